@@ -15,7 +15,7 @@ from mergepipe.engine.block_reductions import make_reduction
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, Scalar
 from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.spec import BaseRole, Scope
-from mergepipe.testing.tensors import encode_elements
+from mergepipe.testing.contracts import encode_elements
 
 BLOCK_ELEMENTS = 1 << 18
 CHOSEN: Mapping[str, Scalar] = {"weight": 0.5, "density": 0.5, "t": 0.3, "select_topk": 0.3}

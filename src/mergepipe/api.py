@@ -100,7 +100,7 @@ def check(
         MergePipeError: every problem found, in one error.
     """
     made = CheckOptions.of(options, fields)
-    from mergepipe.jobs.check import check_recipe
+    from mergepipe.jobs.plan import check_recipe
     from mergepipe.recipes.fields import Strictness
 
     return check_recipe(_recipe(recipe), made.shard_bytes, made.allow_dropped, Strictness(made.strict, made.lenient))
@@ -443,7 +443,7 @@ def unpack(
     """
     made = UnpackOptions.of(options, fields)
     n_threads = threads_of(made.threads)  # before anything compiled is loaded
-    from mergepipe.jobs.unpack import unpack_store
+    from mergepipe.jobs.pack import unpack_store
 
     base = _location(made.base)
     return unpack_store(Location.of(path), Path(out), base=base, threads=n_threads, on_progress=on_progress)
@@ -599,7 +599,7 @@ def apply_lora(
         MismatchError: an adapter changes what the base lacks, or two store one module in full.
     """
     made = ApplyLoraOptions.of(options, fields)
-    from mergepipe.runs.lora.apply import apply_recipe
+    from mergepipe.runs.adapters import apply_recipe
 
     recipe = apply_recipe(str(base), [str(adapter) for adapter in adapters], made.weights, made.dtype)
     memory_bytes = made.memory_bytes or min(APPLY_MEMORY_BYTES, default_memory_bytes())
@@ -744,7 +744,7 @@ def verify(
     threads = threads_of(made.threads)  # before anything compiled is loaded
     pack = _pack_location(snapshot)
     if pack is not None:
-        from mergepipe.jobs.unpack import verify_pack
+        from mergepipe.jobs.pack import verify_pack
 
         return verify_pack(pack, base=_location(made.base), threads=threads, started=started, on_progress=on_progress)
     if made.base is not None:

@@ -58,6 +58,22 @@ class Progress:
 ProgressCallback = Callable[[Progress], None]
 
 
+class ByteProgress:
+    """Reports the bytes of one phase that are done, of `total_bytes`; without a callback it only counts them."""
+
+    def __init__(self, on_progress: ProgressCallback | None, phase: str, total_bytes: int, done_bytes: int = 0) -> None:
+        self._on_progress = on_progress
+        self._phase = phase
+        self._total_bytes = total_bytes
+        self.done_bytes = done_bytes
+
+    def add(self, nbytes: int) -> None:
+        """Count more bytes, and report."""
+        self.done_bytes += nbytes
+        if self._on_progress is not None:
+            self._on_progress(Progress(self._phase, self.done_bytes, self._total_bytes))
+
+
 @dataclass(frozen=True, slots=True)
 class ModelUse:
     """One input of a merge and the bytes of its tensors that are read."""

@@ -232,11 +232,11 @@ def test_code__that_finds_no_space_leaves_nothing(place: Path, monkeypatch: pyte
 
 
 def test_code__kept_is_bounded_and_the_oldest_goes_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mergepipe.kernels import code_cache
+    from mergepipe.kernels import compiled
 
     doubled = kept_file(place)
     os.utime(doubled, (1, 1))
-    monkeypatch.setattr(code_cache, "CACHE_BYTES", doubled.stat().st_size * 3 // 2)
+    monkeypatch.setattr(compiled, "CACHE_BYTES", doubled.stat().st_size * 3 // 2)
     tripled = kept_file(place, "tripled")
     assert sorted(tripled.parent.iterdir()) == [tripled]
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION, PassingDigests
 from mergepipe.core.blocks import DTYPES
+from mergepipe.jobs.analyze import MOST_READ_AGAIN_FRACTION, PassingDigests
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

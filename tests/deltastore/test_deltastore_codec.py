@@ -38,7 +38,7 @@ from mergepipe.deltastore.codec.symbols import (
 )
 from mergepipe.deltastore.pack.encode_pass import choose_cut
 from mergepipe.errors import CorruptError
-from mergepipe.testing.tensors import SPECIAL
+from mergepipe.testing.contracts import SPECIAL
 from support.rounding import decode, encode
 
 seeds = st.integers(0, 2**32 - 1)

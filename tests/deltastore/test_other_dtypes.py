@@ -25,7 +25,7 @@ from mergepipe.deltastore.codec.block import (
 )
 from mergepipe.deltastore.codec.levels import PIECES_OF, Codec, Level
 from mergepipe.deltastore.pack.encode_pass import choose_cut
-from mergepipe.testing.tensors import SPECIAL
+from mergepipe.testing.contracts import SPECIAL
 from support.rounding import decode, encode
 from support.safetensors_bytes import file_bytes
 

@@ -27,7 +27,7 @@ from mergepipe.deltastore.codec.planes import (
     unfold_differences,
 )
 from mergepipe.errors import CorruptError
-from mergepipe.testing.tensors import SPECIAL
+from mergepipe.testing.contracts import SPECIAL
 from support.rounding import encode
 
 U8 = DTYPES["U8"]

@@ -25,7 +25,7 @@ from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.levels import Ladder, ladder_steps
 from mergepipe.planning.plan import ALL, Plan, parse_plan
 from mergepipe.reports import WHOLE
-from mergepipe.runs.budget.verdict import NAMES, level_name
+from mergepipe.runs.budget import NAMES, level_name
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
 from support.oracle import MergeCase
 from support.rounding import decode, encode

@@ -16,8 +16,7 @@ from mergepipe.engine.analysis import FINE_SHARE, FineMagnitudes, TensorSummary
 from mergepipe.engine.block_reductions import InnerProductSums, MagnitudeCuts, ScoreRanks, scores_of
 from mergepipe.engine.order_statistics import RankSearch
 from mergepipe.operators.statistics import rank_of_density
-from mergepipe.testing.contracts import StoredTensor, run_reduction
-from mergepipe.testing.tensors import Family, make_family
+from mergepipe.testing.contracts import Family, StoredTensor, make_family, run_reduction
 from support.oracle import order_of_ranks, reaching
 from support.strategies import FLOATS, families
 

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 import mergepipe
 from mergepipe.errors import MismatchError, RecipeError
-from mergepipe.runs.lora.adapter_files import target_modules
-from mergepipe.runs.lora.truncated_svd import EXACT_SIDE, truncated_svd
+from mergepipe.jobs.extract_lora import EXACT_SIDE, truncated_svd
+from mergepipe.runs.adapters import target_modules
 from support.refusals import refuses
 
 Q, DOWN, NORM, EMBED = (

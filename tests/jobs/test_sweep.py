@@ -15,9 +15,9 @@ import mergepipe
 from mergepipe.catalog.home import resolve_home
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.errors import MismatchError, RecipeError
+from mergepipe.jobs.diff import distance
 from mergepipe.options import MergeOptions, PlanOptions
 from mergepipe.reports import Progress, SweepReport
-from mergepipe.snapshots.distances import distance
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.families import TINY, write_family

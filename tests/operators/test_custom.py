@@ -29,8 +29,7 @@ from mergepipe.operators.base import (
 from mergepipe.operators.custom import Given, load_entry_points, operator, parameter
 from mergepipe.operators.registry import operator_named, operator_specs, remove_operator
 from mergepipe.operators.spec import BaseRole, OperatorSpec
-from mergepipe.testing.contracts import StoredTensor, check_operator
-from mergepipe.testing.tensors import make_family
+from mergepipe.testing.contracts import StoredTensor, check_operator, make_family
 from support.merge_in_memory import apply_operator
 
 MODELS: tuple[dict[str, Scalar], ...] = (

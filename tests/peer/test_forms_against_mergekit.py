@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 from test_mergekit import OFFLINE, PEER_PYTHON, REQUIRED, ulp_distance
 
 import mergepipe
-from mergepipe.checkpoints.chat_templates import NAMED
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.options import MergeOptions
+from mergepipe.runs.small_files import NAMED
 from support.chat_conversations import CONVERSATIONS
 from support.families import TINY_LLAMA, write_family
 from support.published_forms import FORMS, Form

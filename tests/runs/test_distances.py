@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.snapshots import distances
-from mergepipe.snapshots.distances import distance, norm
+from mergepipe.jobs import diff as distances
+from mergepipe.jobs.diff import distance, norm
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 

@@ -12,12 +12,11 @@ import pytest
 import yaml
 
 import mergepipe
-from mergepipe.checkpoints.chat_templates import NAMED
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.errors import MismatchError, RecipeError
 from mergepipe.recipes.output_tensors import with_dtype, with_layers
 from mergepipe.recipes.tasks import LayerCount
-from mergepipe.runs.small_files import with_chat_template, with_token_ids, with_vocab_size
+from mergepipe.runs.small_files import NAMED, with_chat_template, with_token_ids, with_vocab_size
 from support.families import TINY_LLAMA, write_family
 
 LINEAR = (

@@ -21,7 +21,7 @@ from mergepipe.deltastore.index import as_expert
 from mergepipe.deltastore.pack.encode_pass import read_sample
 from mergepipe.deltastore.tensor import PlainFetch
 from mergepipe.errors import CorruptError
-from mergepipe.snapshots.distances import norm
+from mergepipe.jobs.diff import norm
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile, LocalStore

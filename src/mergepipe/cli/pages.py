@@ -25,7 +25,7 @@ from mergepipe.reports import (
     SweepReport,
     missing_text,
 )
-from mergepipe.runs.budget.verdict import NAMES
+from mergepipe.runs.budget import NAMES
 
 _TICKS = 5
 _SHORT_ID = 12

@@ -21,17 +21,9 @@ from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import F32, DTypeKind, Span
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.options import ExtractLoraOptions
-from mergepipe.reports import ExtractedTensor, ExtractLoraReport, NotExtracted, Progress, ProgressCallback
+from mergepipe.reports import ByteProgress, ExtractedTensor, ExtractLoraReport, NotExtracted, ProgressCallback
+from mergepipe.runs.adapters import PREFIX, WEIGHTS_NAME, AdapterTensor, AdapterWriter, adapter_config, factor_names
 from mergepipe.runs.inputs import open_path
-from mergepipe.runs.lora.adapter_files import (
-    PREFIX,
-    WEIGHTS_NAME,
-    AdapterTensor,
-    AdapterWriter,
-    adapter_config,
-    factor_names,
-)
-from mergepipe.runs.lora.truncated_svd import Factors, truncated_svd
 from mergepipe.runs.model_card import hub_id_of, parse_base_model_ids
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import RangeFile, Store
@@ -72,7 +64,8 @@ def extract_lora_adapter(
     paths = files_of((*base_checkpoint.tensors.values(), *model_checkpoint.tensors.values()))
     checkpoints = (base_checkpoint, model_checkpoint)
     with open_files(store, paths, checkpoints) as files, Staging(out, force=False) as staging:
-        extraction = _Extraction(base_checkpoint, model_checkpoint, files, architecture, options, on_progress)
+        progress = ByteProgress(on_progress, "extract", base_checkpoint.tensor_bytes + model_checkpoint.tensor_bytes)
+        extraction = _Extraction(base_checkpoint, model_checkpoint, files, architecture, options, progress)
         check_free_space(out, extraction.largest_bytes())
         path = staging.path / WEIGHTS_NAME
         with AdapterWriter(path, extraction.possible(), store.ledger) as writer:
@@ -111,14 +104,13 @@ class _Extraction:
     files: Mapping[Location, RangeFile]
     architecture: Json
     options: ExtractLoraOptions
-    on_progress: ProgressCallback | None
+    progress: ByteProgress
     extracted: list[ExtractedTensor] = field(default_factory=list)
     left: list[NotExtracted] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
     biases: list[str] = field(default_factory=list)
     squared_norm: float = 0.0
     squared_error: float = 0.0
-    _done_bytes: int = 0
 
     def possible(self) -> Iterator[AdapterTensor]:
         """List every tensor that the adapter may come to hold, with its largest shape."""
@@ -155,7 +147,7 @@ class _Extraction:
                 self.left.append(NotExtracted(name, reason, None))
             elif changed is not None and tensor.dtype.kind is DTypeKind.FLOAT:
                 self._take(writer, name, tensor, changed)
-            self._tick(tensor.nbytes + (0 if changed is None else changed.nbytes))
+            self.progress.add(tensor.nbytes + (0 if changed is None else changed.nbytes))
         adapted = {tensor.module for tensor in self.extracted}
         for stack in adapted & {
             self._in_model(name) for name, tensor in self.base.tensors.items() if _is_stack(tensor)
@@ -346,12 +338,6 @@ class _Extraction:
         model_type, leaf = self.architecture.get("model_type"), _bare(name).rpartition(".")[2]
         return inputs_first(name, self.base.tensors) or (model_type in _CONV1D_TYPES and leaf in _CONV1D_NAMES)
 
-    def _tick(self, nbytes: int) -> None:
-        self._done_bytes += nbytes
-        if self.on_progress is not None:
-            total = self.base.tensor_bytes + self.model.tensor_bytes
-            self.on_progress(Progress("extract", self._done_bytes, total))
-
 
 def _is_embedding(name: str) -> bool:
     """Whether a tensor is an embedding or output head; `output` is one only at the top of a model."""
@@ -383,3 +369,131 @@ def adapter_card(report: ExtractLoraReport) -> bytes:
     lines += ["tags:", "- lora", "- mergepipe", "---", "# LoRA extracted from a fine-tuned model", ""]
     lines += [f"Of the difference from the base, {report.relative_error:.2%} of its norm is left out.", ""]
     return "\n".join(lines).encode()
+
+
+# --- a matrix as a product of two thin factors, of a fixed rank or as few as keep a share of its energy ---
+# Legend: M rows, N columns, R rank, S columns of a sketch.
+
+
+Matrix = NDArray[np.float32]
+
+EXACT_SIDE = 768
+"""Up to this shorter side LAPACK decomposes the whole matrix in about a second."""
+EXACT_SHARE = 3
+"""A sketch of more than one `EXACT_SHARE`-th of the shorter side is no cheaper than the whole decomposition."""
+_OVERSAMPLING = 16
+_POWER_ITERATIONS = 3
+_FIRST_RANK = 32
+_RESIDUAL_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """`up_MR @ down_RN` approximates a matrix; norms are Frobenius norms in float64, `error` that of the difference.
+
+    The factors share the singular values evenly, so that their entries are of one size.
+    """
+
+    up_MR: Matrix
+    down_RN: Matrix
+    error: float
+    norm: float
+
+    @property
+    def rank(self) -> int:
+        return int(self.up_MR.shape[1])
+
+    @property
+    def relative_error(self) -> float:
+        """The error relative to the matrix; 0 for a matrix of zeros."""
+        return self.error / self.norm if self.norm else 0.0
+
+
+def truncated_svd(matrix_MN: Matrix, rank: int | None, energy: float | None, seed: int) -> Factors:
+    """Decompose a matrix, keeping `rank` singular values at most, and no more than `energy` of its square sum needs.
+
+    Small matrices are decomposed whole (LAPACK, float32). Of large ones a random sketch is refined by power iterations
+    and orthonormalised in float64; its error exceeds the least possible one by well under a percent. The error that is
+    returned was measured on the factors as they are. Memory: the matrix, and at most twice the factors; three times
+    the matrix where it is decomposed whole.
+
+    Source: N. Halko, P. G. Martinsson, J. A. Tropp, "Finding structure with randomness", 2011, algorithms 4.4 and 5.1.
+    """
+    if (rank is None and energy is None) or (rank is not None and rank < 1):
+        raise ValueError("a rank above zero or an energy is needed")
+    if energy is not None and not 0.0 < energy <= 1.0:
+        raise ValueError("an energy is in (0, 1]")
+    norm = _norm(matrix_MN)
+    side = min(matrix_MN.shape)
+    most = side if rank is None else min(rank, side)
+    if not norm:
+        return Factors(matrix_MN[:, :0], matrix_MN[:0], 0.0, 0.0)
+    tried = most if energy is None else min(most, _FIRST_RANK)
+    while True:
+        if side <= EXACT_SIDE or (tried + _OVERSAMPLING) * EXACT_SHARE > side:
+            left, values, right = _decomposed(matrix_MN)
+            return _factors(matrix_MN, left, values, right, _kept(values, norm, most, energy), norm)
+        left, values, right = _sketched(matrix_MN, tried, seed)
+        n_kept = _kept(values, norm, tried, energy)
+        if tried == most or (energy is not None and _energy(values[:n_kept]) >= energy * norm**2):
+            return _factors(matrix_MN, left, values, right, n_kept, norm)
+        tried = min(most, 2 * tried)
+
+
+def _kept(values: NDArray[np.float64], norm: float, most: int, energy: float | None) -> int:
+    """Count the values to keep: `most`, or as few as hold `energy` of the square sum."""
+    if energy is None:
+        return min(most, len(values))
+    sums = np.cumsum(values**2)
+    return min(most, len(values), int(np.searchsorted(sums, energy * norm**2)) + 1)
+
+
+def _energy(values: NDArray[np.float64]) -> float:
+    return float(np.sum(values**2))
+
+
+def _decomposed(matrix_MN: Matrix) -> tuple[Matrix, NDArray[np.float64], Matrix]:
+    left, values, right = np.linalg.svd(matrix_MN, full_matrices=False)
+    return left, values.astype(np.float64), right
+
+
+def _sketched(matrix_MN: Matrix, rank: int, seed: int) -> tuple[Matrix, NDArray[np.float64], Matrix]:
+    """Decompose the part of the matrix that a random sketch of `rank` and some more columns spans."""
+    n_columns = min(rank + _OVERSAMPLING, *matrix_MN.shape)
+    sketch_NS = np.random.default_rng(seed).standard_normal((matrix_MN.shape[1], n_columns), np.float32)
+    basis_MS = _orthonormal(matrix_MN @ sketch_NS)
+    for _ in range(_POWER_ITERATIONS):
+        basis_MS = _orthonormal(matrix_MN @ _orthonormal(matrix_MN.T @ basis_MS))
+    small_SS, values, right = _decomposed(basis_MS.T @ matrix_MN)
+    return basis_MS @ small_SS, values, right
+
+
+def _orthonormal(columns_MS: Matrix) -> Matrix:
+    return np.linalg.qr(columns_MS.astype(np.float64))[0].astype(np.float32)
+
+
+def _factors(
+    matrix_MN: Matrix, left: Matrix, values: NDArray[np.float64], right: Matrix, rank: int, norm: float
+) -> Factors:
+    roots_R = np.sqrt(values[:rank]).astype(np.float32)
+    up_MR = np.ascontiguousarray(left[:, :rank] * roots_R)
+    down_RN = np.ascontiguousarray(roots_R[:, None] * right[:rank])
+    return Factors(up_MR, down_RN, _residual(matrix_MN, up_MR, down_RN), norm)
+
+
+def _residual(matrix_MN: Matrix, up_MR: Matrix, down_RN: Matrix) -> float:
+    """Measure the norm of the difference, some rows at a time."""
+    total = 0.0
+    for start in range(0, matrix_MN.shape[0], _RESIDUAL_ROWS):
+        rows = slice(start, start + _RESIDUAL_ROWS)
+        total += _norm(matrix_MN[rows] - up_MR[rows] @ down_RN) ** 2
+    return float(np.sqrt(total))
+
+
+def _norm(values: Matrix) -> float:
+    """Return the Frobenius norm, summed in float64 some rows at a time."""
+    total = 0.0
+    for start in range(0, values.shape[0], _RESIDUAL_ROWS):
+        rows = values[start : start + _RESIDUAL_ROWS].astype(np.float64)
+        total += float(np.vdot(rows, rows))
+    return float(np.sqrt(total))

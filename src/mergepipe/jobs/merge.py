@@ -25,7 +25,7 @@ from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import AppliedAdapter, MergeReport, Progress, ProgressCallback
-from mergepipe.runs.budget.verdict import analysis_advice, coverage_of, verdict_of
+from mergepipe.runs.budget import analysis_advice, coverage_of, verdict_of
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs, with_known_digests, with_parameters
 from mergepipe.runs.model_card import hub_id_of

@@ -29,15 +29,15 @@ from mergepipe.operators.spec import BaseRole
 from mergepipe.options import MergeLoraOptions, MergeOptions
 from mergepipe.recipes.yaml_source import read_yaml, recipe_text
 from mergepipe.reports import MergedModule, MergeLoraReport
-from mergepipe.runs.lora.adapter_files import (
+from mergepipe.runs.adapters import (
     PREFIX,
     WEIGHTS_NAME,
     AdapterTensor,
     AdapterWriter,
     adapter_config,
     factor_names,
+    located_adapters,
 )
-from mergepipe.runs.lora.apply import located_adapters
 from mergepipe.runs.settings import merge_settings
 from mergepipe.snapshots.staging import Staging, check_target
 from mergepipe.storage.contract import RangeFile

@@ -1,11 +1,13 @@
-"""Make plans from a recipe, the catalog and a budget; read them back."""
+"""Make plans from a recipe, the catalog and a budget, and read them back; report what a recipe would do."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
@@ -38,15 +40,23 @@ from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.recipes.yaml_source import RecipeText
-from mergepipe.reports import Fallback
-from mergepipe.runs.budget.costs import find_unread, planned_cost
+from mergepipe.reports import CheckReport, CopiedTensor, Fallback, ModelUse
+from mergepipe.runs.budget import find_unread, planned_cost
 from mergepipe.runs.catalog_link import CatalogLink, KnownStatistics
 from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, with_known_digests
+from mergepipe.runs.small_files import planned_sidecars
 from mergepipe.runs.stored_plan import vocabulary_of
+from mergepipe.runs.work import output_of
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
+
+if TYPE_CHECKING:
+    from mergepipe.recipes.recipe import ModelInput
+    from mergepipe.recipes.yaml_source import RecipeText
+    from mergepipe.storage.location import Location
+
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 SAMPLED_UNIT_ELEMENTS = 32 * 1024
@@ -168,7 +178,7 @@ def _plan_by(policy: Policy, store: Store, inputs: Inputs, request: PlanRequest,
     unit_elements = _sampled_unit(inputs, store) if policy is Policy.SAMPLE else _suitable_block(inputs, facts)
     importance = None
     if request.importance is not None and not request.everything:
-        from mergepipe.runs.budget.importance import read_importance
+        from mergepipe.runs.importance import read_importance
 
         merged = [task for task in inputs.resolution.tasks if task.action is Action.MERGE]
         importance = read_importance(store, request.importance, merged)
@@ -297,3 +307,48 @@ def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path)
 def read_plan(store: Store, path: Location) -> Plan:
     """Read a stored plan."""
     return parse_plan(store.read_small(path, PLAN_BYTES), path)
+
+
+# --- report what a merge would do, without reading tensor data ---
+
+
+def check_recipe(
+    recipe_place: Location | RecipeText,
+    shard_bytes: int | None,
+    allow_dropped: Sequence[str],
+    strictness: Strictness = USUAL,
+) -> CheckReport:
+    """Open the inputs of a recipe and report what its merge would do; see `api.check`."""
+    store = Stores()
+    inputs = open_inputs(recipe_place, store, allow_dropped, strictness=strictness)
+    recipe, resolution = inputs.recipe, inputs.resolution
+    output = output_of(inputs, shard_bytes)
+    return CheckReport(
+        recipe=str(recipe.path),
+        operator=recipe.operator.name,
+        models=tuple(_use_of(inputs, index, _shown(model)) for index, model in enumerate(recipe.inputs())),
+        merged_tensors=resolution.n_merged,
+        copied=tuple(CopiedTensor(task.name, task.reason) for task in resolution.tasks if task.action is Action.COPY),
+        dropped=resolution.dropped,
+        base_bytes=resolution.base_bytes,
+        expert_bytes=resolution.expert_bytes,
+        output_bytes=resolution.output_bytes,
+        disk_bytes=output.total_bytes + sum(map(len, planned_sidecars(inputs, store).values())),
+        shards=len(output.shards),
+        free_bytes=shutil.disk_usage(Path.cwd()).free,
+        recipe_notices=inputs.notices,
+    )
+
+
+def _shown(model: ModelInput) -> str:
+    """Return a model as the recipe names it, with where that is if it is on another machine."""
+    return model.text if model.path.is_local else f"{model.text} ({reference_text(model)})"
+
+
+def _use_of(inputs: Inputs, model: int, text: str) -> ModelUse:
+    """Count the tensors of a model that are read, and their bytes."""
+    tasks = inputs.resolution.tasks
+    used = [task.base.nbytes for task in tasks if task.base_model == model]
+    for task in tasks:
+        used += [s.nbytes for m, s in zip(task.expert_models, task.experts, strict=True) if m == model and s.stored]
+    return ModelUse(inputs.roles[model], text, len(used), sum(used))

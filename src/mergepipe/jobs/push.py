@@ -14,7 +14,7 @@ from mergepipe.deltastore.pack.builder import published_store
 from mergepipe.errors import CorruptError, OutputError, UnsupportedError
 from mergepipe.options import PushOptions
 from mergepipe.recipes.references import resolve_model_name
-from mergepipe.reports import Progress, ProgressCallback, PushReport
+from mergepipe.reports import ByteProgress, ProgressCallback, PushReport
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.composite import is_composite
 from mergepipe.snapshots.hub_upload import HubUpload
@@ -61,16 +61,9 @@ def push_snapshot(
         push = _read_pack(store, path)
     else:
         push = _read_composite(store, path) if is_composite(store, folder) else _read_snapshot(store, path)
-    output, done = push.output, 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if on_progress is not None:
-            on_progress(Progress("push", done, output.total_bytes))
-
+    output = push.output
     with _open_upload(destination, push, options) as upload:
-        output.send_by(upload, advance)
+        output.send_by(upload, ByteProgress(on_progress, "push", output.total_bytes).add)
     return PushReport(
         snapshot=path,
         destination=destination,

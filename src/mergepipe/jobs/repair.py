@@ -11,7 +11,7 @@ from pathlib import Path
 from mergepipe.core.blocks import DTYPES
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import ConflictError, CorruptError, OutputError, Problem
-from mergepipe.jobs.rebuild import RebuiltTensor, open_recorded, rebuild_tensors
+from mergepipe.jobs.replay import RebuiltTensor, open_recorded, rebuild_tensors
 from mergepipe.jobs.verify import Examination, examine
 from mergepipe.reports import ProgressCallback, RepairReport
 from mergepipe.runs.small_files import plan_small_files, sidecar_contents

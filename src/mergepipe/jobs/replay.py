@@ -1,23 +1,146 @@
-"""Replay a snapshot from its manifest alone; publish the result only if it is byte-identical."""
+"""Recompute a snapshot, or some of its tensors, from its recorded inputs, given its manifest alone."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Collection, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe.errors import ConflictError, Problem
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.open_files import check_unchanged
+from mergepipe.core.blocks import DTYPES, element_count
+from mergepipe.core.notices import Notice
+from mergepipe.engine.make_part import make_part
+from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output, whole
+from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
 from mergepipe.jobs.merge import IntermediateWriter, MergeRun
-from mergepipe.jobs.rebuild import open_recorded, recorded_plan
+from mergepipe.planning.plan import Plan
+from mergepipe.recipes.fields import LENIENT
+from mergepipe.recipes.recipe_files import reload_recipes
+from mergepipe.recipes.references import reference_text, referenced_paths
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.model_card import BaseModelIds
 from mergepipe.runs.settings import MergeSettings
 from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
+from mergepipe.runs.stored_plan import plan_of
+from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.layout import layout_of
-from mergepipe.snapshots.manifest import InputRecord, Manifest
+from mergepipe.snapshots.manifest import NOTICES_KEY, InputRecord, Manifest
+from mergepipe.snapshots.shards import TensorDigest
+from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
+
+_ONE_FILE = 1 << 62
+_HINT = "put the input back as it was"
+_GONE_HINT = "put it there: a snapshot names its inputs relative to its own folder, so move both together"
+
+
+@dataclass(frozen=True, slots=True)
+class RebuiltTensor:
+    """A recomputed tensor: its digests, and the location of its bytes."""
+
+    digest: TensorDigest
+    file: Path
+    offset: int
+
+
+def recorded_plan(manifest: Manifest) -> Plan | None:
+    """Return the recorded plan; None for a full merge."""
+    return plan_of(manifest, "the manifest's plan")
+
+
+def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) -> Inputs:
+    """Open the inputs of a snapshot at their recorded paths; `stage` writes intermediates that must be complete."""
+    gone = [
+        Problem("input.not-found", str(path), f"the input {record.model} is gone", _GONE_HINT)
+        for record in manifest.inputs
+        for path in referenced_paths(record.path, store)
+        if store.stat(path) is None
+    ]
+    if gone:
+        raise NotFoundError(*gone)
+    recipes = reload_recipes(manifest.recipe, store, {record.model: record.path for record in manifest.inputs})
+    inputs = open_recipes(recipes, store, ("*",), stage, LENIENT)  # the original merge accepted whatever is odd
+    leaves = tuple(inputs.leaves())
+    if [reference_text(model) for _, model, _ in leaves] != [record.path for record in manifest.inputs]:
+        message = "its inputs are not those of its recipe"
+        raise NotFoundError.of("input.not-found", "the manifest", message, "merge again by the recipe")
+    pairs = zip(manifest.inputs, leaves, strict=True)
+    changed = [problem for record, (_, _, checkpoint) in pairs for problem in _changes(record, checkpoint)]
+    if changed:
+        raise ConflictError(*changed)
+    recorded = str(manifest.run.get(NOTICES_KEY, ""))  # they name lines of a recipe that need not be there any more
+    notices = tuple(Notice("recipe.recorded", "", 0, "", text) for text in recorded.split("\n") if text)
+    plan, inputs = recorded_plan(manifest), replace(inputs, notices=notices)
+    return inputs if plan is None else with_parameters(inputs, plan)
+
+
+def _changes(record: InputRecord, checkpoint: Checkpoint) -> list[Problem]:
+    """List the files whose size or header differs from the record. Times may differ."""
+    now = {file.name: (file.size_bytes, file.header_digest) for file in checkpoint.files}
+    then = {file.name: (file.size_bytes, file.header_digest) for file in record.files}
+    return [
+        Problem("input.changed", f"{record.path}/{name}", "is not what the snapshot was made from", _HINT)
+        for name in sorted(now.keys() | then.keys())
+        if now.get(name) != then.get(name)
+    ]
+
+
+def sampled_tensors(manifest: Manifest, fraction: float) -> tuple[str, ...]:
+    """Sample tensors that make up at least `fraction` of the bytes, at least one per action; seeded by the sid."""
+    order = random.Random(manifest.sid).sample(manifest.tensors, len(manifest.tensors))
+    sizes = {t.name: element_count(t.shape) * DTYPES[t.dtype].itemsize for t in manifest.tensors}
+    wanted = fraction * sum(sizes.values())
+    chosen: dict[str, int] = {}
+    kinds: set[str] = set()
+    for tensor in order:
+        if tensor.action not in kinds or sum(chosen.values()) < wanted:
+            chosen[tensor.name] = sizes[tensor.name]
+            kinds.add(tensor.action)
+    return tuple(tensor.name for tensor in manifest.tensors if tensor.name in chosen)
+
+
+def rebuild_tensors(
+    store: Store, manifest: Manifest, names: Collection[str], directory: Path, engine: EngineOptions
+) -> tuple[RebuiltTensor, ...]:
+    """Recompute the named tensors into one file in `directory`."""
+    settings = MergeSettings(engine, manifest.seed, force=False, shard_bytes=_ONE_FILE, home=None)
+    with IntermediateWriter(directory / "made", settings, store) as intermediates:
+        inputs = open_recorded(manifest, store, intermediates.write)
+        wanted = set(names)
+        output = plan_output([task for task in inputs.resolution.tasks if task.name in wanted], _ONE_FILE)
+        missing = sorted(wanted - {task.name for task in output.tasks})
+        if missing:
+            raise _missing_tensor_error(missing)
+        checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
+        work = _work(manifest, inputs, output, store)
+        digests = make_part(work, whole(output), directory, store, engine).digests
+        check_unchanged(store, checkpoints)
+    (shard,) = output.shards
+    rebuilt, offset = [], len(shard.header)
+    for digest, spec in zip(digests, shard.tensors, strict=True):
+        rebuilt.append(RebuiltTensor(digest, directory / shard.name, offset))
+        offset += spec.nbytes
+    return tuple(rebuilt)
+
+
+def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
+    message = "by its recipe the inputs have no such tensor"
+    return ConflictError(*(Problem("input.changed", name, message, _HINT) for name in names))
+
+
+def _work(manifest: Manifest, inputs: Inputs, output: OutputPlan, store: Store) -> MergeWork:
+    """Build the work of an output by a snapshot's plan and seed, without a catalog."""
+    return merge_work(inputs, output, recorded_plan(manifest), manifest.seed, store, CatalogLink(None))
+
+
+# --- replay a snapshot; publish the result only if it is byte-identical ---
+
 
 _MOST_NAMED = 5
 

@@ -15,6 +15,7 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.outcome import private_outputs
 from mergepipe.errors import NotFoundError
+from mergepipe.jobs.diff import distance, norm
 from mergepipe.jobs.evaluate import parse_evaluation
 from mergepipe.jobs.merge import run_merge, run_plan
 from mergepipe.jobs.plan import PlanRequest, make_plan, plan_request
@@ -22,12 +23,11 @@ from mergepipe.options import OutputOptions, SweepOptions, home_of
 from mergepipe.planning.budget import BudgetRequest, Policy, ShareBudget, parse_budget
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.yaml_source import RecipeText
-from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
-from mergepipe.runs.budget.verdict import blocks_by_level, verdict_of
+from mergepipe.reports import ByteProgress, MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
+from mergepipe.runs.budget import blocks_by_level, verdict_of
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs
 from mergepipe.runs.settings import run_settings
-from mergepipe.snapshots.distances import distance, norm
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
@@ -191,15 +191,7 @@ class _Sweep:
         return report
 
     def _meter(self, label: str, *checkpoints: Checkpoint) -> Callable[[int], None]:
-        total, done = sum(checkpoint.tensor_bytes for checkpoint in checkpoints), 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if self._on_progress is not None:
-                self._on_progress(Progress(label, done, total))
-
-        return advance
+        return ByteProgress(self._on_progress, label, sum(checkpoint.tensor_bytes for checkpoint in checkpoints)).add
 
 
 def _share(part: float | None, whole: float) -> float | None:

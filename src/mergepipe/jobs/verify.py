@@ -16,10 +16,10 @@ from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, DTypeKind
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
-from mergepipe.jobs.rebuild import rebuild_tensors, sampled_tensors
+from mergepipe.jobs.replay import rebuild_tensors, sampled_tensors
 from mergepipe.recipes.output_tensors import shape_contradictions
 from mergepipe.recipes.yaml_source import shortened
-from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
+from mergepipe.reports import ByteProgress, Damage, ProgressCallback, VerifyReport
 from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
 from mergepipe.snapshots.composite import is_composite, read_composite
 from mergepipe.snapshots.layout import (
@@ -100,7 +100,6 @@ def verify_snapshot(
 
 def examine(store: Store, directory: Location, threads: int, on_progress: ProgressCallback | None) -> Examination:
     """Read a whole snapshot and compare it with the manifest."""
-    done = [0]
     manifest = read_manifest_value(store, directory)
     damages: list[Damage] = []
     table: BlockTable | None = None
@@ -111,16 +110,10 @@ def examine(store: Store, directory: Location, threads: int, on_progress: Progre
         damages.append(_damage("blocks-file", record.name, 0, record.size_bytes, error.problems[0].message))
     layout = layout_of(manifest, directory / MANIFEST_NAME, table.block_elements if table else DEFAULT_BLOCK_ELEMENTS)
     total = sum(tensor.nbytes for tensor in layout.tensors)
-
-    def advance(nbytes: int) -> None:
-        done[0] += nbytes
-        if on_progress is not None:
-            on_progress(Progress("verify", done[0], total))
-
     if table is not None and not all(root_of(table.tensors[tensor.index]) == tensor.root for tensor in layout.tensors):
         damages.append(_damage("blocks-file", "", 0, 0, "its digests are not those of the manifest's tensors"))
         table = None
-    scan = scan_snapshot(store, directory, layout, threads, advance)
+    scan = scan_snapshot(store, directory, layout, threads, ByteProgress(on_progress, "verify", total).add)
     for file in layout.files:
         damages.extend(_file_damages(directory, store, file, layout, table, scan))
     damages.extend(_small_damages(store, directory, manifest))
@@ -305,20 +298,18 @@ def verify_composite(
     record = read_composite(store, path)
     files = record.files
     damages: list[Damage] = []
-    done, total = 0, sum(file.size_bytes for file in files)
+    progress = ByteProgress(on_progress, "verify", sum(file.size_bytes for file in files))
     with ThreadPoolExecutor(max(2, threads), "mergepipe-verify") as pool:
         for file, damage in zip(files, pool.map(lambda recorded: damage_of(store, path, recorded), files), strict=True):
-            done += file.size_bytes
             damages.extend([damage] if damage is not None else [])
-            if on_progress is not None:
-                on_progress(Progress("verify", done, total))
+            progress.add(file.size_bytes)
     return VerifyReport(
         path=path.local_path if path.is_local else path,
         sid=record.sid,
         files=len(files),
         tensors=0,
         blocks=len(files),
-        read_bytes=done,
+        read_bytes=progress.done_bytes,
         seconds=time.perf_counter() - started,
         damages=tuple(damages),
         notices=(),

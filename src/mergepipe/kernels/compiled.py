@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pickle
+import stat
+import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
@@ -14,7 +20,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.errors import UnsupportedError
-from mergepipe.kernels.code_cache import CodeCache
+from mergepipe.storage.owned import write_all
+from mergepipe.storage.ranges import read_up_to
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -179,3 +186,127 @@ def _change(step: int) -> None:
         listeners = tuple(_listeners) if bool(before) != bool(_n_compilations) else ()
     for listener in listeners:
         listener(step > 0)
+
+
+# --- keep the code of compiled kernels in a private folder of the user, and load it from there alone ---
+
+
+CACHE_BYTES = 256 << 20
+"""The most that is kept, some ten times the code of all kernels; what was not used for longest is removed first."""
+_DIGEST_BYTES = 32
+_OF_OTHERS = 0o077  # permissions
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_WITHOUT_EFFECT = {"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS"}  # on the code that is made
+
+
+class CodeCache:
+    """The cache of one kernel, as numba's dispatchers call it."""
+
+    def __init__(self, kernel: str, sources: str) -> None:
+        self._kernel = kernel
+        self._sources = sources
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        """Return the kernel compiled for a signature; None if its code is not kept."""
+        from mergepipe.kernels.compiler import CompileResult
+
+        target.refresh()
+        content = _read(self._kernel, self._key(signature, target.codegen()))
+        try:
+            return None if content is None else CompileResult._rebuild(target, *pickle.loads(content))
+        except ImportError:  # of a kernel whose module cannot be imported by its name
+            return None
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        """Keep a compiled kernel, where its code has no addresses of this process and a folder takes it."""
+        from mergepipe.kernels.compiler import dumps
+
+        if not compiled.library.has_dynamic_globals:
+            _write(self._kernel, self._key(signature, compiled.codegen), dumps(compiled._reduce()))
+
+    def _key(self, signature: Any, codegen: Any) -> bytes:
+        """Return a digest of all that the code depends on; `codegen` knows the processor and its features."""
+        from mergepipe.kernels.compiler import VERSIONS
+
+        names = sorted(name for name in os.environ if name.startswith("NUMBA_") and name not in _WITHOUT_EFFECT)
+        settings = [(name, os.environ[name]) for name in names]
+        parts = (self._kernel, self._sources, signature, codegen.magic_tuple(), VERSIONS, sys.version, settings)
+        return blake3(repr(parts).encode()).digest()
+
+
+def _read(kernel: str, key: bytes) -> bytes | None:
+    """Return what is kept of a kernel under a key; None where there is nothing, or nothing that can be trusted."""
+    try:
+        with _open_folder() as folder, _open_file(_file_name(kernel, key), _READ, folder) as file:
+            _check_private(file, stat.S_IFREG)
+            stored = read_up_to(file, 0, os.fstat(file).st_size)
+    except OSError:
+        return None
+    content = stored[_DIGEST_BYTES:]
+    return content if stored[:_DIGEST_BYTES] == _digest(key, content) else None
+
+
+def _write(kernel: str, key: bytes, content: bytes) -> None:
+    """Keep what belongs to a kernel under a key, in one step; where no folder takes it, nothing is kept."""
+    temporary = f"{kernel}-{uuid.uuid4().hex}"
+    with suppress(OSError), _open_folder(make=True) as folder:
+        try:
+            with _open_file(temporary, _WRITE, folder) as file:
+                write_all(file, _digest(key, content) + content)
+            os.rename(temporary, _file_name(kernel, key), src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError:
+            os.unlink(temporary, dir_fd=folder)
+        _remove_oldest(folder)
+
+
+def _file_name(kernel: str, key: bytes) -> str:
+    return f"{kernel}-{key[:16].hex()}"
+
+
+def _digest(key: bytes, content: bytes) -> bytes:
+    return blake3(key + content).digest(_DIGEST_BYTES)
+
+
+@contextmanager
+def _open_folder(*, make: bool = False) -> Iterator[int]:
+    """Open the folder of this user's code: one of the user's own, below a place that users share too."""
+    configured = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    base = Path(configured or os.path.expanduser("~/.cache"))  # noqa: PTH111 - without a home, `Path.home` raises
+    if not base.is_absolute() or not (configured or base.parent.is_dir()):
+        raise FileNotFoundError(base)
+    path = base / f"mergepipe-kernels-{os.geteuid()}"
+    if make:
+        base.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+    with _open_file(path, _FOLDER) as folder:
+        _check_private(folder, stat.S_IFDIR)
+        yield folder
+
+
+@contextmanager
+def _open_file(path: Path | str, flags: int, folder: int | None = None) -> Iterator[int]:
+    descriptor = os.open(path, flags, 0o600, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _check_private(descriptor: int, kind: int) -> None:
+    """Refuse what is of another kind or another user's, or what others may read or write."""
+    status = os.fstat(descriptor)
+    if stat.S_IFMT(status.st_mode) != kind or status.st_uid != os.geteuid() or status.st_mode & _OF_OTHERS:
+        raise PermissionError("code is taken only from files and folders that are the user's alone")
+
+
+def _remove_oldest(folder: int) -> None:
+    """Remove what was not used for longest, what killed writers left too, until the rest is within `CACHE_BYTES`."""
+    entries = [(name, os.lstat(name, dir_fd=folder)) for name in os.listdir(folder)]
+    left_bytes = CACHE_BYTES
+    for name, status in sorted(entries, key=lambda entry: -max(entry[1].st_atime, entry[1].st_mtime)):
+        left_bytes -= status.st_size
+        if left_bytes < 0:
+            os.unlink(name, dir_fd=folder)

@@ -321,7 +321,7 @@ def _opened(
         if i in intermediates:
             return intermediates[i].checkpoint
         if models[i].key in weighing and is_folder(store, models[i].path):
-            from mergepipe.runs.budget.importance import open_moments  # which loads the readers of training formats
+            from mergepipe.runs.importance import open_moments  # which loads the readers of training formats
 
             if (moments := open_moments(store, models[i].path)) is not None:
                 return moments

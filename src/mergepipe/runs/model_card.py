@@ -22,7 +22,7 @@ from mergepipe.recipes.output_tensors import parsed_config
 from mergepipe.recipes.recipe import ModelInput, Recipe
 from mergepipe.recipes.references import reference_text, with_renamed
 from mergepipe.reports import BudgetVerdict
-from mergepipe.runs.budget.verdict import verdict_of
+from mergepipe.runs.budget import verdict_of
 from mergepipe.runs.inputs import Inputs
 from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, CACHED_MODEL, CARD_NAME, Manifest, is_relative_part
 from mergepipe.storage.contract import Store

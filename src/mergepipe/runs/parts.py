@@ -22,7 +22,7 @@ from mergepipe.operators.registry import operator_named
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.problem import sample_cost_bytes
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.runs.budget.costs import planned_cost
+from mergepipe.runs.budget import planned_cost
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, with_parameters
 from mergepipe.runs.progress import MergeProgress, Resume

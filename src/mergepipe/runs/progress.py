@@ -15,7 +15,7 @@ from mergepipe.core.units import plural
 from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import LimitError, NotFoundError, StorageError
 from mergepipe.planning.plan import Plan
-from mergepipe.runs.budget.costs import planned_cost
+from mergepipe.runs.budget import planned_cost
 from mergepipe.runs.inputs import Inputs
 from mergepipe.snapshots import work_log as work_log
 from mergepipe.snapshots.shards import TensorDigest, packed_digests

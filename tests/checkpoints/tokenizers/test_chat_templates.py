@@ -9,8 +9,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vocabulary_cases import write_model
 
-from mergepipe.checkpoints.chat_templates import AUTO, NAMED, chosen_template, template_of
 from mergepipe.errors import RecipeError
+from mergepipe.runs.small_files import AUTO, NAMED, chosen_template, template_of
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.refusals import refuses

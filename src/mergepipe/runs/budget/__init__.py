@@ -1,1 +1,0 @@
-"""Run merges under a budget: sampled experts, measured speeds, counted coverage, a verdict."""

@@ -1,1 +1,0 @@
-"""LoRA adapters as inputs and outputs: recipes that apply them, truncated decompositions, the files that PEFT reads."""
