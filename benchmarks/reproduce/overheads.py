@@ -170,9 +170,11 @@ def overheads_table(results: Results) -> Table:
         ("planning, in the merge", f"{phases['planning']:.2f} s, {percent(phases['planning'] / total, 2)}", "1.04 %"),
         ("`mergepipe plan`, whole process", f"{merge['plan_command_seconds']:.2f} s", "1.21 s"),
         ("waiting for the disk (fsync, all threads)", f"{phases['flush']:.2f} s", ""),
-        ("publishing", f"{phases['publish']:.2f} s, {percent(phases['publish'] / total, 2)}", ""),
-        ("stored plan", f"{merge['plan_bytes'] / 1e3:.0f} kB", ""),
-        ("manifest", f"{merge['manifest_bytes'] / 1e3:.0f} kB", "812 kB"),
+        (
+            "stored plan, manifest",
+            f"{merge['plan_bytes'] / 1e3:.0f} kB, {merge['manifest_bytes'] / 1e3:.0f} kB",
+            "manifest: 812 kB",
+        ),
         (
             "catalog",
             f"{analyze['catalog_bytes'] / 1e6:.2f} MB, {percent(_catalog_of_io(results), 3)} of all I/O",

@@ -221,11 +221,9 @@ def _about(results: Results) -> str:
         for kind, schedule in schedules.items()
     )
     return (
-        "The models are those of [fine-tunes of a public language model](trained.md): SmolLM2-135M-Instruct and four"
-        f" fine-tunes of it on one domain each ({trainings}). A sample (`--select sample`) draws"
-        " positions in the tensors, reads these of all experts, merges them exactly, and divides what that changes by"
-        " the probability of the draw; all else stays as the base. Samples know of the experts at most their norms;"
-        " blocks by norm and at random were planned from `analyze`. Every merge is one draw. Of still longer"
+        "The models are those of [fine-tunes of a public language model](trained.md), each on one domain"
+        f" ({trainings}). A [sample](../guide/budget.md#what-is-a-sampled-budget) knows of the experts at most their"
+        " norms; blocks by norm and at random were planned from `analyze`. Every merge is one draw. Of still longer"
         " fine-tunes, other rates and larger models nothing follows from here."
     )
 
@@ -233,10 +231,9 @@ def _about(results: Results) -> str:
 def _how_to_read() -> str:
     return (
         "*Gain kept*, in %: of the mean loss over 24 held-out windows of the four domains, the share of the full"
-        " merge's gain over the base; 100 is the full merge, and a merge that goes further the same way has more. ±:"
-        " half of the 95 % interval over windows of the paired difference, in points. TIES has density 0.2; task"
-        " arithmetic and DARE-TIES weights of 0.3, *one expert* and *sum* of 1. *Ki*: the elements of a unit that is"
-        " drawn; blocks have 16 Ki."
+        " merge's gain over the base; a merge that goes further the same way has more than 100. ±: half of the 95 %"
+        " interval over windows of the paired difference. TIES has density 0.2; task arithmetic and DARE-TIES weights"
+        " of 0.3, *one expert* and *sum* of 1. *Ki*: elements of a unit that is drawn; blocks have 16 Ki."
     )
 
 

@@ -455,10 +455,9 @@ def _how_to_read(results: Results) -> str:
     return (
         f"*Gain kept*, in %: of the mean loss over {n_windows} held-out windows of the four domains, the same for every"
         f" merge, the share of the full merge's gain over the base; 100 is the full merge itself. ±: half of the 95 %"
-        f" interval over windows of the paired difference, in points; in brackets that over seeds, where there are"
-        f" three. *norm - random*: the paired difference of the two orders, in points. Blocks have"
-        f" {BLOCK_ELEMENTS // 1024} Ki elements. *Packed*: the folders of the packed experts, with tokenizers of 3.5 MB"
-        f" each, over their raw weights."
+        f" interval over windows of the paired difference; in brackets that over seeds, where there are three. *norm -"
+        f" random*: the paired difference of the two orders, in points. Blocks have {BLOCK_ELEMENTS // 1024} Ki"
+        f" elements. *Packed*: with tokenizers of 3.5 MB each, over the raw weights."
     )
 
 
@@ -486,9 +485,8 @@ def _difference(results: Results, kind: str, operator: str, share: int) -> str:
 
 def _packed_text(results: Results) -> str:
     return (
-        f"The experts packed take {_packed_shares(results)} of their raw bytes. A budget above that reads all of them,"
-        " and the merge is the full one; below it levels of blocks are read by norm. Budgets are shares of the raw"
-        " bytes."
+        f"A budget above {_packed_shares(results)} of the raw bytes reads all of the packs, and the merge is the full"
+        " one; below it levels of blocks are read by norm."
     )
 
 
