@@ -43,9 +43,9 @@ _READ, _TORCH, _DEEPSPEED = "plain read", "torch.load", "DeepSpeed"
 _COPY = "cp -r, sync"
 _NOT_COMPOSED = (_COPY, "average")
 _BASELINES = {
-    _READ: "reads the files past the page cache, and does nothing with them",
-    _TORCH: "loads file after file in one process",
-    _DEEPSPEED: f"is `load_checkpoint` of an engine of {_RANKS} ranks, of a checkpoint that it saved",
+    _READ: "past the page cache",
+    _TORCH: "of file after file in one process",
+    _DEEPSPEED: f"into an engine of {_RANKS} ranks, without building it",
 }
 
 
@@ -257,7 +257,7 @@ def _about(results: Results) -> str:
         f" layers, embeddings, norm and head; {_RANKS} ranks. *consecutive* takes units in runs, *parity* and *in turn*"
         " one by one, *filter* all but the outer four layers from the older, *average* means weights and moments of"
         " all. The floor reads what has to be read while one checkpoint is written. Loading one:"
-        f" {told}; without imports and the building of an engine, while composing counts the whole process."
+        f" {told}; without imports, while composing counts the whole process."
         f" {_memory(results)} {_not_run(results.size['name'])}"
     )
 

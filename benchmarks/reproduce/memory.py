@@ -58,8 +58,8 @@ def _page(results: Results) -> Page:
 
 def _note() -> str:
     return (
-        f"K = {_K}, cold files, without a catalog. Peak RSS and bytes are the kernel's counts of the process; the floor"
-        " reads and writes as many bytes past the page cache."
+        "Cold files, without a catalog. Peak RSS and bytes are the kernel's counts of the process; the floor reads and"
+        " writes as many bytes past the page cache."
     )
 
 

@@ -230,7 +230,7 @@ def _stability(results: Results) -> tuple[str | Table | Figure, ...]:
         (Series("mean and standard deviation", tuple(map(float, ks)), tuple(mean(times[k]) for k in ks),
                 tuple(stdev(times[k]) for k in ks)),),
     )  # fmt: skip
-    text = f"The same merge {_REPEATS} times, with the budget of [scaling](scaling.md). Theirs: deviation below 5 %."
+    text = f"The same merge {_REPEATS} times, as in [scaling](scaling.md). Theirs: deviation below 5 %."
     table = Table(("K", f"mean {results.clock_name}", "coefficient of variation"), rows)
     return ("## Repeats", text, table, figure)
 

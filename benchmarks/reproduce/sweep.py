@@ -96,7 +96,7 @@ def _page(results: Results) -> Page:
         f" order, {half['paper']:.3f} with the papers' score and {half['random']:.3f} with blocks at random; at 100 %"
         f" it is {everything:.3f}. Our order and the papers' are at most {apart:.3f} apart here. A larger budget"
         f" {'never' if never_grows else 'sometimes'} gave a worse result in our order. The papers' relative l2 is small"
-        " for all of these, because it divides by the weights, not by what merging changes: read the error."
+        " for all, because it divides by the weights, not by what merging changes."
     )
     body: list[str | Table | Figure] = [SYNTHETIC_TEXT]
     body.append(f"Bytes, blocks, times and relative l2 are those of our order. {ERROR_TEXT}")
