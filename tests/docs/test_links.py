@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *SITE]
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([\w-]+(?:/[\w-]+)+\.py)`")
 
 
 def anchors(page: Path) -> set[str]:
@@ -43,3 +44,11 @@ def test_links__that_lead_nowhere_are_found(tmp_path: Path) -> None:
 def test_site__lists_every_page() -> None:
     listed = set(re.findall(r"([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in SITE}
+
+
+def test_pages__name_code_that_exists() -> None:
+    named = {(page.name, path) for page in SITE for path in CODE.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) > 30
+    assert [
+        each for each in sorted(named) if not any((ROOT / at / each[1]).exists() for at in ("", "src/mergepipe"))
+    ] == []
