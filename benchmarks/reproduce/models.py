@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -199,11 +198,12 @@ class _ToldModel:
             if self.is_packed
             else ""
         )
-        others = median(entry["others"] for entries in self._entries.values() for entry in entries.values())
-        busy = f" Other programs used {others:.1f} processors meanwhile." if others > self._results.most_others else ""
+        blocks = "2 Mi" if self.is_packed else "256 Ki"
+        told = [cell for row in self.table().rows for cell in row]
+        busy = " Times with ~: other programs used much of the processors." if any("~" in cell for cell in told) else ""
         cpus = {entry["cpu"] for entries in self._entries.values() for entry in entries.values() if "cpu" in entry}
         elsewhere = f" Times with * are those of {' and '.join(sorted(cpus))}." if cpus else ""
-        return f"A model has {gb(model_bytes)} GB; {budget}{packed}.{busy}{elsewhere}"
+        return f"A model has {gb(model_bytes)} GB; {budget}{packed}; blocks of {blocks} elements.{busy}{elsewhere}"
 
     def table(self) -> Table:
         """The merges of the fewest and of the most experts: the figure and the stored results have all."""

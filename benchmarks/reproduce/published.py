@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -211,7 +211,13 @@ def _page(results: Results) -> Page:
     return Page(
         "Published fine-tunes",
         meaning,
-        (_about(about), _errors(results, pairs), _figure(results, pairs), *_scores(results)),
+        (
+            _about(about),
+            _errors(results, pairs, ("norm", "random")),
+            _errors(results, pairs, ("packed",)),
+            _figure(results, pairs),
+            *_scores(results),
+        ),
     )
 
 
@@ -228,13 +234,15 @@ def _about(about: Mapping[str, Mapping[str, Any]]) -> Table:
     return Table(header, rows)
 
 
-def _errors(results: Results, pairs: list[str]) -> Table:
+def _errors(results: Results, pairs: list[str], forms: Sequence[str]) -> Table:
+    """Errors by share of the raw bytes, of raw experts or of packed ones."""
     rows = []
     for name in pairs:
-        for form, label in _FORMS.items():
+        for form in forms:
             errors = (f"{results[f'{name}/{form}/{share}']['error']:.3f}" for share in _SHARES)
-            rows.append((name, label, *errors))
-    return Table(("pair", "what is read", *(f"error at {share} %" for share in _SHARES)), tuple(rows))
+            rows.append((name, _FORMS[form], *errors))
+    blocks = f"what is read, blocks of {_BLOCK_ELEMENTS // 1024} Ki" if len(forms) > 1 else "what is read, at levels"
+    return Table(("pair", blocks, *(f"error at {share} %" for share in _SHARES)), tuple(rows))
 
 
 def _figure(results: Results, pairs: list[str]) -> Figure:

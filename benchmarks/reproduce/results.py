@@ -132,10 +132,24 @@ class Results:
             return ""
         return f"{entry['seconds'] / entry['floor_seconds']:.2f}"
 
-    @staticmethod
-    def told_seconds(entry: Entry, clock: str) -> str:
-        """Tell the seconds of an entry by a clock; those of another processor than the first run's with a star."""
-        return f"{entry[clock]:.2f}{'*' if 'cpu' in entry else ''}"
+    def told_seconds(self, entry: Entry, clock: str) -> str:
+        """Tell the seconds of an entry by a clock.
+
+        Those of another processor than the first run's have a star, wall seconds of a time when other programs had much
+        of the machine a tilde.
+        """
+        is_slowed = clock == "seconds" and entry.get("others", 0.0) > self.most_others
+        return f"{'~' if is_slowed else ''}{entry[clock]:.2f}{'*' if 'cpu' in entry else ''}"
+
+    @property
+    def floor_rate(self) -> float | None:
+        """The middle rate at which floors read and wrote, in bytes a second; None where none was measured."""
+        rates = []
+        for entry in self.entries.values():
+            fields = ("base_bytes", "expert_bytes", "output_bytes")
+            if "floor_seconds" in entry and all(entry.get(name) is not None for name in fields):
+                rates.append(sum(entry[name] for name in fields) / entry["floor_seconds"])
+        return median(rates) if rates else None
 
     def __getitem__(self, key: str) -> Entry:
         return self.entries[key]

@@ -119,7 +119,8 @@ def _growth_text(results: Results, ks: list[int]) -> str:
 ERROR_TEXT = "Error: `‖M_A - M_full‖ / ‖M_full - M_0‖`."
 _BUDGET_TEXT = (
     "*Expert GB* are requested of the experts, *GB read* counted by the kernel for the whole process; RSS is its"
-    f" largest memory. The floor reads as many bytes and writes as many, past the page cache. {ERROR_TEXT}"
+    " largest memory. The floor reads as many bytes and writes as many, past the page cache. Blocks have 256 Ki"
+    f" elements. {ERROR_TEXT}"
 )
 COST_HEADER = ("s", "CPU s", "x floor", "RSS MiB")
 

@@ -99,7 +99,7 @@ def _page(results: Results) -> Page:
         " for all, because it divides by the weights, not by what merging changes."
     )
     body: list[str | Table | Figure] = [SYNTHETIC_TEXT]
-    body.append(f"Bytes, blocks, times and relative l2 are those of our order. {ERROR_TEXT}")
+    body.append(f"Bytes, blocks (of 256 Ki elements), times and relative l2 are those of our order. {ERROR_TEXT}")
     for k in ks:
         body += [f"## K = {k}", _table(results, k), _error_figure(results, k)]
     body += ["## Blocks and time", _blocks_figure(results, ks), _time_figure(results, ks)]

@@ -148,6 +148,14 @@ def test_is_busy__by_what_other_programs_used_whatever_the_load() -> None:
     assert "other programs used 0.6 (at most 0.9) on 2 processors. Other programs had" in text
 
 
+def test_told_seconds__mark_entries_that_were_slowed_or_measured_elsewhere() -> None:
+    results = results_with({"a": {"base_bytes": 2, "expert_bytes": 3, "output_bytes": 1, "floor_seconds": 2.0}})
+    assert results.floor_rate == 3.0
+    slowed = {"seconds": 2.0, "cpu_seconds": 1.0, "others": 0.9, "cpu": "another"}
+    assert [results.told_seconds(slowed, clock) for clock in ("seconds", "cpu_seconds")] == ["~2.00*", "1.00*"]
+    assert results.told_seconds({**slowed, "others": 0.1}, "seconds") == "2.00*"
+
+
 def test_processors_of_others__are_the_busy_ones_less_ours() -> None:
     stat = "cpu  100 20 30 5000 700 1 2 7 90 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n"
     assert busy_seconds(stat, 100) == pytest.approx(1.6)
