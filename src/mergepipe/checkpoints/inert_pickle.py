@@ -66,7 +66,11 @@ class _Machine:
                 opcode = pickled[self.position]
                 self.position += 1
                 if opcode == _STOP:
-                    return self._result()
+                    if len(self.stack) != 1 or self.marked:
+                        raise self.corrupt("the pickle ends with an unfinished value")
+                    if self.position != len(self.pickled):
+                        raise self.corrupt(f"{len(self.pickled) - self.position} bytes follow the end of the pickle")
+                    return self.stack[0]
                 handler = handlers.get(opcode)
                 if handler is None:
                     raise self._refused(opcode)
@@ -85,13 +89,6 @@ class _Machine:
         return UnsupportedError.of(
             "pickle.refused", self.where, f"instruction 0x{opcode:02x} at byte {at} of the pickle is not accepted"
         )
-
-    def _result(self) -> object:
-        if len(self.stack) != 1 or self.marked:
-            raise self.corrupt("the pickle ends with an unfinished value")
-        if self.position != len(self.pickled):
-            raise self.corrupt(f"{len(self.pickled) - self.position} bytes follow the end of the pickle")
-        return self.stack[0]
 
     # --- operands
 

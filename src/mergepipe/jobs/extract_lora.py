@@ -435,7 +435,7 @@ def truncated_svd(matrix_MN: Matrix, rank: int | None, energy: float | None, see
             return _factors(matrix_MN, left, values, right, _kept(values, norm, most, energy), norm)
         left, values, right = _sketched(matrix_MN, tried, seed)
         n_kept = _kept(values, norm, tried, energy)
-        if tried == most or (energy is not None and _energy(values[:n_kept]) >= energy * norm**2):
+        if tried == most or (energy is not None and float(np.sum(values[:n_kept] ** 2)) >= energy * norm**2):
             return _factors(matrix_MN, left, values, right, n_kept, norm)
         tried = min(most, 2 * tried)
 
@@ -446,10 +446,6 @@ def _kept(values: NDArray[np.float64], norm: float, most: int, energy: float | N
         return min(most, len(values))
     sums = np.cumsum(values**2)
     return min(most, len(values), int(np.searchsorted(sums, energy * norm**2)) + 1)
-
-
-def _energy(values: NDArray[np.float64]) -> float:
-    return float(np.sum(values**2))
 
 
 def _decomposed(matrix_MN: Matrix) -> tuple[Matrix, NDArray[np.float64], Matrix]:

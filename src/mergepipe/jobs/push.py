@@ -58,7 +58,9 @@ def push_snapshot(
     store = Stores()
     folder = Location.local(path)
     if is_packed(store, folder):
-        push = _read_pack(store, path)
+        opened = read_store(store, Location.local(path))
+        message = f"Expert packed as what it changes of its base (mergepipe {mergepipe.__version__})"
+        push = _Push(published_store(store, opened), opened.header.content_id, message)
     else:
         push = _read_composite(store, path) if is_composite(store, folder) else _read_snapshot(store, path)
     output = push.output
@@ -74,12 +76,6 @@ def push_snapshot(
         commit=upload.commit_id if isinstance(upload, HubUpload) else "",
         seconds=time.perf_counter() - started,
     )
-
-
-def _read_pack(store: Store, path: Path) -> _Push:
-    opened = read_store(store, Location.local(path))
-    message = f"Expert packed as what it changes of its base (mergepipe {mergepipe.__version__})"
-    return _Push(published_store(store, opened), opened.header.content_id, message)
 
 
 def _read_composite(store: Store, path: Path) -> _Push:

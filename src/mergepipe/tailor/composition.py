@@ -288,7 +288,11 @@ class _Run:
         plans = [_without_paths(self._store, plan) for plan in self._plan.files]
         written = copier.write_all([(plan, _place(plan, directory)) for plan in plans])
         checked = self._job.check(directory, lambda: self._on_progress("check", self._done, self._plan.output_bytes))
-        self._check_unchanged(inputs)
+        for source in inputs:
+            for file in source.files:
+                path = Location.parse(source.path) / file.name
+                if self._version(path) != self._versions[path]:
+                    raise ConflictError.of("input.changed", path, "changed while it was being composed", "run again")
         manifest = self._manifest(inputs, written, checked)
         stored = manifest.without_paths(self._job.staged)
         write_durably(directory / MANIFEST_NAME, stored.to_json(), self._store.ledger)
@@ -319,13 +323,6 @@ class _Run:
         """Return the version of a source file, to notice that it changed; None where it is gone."""
         status = self._store.stat(path)
         return None if status is None else (status.size_bytes, status.version)
-
-    def _check_unchanged(self, inputs: tuple[CompositeInput, ...]) -> None:
-        for source in inputs:
-            for file in source.files:
-                path = Location.parse(source.path) / file.name
-                if self._version(path) != self._versions[path]:
-                    raise ConflictError.of("input.changed", path, "changed while it was being composed", "run again")
 
     def _manifest(
         self, inputs: tuple[CompositeInput, ...], written: tuple[Digested, ...], checked: SelfCheck

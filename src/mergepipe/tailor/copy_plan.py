@@ -361,22 +361,18 @@ def part_rooms(part: ElementRange, n_elements: int) -> tuple[int, int]:
 
 def _cut(segment: Segment, chunk_bytes: int) -> Iterator[Segment]:
     if isinstance(segment, CopyRange):
-        yield from _cut_copy(segment, chunk_bytes)
+        position, stop = segment.offset, segment.offset + segment.nbytes
+        while position < stop:
+            end = position + chunk_bytes
+            end = stop if end >= stop else end // PAGE_BYTES * PAGE_BYTES
+            yield replace(segment, offset=position, nbytes=end - position)
+            position = end
     elif isinstance(segment, AverageRange):
         yield from _cut_average(segment, chunk_bytes)
     else:
         yield from (
             Literal(segment.content[at : at + chunk_bytes]) for at in range(0, len(segment.content), chunk_bytes)
         )
-
-
-def _cut_copy(segment: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
-    position, stop = segment.offset, segment.offset + segment.nbytes
-    while position < stop:
-        end = position + chunk_bytes
-        end = stop if end >= stop else end // PAGE_BYTES * PAGE_BYTES
-        yield replace(segment, offset=position, nbytes=end - position)
-        position = end
 
 
 def _cut_average(segment: AverageRange, chunk_bytes: int) -> Iterator[AverageRange]:

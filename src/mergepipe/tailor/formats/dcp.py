@@ -255,19 +255,15 @@ def _tensors(metadata: Node, folder: Location) -> Iterator[DcpTensor]:
         for chunk in fields.get("chunks").elements():
             place = chunk.fields("ChunkStorageMetadata")
             offsets, sizes = place.get("offsets").shape(), place.get("sizes").shape()
-            _check_inside(chunk, offsets, sizes, shape)
+            same = len(offsets) == len(sizes) == len(shape)
+            if not same or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+                raise chunk.error(f"a chunk of {sizes} at {offsets} lies outside of {shape}")
             if (key, offsets) not in stored:
                 raise chunk.error(f"tensor {key[:80]!r}: the chunk at {offsets} is in no file")
             chunks.append(_Chunk(offsets, sizes, *stored[(key, offsets)]))
         path = paths.get(key)
         container = ".".join(map(str, path[:-1])) if isinstance(path, tuple) else ""
         yield DcpTensor(key, container, _dtype(fields), shape, tuple(chunks))
-
-
-def _check_inside(chunk: Node, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    same = len(offsets) == len(sizes) == len(shape)
-    if not same or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
-        raise chunk.error(f"a chunk of {sizes} at {offsets} lies outside of {shape}")
 
 
 def _dtype(fields: Node) -> DType:
@@ -291,16 +287,11 @@ def _storage(metadata: Node, folder: Location) -> dict[tuple[str, tuple[int, ...
         name = (index.get("fqn").text(), offsets.shape() if offsets is not None else ())
         relative = place.get("relative_path").text()
         if relative not in files:
-            files[relative] = _contained(folder, relative, place)
+            if not all((is_plain_name(part) and len(part) < _NAME_LIMIT for part in relative.split("/"))):
+                raise place.error(f"the file {shown(relative)} lies outside of the checkpoint")
+            files[relative] = (folder.absolute() / relative).normal()
         pieces[name] = (files[relative], place.get("offset").integer(), place.get("length").integer())
     return pieces
-
-
-def _contained(folder: Location, relative: str, node: Node) -> Location:
-    """A file of this directory; never elsewhere."""
-    if not all(is_plain_name(part) and len(part) < _NAME_LIMIT for part in relative.split("/")):
-        raise node.error(f"the file {shown(relative)} lies outside of the checkpoint")
-    return (folder.absolute() / relative).normal()
 
 
 def _classify(

@@ -435,16 +435,12 @@ def _recognise(store: Store, path: Location) -> bool:
 def _open(store: Store, path: Location, _home: Location) -> TrainingCheckpoint:
     """Open a tag directory, a save directory with its `latest`, or a Trainer's with one inside; see `read_zero`."""
     if is_file(store, path / TRAINER_STATE_NAME):
-        return _read_of_trainer(store, path)
+        zero = replace(read_zero(store, read_latest(store, path)), path=path, framework=Framework.TRANSFORMERS)
+        check_trainer_step(store, zero)
+        return with_export(store, zero)
     if list_zero_files(store, path) is not None:
         return read_zero(store, path)
     return replace(read_zero(store, read_latest(store, path)), path=path)
-
-
-def _read_of_trainer(store: Store, path: Location) -> TrainingCheckpoint:
-    zero = replace(read_zero(store, read_latest(store, path)), path=path, framework=Framework.TRANSFORMERS)
-    check_trainer_step(store, zero)
-    return with_export(store, zero)
 
 
 def check_trainer_step(store: Store, checkpoint: TrainingCheckpoint) -> None:

@@ -91,7 +91,11 @@ def _states(store: Store, folder: Location, name: str, shape: tuple[int, ...]) -
         archive = read_torch_zip(store, place / file)
         node = Node(archive.root, f"{name}/{file}")
         if not isinstance(node.value, PickledTensor):
-            _refuse_cut(node)
+            key = next((str(key) for key in node.mapping() if key not in (PARAMETER_KEY, "cat_dim")), None)
+            if key is not None:
+                raise UnsupportedError.of(
+                    "checkpoint.unsupported", node.file, f"{key!r} belongs to tensor or expert parallel training"
+                )
             node = node.get(PARAMETER_KEY)
         tensor = archive.locate(node.tensor(), node.path)
         if tensor.n_elements != element_count(shape):
@@ -99,15 +103,6 @@ def _states(store: Store, folder: Location, name: str, shape: tuple[int, ...]) -
                 "checkpoint.damaged", place / file, f"has shape {tensor.shape}, the parameter has {shape}"
             )
         yield StoredState.whole(name, kind, tensor, shape)
-
-
-def _refuse_cut(node: Node) -> None:
-    """Refuse what tensor or expert parallel training leaves: values that are cut or padded otherwise on loading."""
-    key = next((str(key) for key in node.mapping() if key not in (PARAMETER_KEY, "cat_dim")), None)
-    if key is not None:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", node.file, f"{key!r} belongs to tensor or expert parallel training"
-        )
 
 
 def _group_steps(

@@ -263,7 +263,12 @@ def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -
             if kind == "step":
                 counters.append(LocalCounter((name,), _reader(value)))
             elif hasattr(value, "shape"):
-                _check_shape(name, kind, value, parameter)
+                shape, needed = tuple(value.shape), tuple(parameter.shape)
+                if shape != needed:
+                    raise UnsupportedError.of(
+                        "training.unsupported", name, f"optimizer state {kind!r} has shape {shape}, not {needed}",
+                        "only optimizers whose states have their parameter's shape are saved in parts, as AdamW",
+                    )  # fmt: skip
                 shards += _shards(name, kind, value, ranks)
     return EngineView(
         origin=DCP_FORMAT if framework is Framework.TORCH else HF_FORMAT,
@@ -282,15 +287,6 @@ def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -
 
 def _reader(value: Any) -> Callable[[], float]:
     return lambda: float(value)
-
-
-def _check_shape(name: str, kind: str, value: Any, parameter: Any) -> None:
-    shape, needed = tuple(value.shape), tuple(parameter.shape)
-    if shape != needed:
-        raise UnsupportedError.of(
-            "training.unsupported", name, f"optimizer state {kind!r} has shape {shape}, not {needed}",
-            "only optimizers whose states have their parameter's shape are saved in parts, as AdamW",
-        )  # fmt: skip
 
 
 def _shards(name: str, kind: str, tensor: Any, ranks: Ranks) -> Iterator[LocalShard]:
