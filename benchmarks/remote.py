@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmarks.make_family import SHAPES
@@ -87,10 +86,8 @@ class MappedServer(BucketServer):
             for file in sorted(path for path in folder.rglob("*") if path.is_file()):
                 self.put(f"bucket/{file.relative_to(root)}", _mapped(file))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         self.count_afresh()
 
     def etag(self, path: str) -> str:

@@ -11,8 +11,9 @@ The catalog: `catalog_stats`, `rebuild_catalog`.
 
 A call with `**fields` takes each field of its options as a keyword, too; a keyword counts more than the field of the
 same name in `options`. `mergepipe.options` says what each does. `on_progress` is called about ten times a second, from
-the calling thread. Every call raises `MergePipeError`, see `mergepipe.errors`, and leaves nothing behind but what a
-later run can resume.
+the calling thread. A `recipe` is a YAML file, or its content as a mapping, with paths relative to the working
+directory; `home` is the catalog's home, where sids are looked up. Every call raises `MergePipeError`, with all problems
+that were found, see `mergepipe.errors`, and leaves nothing behind but what a later run can resume.
 
 Jobs are imported when they are called, so that importing this module costs nothing.
 """
@@ -91,14 +92,7 @@ if TYPE_CHECKING:
 def check(
     recipe: str | Path | Mapping[str, object], *, options: CheckOptions | None = None, **fields: Any
 ) -> CheckReport:
-    """Validate a recipe and its inputs without reading any tensor data.
-
-    Args:
-        recipe: a YAML file, or its content as a mapping, with paths relative to the working directory.
-
-    Raises:
-        MergePipeError: every problem found, in one error.
-    """
+    """Validate a recipe and its inputs without reading any tensor data."""
     made = CheckOptions.of(options, fields)
     from mergepipe.jobs.plan import check_recipe
     from mergepipe.recipes.fields import Strictness
@@ -122,7 +116,6 @@ def merge(
     `target_loss` budgets are tried until it is met; `tried` of the report tells what each read and gave.
 
     Args:
-        recipe: see `check`.
         options: what is merged and how; the fields of `MergeOptions` are keywords, too: `budget="25%"`, `seed=7`.
     """
     started = perf_counter()
@@ -197,7 +190,6 @@ def plan(
     Reads no tensor data.
 
     Args:
-        recipe: see `check`.
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`,
             0.25); 0 reads nothing of the experts.
         everything: plan the full merge, without a budget: for `run_part`.
@@ -307,7 +299,6 @@ def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str 
     Args:
         subject: a plan, given or stored, or a snapshot: its directory, its sid, or first digits of it.
         tensor: a shell pattern (`model.layers.0.*`); the tensors it matches are explained block by block.
-        home: the catalog's home, where sids are looked up.
     """
     from mergepipe.jobs.explain import explain_subject, explanation_of
     from mergepipe.planning.plan import Plan as PlanValue
@@ -331,8 +322,6 @@ def sweep(
     as a second policy, but for samples, of which it tells nothing; with `evaluate` it is the loss too.
 
     Args:
-        recipe: see `check`.
-        budgets: see `plan`.
         options: `SweepOptions`: how each budget is spent, what is measured, threads, memory, the home folder.
     """
     made = SweepOptions.of(options, fields)
@@ -492,10 +481,7 @@ def merged_tensors(
     `framework="torch"`.
 
     Args:
-        recipe: see `check`.
-        framework: see `load_file`.
         only: names of the tensors that are wanted; default, all.
-        options: as of `merge`, by keywords too: `budget="10%"`, `seed=7`.
 
     Raises:
         MergePipeError: as `merge`; of what is found while tensors are made, from the iterator.
@@ -524,15 +510,12 @@ def load_model(
     """Return a model of transformers with the merged tensors, as `from_pretrained` of a written merge would.
 
     Args:
-        recipe: see `check`.
         torch_dtype: the parameters' dtype; default, the merge's.
         device_map: as of `from_pretrained`; default, the processor.
-        options: as of `merge`, by keywords too.
 
     Raises:
         UnsupportedError: `extra.missing` without torch and transformers; `model.unsupported`, an architecture that
             transformers does not have. Code of a model is not run.
-        MergePipeError: as `merge`.
     """
     from mergepipe.jobs.merged_tensors import OpenedMerge
     from mergepipe.jobs.merged_tensors import load_model as load
@@ -553,7 +536,6 @@ def merge_into(
     """Write merged tensors into the parameters of a torch module that have the same names; return how many.
 
     Args:
-        recipe: see `check`.
         only: names of the tensors to write; default, all.
         changed_from: the recipe that the model holds: only tensors that `recipe` makes otherwise are written.
         options: as of `merge`, by keywords too; the same for both recipes.
@@ -673,7 +655,6 @@ def list_snapshots(
             or more first digits of a commit, a content digest or a sid.
         operator: only those that this operator made.
         since, until: only those that were made between these days (UTC), both included.
-        home: the catalog's home.
     """
     from mergepipe.runs import snapshots
 
@@ -697,7 +678,6 @@ def lineage(snapshot: str | Path, *, down: bool = False, home: str | Path | None
 
     Args:
         down: trace what was made from the snapshot instead. The bytes of a node are those that it read of its parent.
-        home: the catalog's home.
     """
     from mergepipe.runs.snapshots import trace_lineage
 

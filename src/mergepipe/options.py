@@ -270,11 +270,8 @@ class PlanOptions(RecipeOptions):
 class OutputOptions(RunOptions):
     """Options of making an output of a plan: those of `RunOptions`, and what is written how.
 
-    Args:
-        shard_bytes: largest output file, in bytes of tensor data; default 5 GB, on a cluster also less, so that all of
-            its nodes have files to make. The same for all parts of an output.
-        executor: who makes the files: `threads` of this process, or tasks on a `ray` cluster, where `threads` and
-            `memory_bytes` are those of one task, and every node reaches the inputs and the output.
+    On a cluster `threads` and `memory_bytes` are those of one task, every node reaches the inputs and the output, and
+    files are smaller where nodes would have none to make. `shard_bytes` is the same for all parts of an output.
     """
 
     force: bool = option(False, FORCE)
@@ -373,12 +370,8 @@ class MergeOptions(OutputOptions, PlanOptions):
 class AnalyzeOptions(MachineOptions):
     """Options of `analyze`.
 
-    Args:
-        densities: shares whose exact magnitude cuts are wanted in addition to the common ones.
-        text: a file of text that tells which tensors matter: the sums of absolute gradient times delta of each tensor,
-            over all experts, go to `importance_out`, for `importance` of `PlanOptions`. Needs transformers, a base in a
-            folder, and 8 bytes of memory for each of its parameters.
-        importance_out: the file, JSON, that is written for `text`; what stands there is replaced.
+    What `text` tells is the sum of absolute gradient times delta of each tensor over all experts, for `importance` of
+    `PlanOptions`; the base lies in a folder then.
     """
 
     densities: tuple[float, ...] = option(
@@ -413,13 +406,7 @@ class AnalyzeOptions(MachineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(MachineOptions, PlanOptions):
-    """Options of `sweep`: those of `PlanOptions` for each budget, and what is measured.
-
-    Args:
-        work: where outputs lie while they are measured, two at a time; default, where temporary files go.
-        evaluate: a command, run without a shell, that prints a loss as the last number of its output. `{}` in it stands
-            for the folder of a merge, which comes last without.
-    """
+    """Options of `sweep`: those of `PlanOptions` for each budget, and what is measured."""
 
     work: str | Path | None = option(
         None, Flag("Where two outputs fit at a time.", metavar="DIR", default="for temporary files")
@@ -429,18 +416,7 @@ class SweepOptions(MachineOptions, PlanOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(MachineOptions):
-    """Options of `search`: how values are tried, and how merges are evaluated. Trials lie where temporary files go.
-
-    Args:
-        evaluate: as of `sweep`.
-        trials: how many there are to be in the end, those of an earlier search included.
-        trial_timeout: seconds that one evaluation may take.
-        rungs: budgets under which each trial is merged in turn; the worse half is given up after each.
-        objectives: names in the JSON object that the evaluation prints last, `NAME` or `NAME:max`; default, its last
-            number.
-        sampler: `tpe`, `cmaes` or `random`.
-        resume: go on with the study beside the output, also one that another machine works on.
-    """
+    """Options of `search`: how values are tried, and how merges are evaluated. Trials lie where temporary files go."""
 
     evaluate: str | None = option(None, EVALUATE)
     trials: int = option(50, Flag("How many merges to try.", metavar="N", check=positive))
@@ -459,13 +435,7 @@ class SearchOptions(MachineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions(Options):
-    """Options of `pack`.
-
-    Args:
-        chain: the experts are checkpoints of one run in order: pack each relative to the one before as packed, and
-            every `chain`-th relative to what the chain begins on. So many stores at most are decoded to restore one.
-        strict: refuse a base that is hardly an expert's, or that was not told from another candidate.
-    """
+    """Options of `pack`. With a `chain`, so many stores at most are decoded to restore one."""
 
     chain: int | None = option(
         None,
@@ -508,14 +478,7 @@ class VerifyOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyLoraOptions(OutputOptions):
-    """Options of `apply_lora`: those of `OutputOptions`, and what is added.
-
-    Args:
-        weights: one for each adapter; default 1.
-        dtype: of the output; default that of the base, tensor by tensor.
-        strict: refuse what has a notice.
-        allow_unapplied: patterns (`*`, `?`, `[...]`) of modules that an adapter may have and the base not.
-    """
+    """Options of `apply_lora`: those of `OutputOptions`, and what is added."""
 
     weights: tuple[float, ...] = option((), WEIGHTS)
     dtype: str | None = option(None, Flag("The output's dtype.", metavar="DTYPE", default="that of BASE"))
@@ -527,15 +490,7 @@ class ApplyLoraOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeLoraOptions(Options):
-    """Options of `merge_lora`.
-
-    Args:
-        method: `cat`, `svd`, or the name of an operator.
-        rank: the largest rank of a module; of operators by default all that the result has.
-        weights: one for each adapter; default 1.
-        density: of operators that trim.
-        seed: of operators that draw.
-    """
+    """Options of `merge_lora`. Operators by default keep all ranks that the result has."""
 
     method: str = option(
         "cat", Flag("cat: exact, ranks add up; svd: cut to --rank; or an operator of recipes.", metavar="METHOD")
@@ -548,15 +503,7 @@ class MergeLoraOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractLoraOptions(Options):
-    """Options of `extract_lora`.
-
-    Args:
-        rank: the largest rank of a matrix.
-        energy: the share of each matrix's square sum that is kept, in (0, 1]; the ranks follow. One of the two is
-            needed; with both, `rank` is the limit.
-        save_modules: store embeddings, output heads, norms and biases that changed in full.
-        base_model_id: the base on the Hub; known without for models of the Hub and its local cache.
-    """
+    """Options of `extract_lora`. One of `rank` and `energy` is needed; with both, `rank` is the limit."""
 
     rank: int | None = option(None, LARGEST_RANK)
     energy: float | None = option(
@@ -574,13 +521,7 @@ class ExtractLoraOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(Options):
-    """Options of `push`.
-
-    Args:
-        create: create the repository on the Hub, unless it is there; `private` as a private one.
-        message: the message of the commit.
-        home: the catalog's home, where sids are looked up.
-    """
+    """Options of `push`."""
 
     create: bool = option(False, Flag("Create the repository on the Hub, unless it is there."))
     private: bool = option(False, Flag("Create it as a private one."))
@@ -619,13 +560,7 @@ class TailorOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ComposeOptions(TailorOptions):
-    """Options of `tailor.api.compose`.
-
-    Args:
-        state_from: the checkpoint that gives scheduler, random states and step; default, the newest that has them.
-        export: `universal` writes a DeepSpeed universal checkpoint of ZeRO ones, for any number of ranks; default, the
-            format of the sources.
-    """
+    """Options of `tailor.api.compose`. Without `state_from` the newest checkpoint that has state gives it."""
 
     state_from: str | Path | None = option(None, STATE_FROM)
     export: str | None = option(None, EXPORT)
@@ -633,12 +568,7 @@ class ComposeOptions(TailorOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(TailorOptions):
-    """Options of `tailor.api.export`.
-
-    Args:
-        dtype: of the weights; default, that of the stored weights, or float32 where only masters are stored.
-        config: the directory that lends configuration and tokenizer; default, the (newest) checkpoint.
-    """
+    """Options of `tailor.api.export`. Where only float32 masters are stored, weights are of that dtype."""
 
     dtype: str | None = option(
         None, Flag("Of a model: float32, bfloat16 or float16.", metavar="DTYPE", default="as stored")
@@ -650,14 +580,7 @@ class ExportOptions(TailorOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AverageOptions(ExportOptions):
-    """Options of `tailor.api.average`.
-
-    Args:
-        weights: `sma`, `ema`, `wma`, `decay-linear`, `decay-cosine`, `decay-1-sqrt`, or one number a checkpoint.
-        alpha: weight of each checkpoint against the average of those before it (`ema`); default 0.2.
-        optimizer: `none` writes a Hugging Face model, `last` and `average` a checkpoint to resume from, with the
-            newest checkpoint's moments or averaged ones.
-    """
+    """Options of `tailor.api.average`."""
 
     weights: str | tuple[float, ...] = option(
         "sma", Flag(f"{', '.join(SCHEMES)}, or numbers: 1,2,3.", metavar="HOW", choices=SCHEMES, is_open=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.cli.progress import LINE_SECONDS, BarDisplay, LineDisplay, Meter, NoDisplay, choose_display, progress_bar
+from mergepipe.cli.progress import LINE_SECONDS, BarDisplay, Display, LineDisplay, Meter, choose_display, progress_bar
 from mergepipe.kernels.compiled import listen_to_compilation, mark_compilation
 from mergepipe.reports import Progress
 
@@ -171,11 +171,11 @@ def test_bar_display__draws_phase_speed_and_time_left(monkeypatch: pytest.Monkey
 def test_choose_display__fits_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert isinstance(choose_display(silent=False), LineDisplay)
-    assert type(choose_display(silent=True)) is NoDisplay
+    assert type(choose_display(silent=True)) is Display
     monkeypatch.setattr(sys, "stderr", FakeTerminal())
     assert isinstance(choose_display(silent=False), BarDisplay)
     monkeypatch.setattr(sys, "stderr", None)
-    assert type(choose_display(silent=False)) is NoDisplay
+    assert type(choose_display(silent=False)) is Display
 
 
 def test_notebook__one_bar_is_replaced_and_goes_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

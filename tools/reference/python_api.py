@@ -12,7 +12,12 @@ from mergepipe.core.flags import Option
 _HEAD = """# Python
 
 These names are public; all others may change. Results are immutable values; failures are
-`mergepipe.MergePipeError` with a stable `code` ([errors](errors.md)).
+`mergepipe.MergePipeError` with a stable `code` and all problems that were found ([errors](errors.md)); they leave
+nothing behind but what a later run can resume.
+
+A `recipe` is a YAML file, or its content as a mapping, with paths relative to the working directory. `home` is the
+catalog's home, where sids are looked up. The fields of `options` are keywords, too. `on_progress` is called from the
+calling thread with a `Progress`, in `mergepipe.tailor` with (phase, bytes done, bytes in all).
 
 """
 _WIDTH = 100

@@ -27,12 +27,7 @@ def is_packed(store: Store, path: Location) -> bool:
 
 
 def open_packed_expert(store: Store, path: Location, base: Checkpoint | None) -> Checkpoint:
-    """Open a packed expert as the full checkpoint that was packed, relative to `base` if any; reads its header.
-
-    Raises:
-        MismatchError: `base.mismatch`, it was packed relative to another base, or to one where none is given.
-        CorruptError: `store.damaged`.
-    """
+    """Open a packed expert as the full checkpoint that was packed, relative to `base` if any; reads its header."""
     opener = cast(Callable[[Store, Location, Checkpoint | None], Checkpoint], _loaded(_OPENER))
     return opener(store, path, base)
 

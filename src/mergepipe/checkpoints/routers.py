@@ -279,12 +279,7 @@ def _difference(gates: Gates, direction: Any) -> NDArray[np.float32]:
 def prompt_batches(
     base: Checkpoint, store: Store, prompts: Sequence[tuple[Sequence[str], Sequence[str]]]
 ) -> tuple[tuple[Batch, Batch | None], ...]:
-    """Tokenize the positive and negative prompts of each expert by the base's tokenizer.
-
-    Raises:
-        UnsupportedError: transformers is not installed.
-        MismatchError: transformers cannot read the tokenizer.
-    """
+    """Tokenize the positive and negative prompts of each expert by the base's tokenizer."""
     transformers = _extra("transformers")
     _extra("torch")
     names = [name for name in base.sidecars if name in TOKENIZER_NAMES or name == CONFIG_NAME]

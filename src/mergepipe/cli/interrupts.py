@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 
@@ -30,9 +30,7 @@ class Interrupts:
                     self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
 

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_rate, format_seconds
@@ -96,24 +95,26 @@ class Meter:
         return (self._samples[-1][1] - before_bytes) / elapsed if elapsed >= SETTLING_SECONDS else 0.0
 
 
-class Display(Protocol):
-    """Shows progress while its context lasts; `update` may be called as often as one likes."""
+class Display:
+    """Shows nothing; others show progress while their context lasts. `update` may be called as often as one likes."""
 
-    def __enter__(self) -> Display: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        return None
 
-    def update(self, progress: Progress) -> None: ...
+    def update(self, progress: Progress) -> None:
+        """Take a report of progress."""
 
-    def compile(self, is_compiling: bool) -> None: ...
+    def compile(self, is_compiling: bool) -> None:
+        """Take that kernels are being compiled, or are compiled by now."""
 
 
 def choose_display(*, silent: bool) -> Display:
     """The display that fits standard error."""
     if silent or sys.stderr is None:
-        return NoDisplay()
+        return Display()
     if in_notebook():
         return NotebookDisplay()
     if sys.stderr.isatty():
@@ -128,31 +129,13 @@ def compiling_text() -> str:
     return f"compiling the inner loops once (about {TYPICAL_SECONDS:.0f} s)"
 
 
-class NoDisplay:
-    """Shows nothing."""
-
-    def __enter__(self) -> Display:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-    def update(self, progress: Progress) -> None:
-        """Do nothing."""
-
-    def compile(self, is_compiling: bool) -> None:
-        """Do nothing."""
-
-
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook, which shows HTML."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
 
 
-class LineDisplay(NoDisplay):
+class LineDisplay(Display):
     """Writes one line when a phase begins or `LINE_SECONDS` have passed."""
 
     def __init__(self, stream: TextIO, clock: Clock = time.monotonic) -> None:
@@ -186,7 +169,7 @@ class LineDisplay(NoDisplay):
             print(line, file=self._stream, flush=True)
 
 
-class BarDisplay(NoDisplay):
+class BarDisplay(Display):
     """Draws a bar on the terminal behind standard error, and wipes it at the end."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -202,14 +185,12 @@ class BarDisplay(NoDisplay):
         self._due = 0.0
         self._is_compiling = False
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         with contextlib.suppress(OSError):  # a terminal that is gone
             self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             self._bars.stop()
 
@@ -246,7 +227,7 @@ class BarDisplay(NoDisplay):
                 self._bars.refresh()
 
 
-class NotebookDisplay(NoDisplay):
+class NotebookDisplay(Display):
     """Shows one bar under the cell of a notebook, replaced as the run goes on; notices stay above it."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -260,10 +241,8 @@ class NotebookDisplay(NoDisplay):
         self._notices: list[str] = []
         self._last = ""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._show(self._last if error is not None else "")
+    def __exit__(self, *error: object) -> None:
+        self._show("" if error[0] is None else self._last)
 
     def update(self, progress: Progress) -> None:
         """Redraw, at most every `NOTEBOOK_SECONDS`."""

@@ -94,11 +94,7 @@ def encode(record: object) -> JsonValue:
 
 
 def decode(kind: type[T], value: object) -> T:
-    """Make a record of plain JSON values.
-
-    Raises:
-        RefusedError: they are none; it says where, what was found and what is needed.
-    """
+    """Make a record of plain JSON values."""
     return cast("T", _codec_of(cast(Any, kind)).decode(value))
 
 
@@ -147,20 +143,11 @@ class RecordFormat(Generic[T]):
         return f'"{_FORMAT}": "{self.name}/'.encode() in head and kind.encode() in head
 
     def parse(self, raw: bytes, where: object) -> T:
-        """Read a document; `where` names the file in messages.
-
-        Raises:
-            CorruptError: `format.damaged`, it is damaged, was changed by hand or is another kind of file.
-            UnsupportedError: `format.version`, it is of another version of the format; `format.kind`, of another kind.
-        """
+        """Read a document; `where` names the file in messages."""
         return self.of_content(parse_object(raw, where=where, code=_CODE, hint=self._hint), where)
 
     def of_content(self, document: Mapping[str, object], where: object) -> T:
-        """Read a document that is parsed already.
-
-        Raises:
-            CorruptError, UnsupportedError: as `parse`.
-        """
+        """Read a document that is parsed already."""
         self._check_version(document.get(_FORMAT), where)
         envelope = [_FORMAT, *self.stated]
         if self.variant:

@@ -40,11 +40,6 @@ def write_text_importance(base: Path, experts: Sequence[Location], text: Locatio
     parameter in the model count as 0. Code of the checkpoint is not run.
 
     Memory: the base in float32 with its gradient, 8 bytes a parameter, and one tensor of an expert.
-
-    Raises:
-        UnsupportedError: `extra.missing`, without transformers or torch; `importance.text`, transformers does not know
-            the model, or the text has no two tokens.
-        NotFoundError, CorruptError, StorageError: as from opening the experts.
     """
     gradients = _gradients(base, Stores().read_small(text, TEXT_BYTES).decode("utf-8", "replace"))
     weights = load_tensors(Location.local(base), base=None, framework="numpy", threads=threads)
@@ -63,9 +58,6 @@ def text_loss(folder: Path, text: str) -> float:
     """Return the mean loss of a causal model, in nats for each token that it predicts, in float32.
 
     The text is cut into windows of `WINDOW_TOKENS` tokens, each of which is predicted from its own beginning on.
-
-    Raises:
-        UnsupportedError: as `write_text_importance`.
     """
     torch, model, windows = _model_and_windows(folder, text)
     with torch.no_grad():
@@ -122,9 +114,6 @@ def retrieval_on_pairs(folder: Path, pairs: str) -> dict[str, float]:
 
     Each line of the file is a query, a tab and its text. Similarity is the cosine. `error` is 1 - `mrr`, the mean of
     1 / rank of the text that belongs to a query.
-
-    Raises:
-        UnsupportedError: sentence-transformers is missing, or a line has no tab.
     """
     lines = [line.split("\t") for line in Path(pairs).read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines or any(len(line) != 2 for line in lines):
@@ -143,9 +132,6 @@ def tasks_of_lm_eval(folder: Path, tasks: str) -> dict[str, float]:
     """Run tasks of lm-evaluation-harness by its command line: the accuracy of each, and `error`, 1 - their mean.
 
     Accuracy is `acc_norm`, else `acc`, else `exact_match`, as the harness reports it.
-
-    Raises:
-        UnsupportedError: its command is missing or fails, or a task has none of these metrics.
     """
     program = shutil.which("lm_eval")
     if program is None:

@@ -453,11 +453,7 @@ def _share_kept(lost: float, square: float) -> float:
 
 
 def _check_options(options: MergeLoraOptions, n_adapters: int) -> None:
-    """Refuse options that do not fit together.
-
-    Raises:
-        RecipeError: a method that is not known, a rank that is missing or has no effect, weights of another number.
-    """
+    """Refuse options that do not fit together."""
     known = (CONCATENATION, TRUNCATION, *operator_specs())
     if options.method not in known:
         raise RecipeError.of("option.invalid", "--method", shown(options.method), did_you_mean(options.method, known))

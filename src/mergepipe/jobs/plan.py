@@ -125,9 +125,6 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
 
     Where no policy is asked for a sample is planned; blocks by norm where a sample would have to read experts whole
     that were analyzed or packed.
-
-    Raises:
-        UnsupportedError: `plan.unsupported`, it cannot be sampled and not all experts were analyzed.
     """
     inputs = with_known_digests(inputs, link)
     models = inputs.recipe.inputs()

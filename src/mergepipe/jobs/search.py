@@ -61,11 +61,7 @@ class Searched:
 
 
 def searched_values(source: YamlSource) -> list[Searched]:
-    """List the values `{search: [low, high]}` and `{search: [a, b, c]}` of a recipe.
-
-    Raises:
-        RecipeError: there are none, or one of them is neither a range nor a list of values.
-    """
+    """List the values `{search: [low, high]}` and `{search: [a, b, c]}` of a recipe."""
     values = list(_searched(source, source.root, ()))
     if not values:
         message = "nothing in the recipe is to be searched"

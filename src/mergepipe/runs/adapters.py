@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,9 +77,7 @@ class AdapterWriter:
     def __enter__(self) -> AdapterWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
     def _write(self, content: memoryview, offset: int) -> None:
@@ -169,12 +166,7 @@ def _header(rows: Mapping[str, Mapping[str, object]]) -> bytes:
 
 
 def apply_recipe(base: str, adapters: Sequence[str], weights: Sequence[float], dtype: str | None) -> dict[str, object]:
-    """Return the recipe of `base` with `adapters` added, each times its weight; relative paths stay relative.
-
-    Raises:
-        RecipeError: another number of weights than of adapters, or no adapters.
-        MismatchError: two adapters store one module in full.
-    """
+    """Return the recipe of `base` with `adapters` added, each times its weight; relative paths stay relative."""
     if not adapters:
         raise RecipeError.of("option.missing", "ADAPTER", "no adapter is given", "name one or more behind the base")
     if weights and len(weights) != len(adapters):
@@ -203,11 +195,7 @@ def check_saved_modules(store: Store, adapters: Sequence[str]) -> None:
 
 
 def located_adapters(store: Store, adapters: Sequence[str]) -> list[Location]:
-    """Return where adapters are: at paths, addresses or ids of the Hub.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """Return where adapters are: at paths, addresses or ids of the Hub."""
     locations = []
     for text in adapters:
         name = resolve_model_name(text, lambda candidate: store.stat(Location.of(candidate)) is not None)

@@ -58,11 +58,7 @@ def _totals(store: Store, path: Location, tasks: Sequence[MergeTask]) -> dict[st
 
 
 def open_moments(store: Store, path: Location) -> Checkpoint | None:
-    """Open the second moments (`exp_avg_sq`) of a training checkpoint as tensors of numbers; None if it has none.
-
-    Raises:
-        UnsupportedError: a moment is stored in several pieces, as sharded optimizers do.
-    """
+    """Open the second moments (`exp_avg_sq`) of a training checkpoint as tensors of numbers; None if it has none."""
     tensors: dict[str, TensorEntry] = {}
     for name, stored in _second_moments(store, path).items():
         pieces = unpacked(store, stored).pieces

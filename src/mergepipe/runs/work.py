@@ -53,11 +53,7 @@ def merge_work(
 
 
 def output_of(inputs: Inputs, shard_bytes: int | None, file: str = "") -> OutputPlan:
-    """Lay out the output: shards of a size, by default as many as the base's one file has, or all in one `file`.
-
-    Raises:
-        OutputError: weights that lie in several folders do not go into a file.
-    """
+    """Lay out the output: shards of a size, by default as many as the base's one file has, or all in one `file`."""
     base = inputs.base
     if file and base.components:
         message = f"is one file, and {base.path} has weights in {', '.join(sorted(base.components))}"

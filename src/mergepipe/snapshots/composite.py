@@ -162,10 +162,6 @@ def is_composite(store: Store, path: Location) -> bool:
 
 
 def read_composite(store: Store, path: Location) -> CompositeManifest:
-    """Read the manifest of a composite.
-
-    Raises:
-        CorruptError, UnsupportedError: as `RecordFormat.parse`.
-    """
+    """Read the manifest of a composite."""
     manifest = path / MANIFEST_NAME
     return COMPOSITE_FORMAT.parse(store.read_small(manifest, MANIFEST_BYTES), manifest)

@@ -186,12 +186,7 @@ MANIFEST_FORMAT: Final = RecordFormat(
 
 
 def parse_manifest(raw: bytes, where: object = "manifest") -> Manifest:
-    """Parse the output of `Manifest.to_json`.
-
-    Raises:
-        CorruptError: `format.damaged`, it is damaged, or another kind of file.
-        UnsupportedError: `format.version`.
-    """
+    """Parse the output of `Manifest.to_json`."""
     return MANIFEST_FORMAT.parse(raw, where)
 
 

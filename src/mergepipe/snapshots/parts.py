@@ -454,9 +454,6 @@ class Claimant:
         """Claim a shard, again if need be; None if another worker reads for it under a budget.
 
         `share_bytes` are those still to be read; `earlier_bytes` those of the attempt that it `continues`.
-
-        Raises:
-            LimitError: `resume.budget`, a strict worker would read beyond the budget.
         """
         claim = self.claim_first(shard, share_bytes) if continues is None else None
         while claim is None:

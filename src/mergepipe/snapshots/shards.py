@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import NoReturn, Protocol
 
 import numpy as np
@@ -396,11 +396,9 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is not None:
-            self._file.__exit__(kind, error, trace)
+            self._file.__exit__(*error)
 
 
 class _BlockHasher:

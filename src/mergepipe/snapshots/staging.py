@@ -11,7 +11,6 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 from mergepipe.core.outcome import note_committed
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
@@ -284,9 +283,7 @@ class Staging:
         self._patience -= 1
         time.sleep(_SWEEP_SECONDS)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._abandon()
         except BaseException:  # an interrupt of the clearing itself

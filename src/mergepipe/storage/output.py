@@ -7,7 +7,6 @@ import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,9 +127,7 @@ class OutputFile:
     def __enter__(self) -> OutputFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,4 +1,8 @@
-"""The Python API of tailor: inspect, check, compose, average, export, diff, and recipes of usual compositions."""
+"""The Python API of tailor: inspect, check, compose, average, export, diff, and recipes of usual compositions.
+
+The fields of `options` are keywords, too. `on_progress` is called with (phase, bytes done, bytes in all), from the
+calling thread. What fails raises a `MergePipeError`, with all problems that were found, and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +37,7 @@ def inspect(*paths: str | Path) -> InspectReport:
 
 
 def check(recipe: str | Path, *, state_from: str | Path | None = None, export: str | None = None) -> CompositionReport:
-    """Say what a composition would take from where, and how old each part is; reads no tensor data.
-
-    Raises:
-        MergePipeError: every problem found, in one error.
-    """
+    """Say what a composition would take from where, and how old each part is; reads no tensor data."""
     made = ComposeOptions(state_from=state_from, export=export)
     from mergepipe.tailor.composition import check_recipe
 
@@ -57,15 +57,7 @@ def compose(
     on_progress: OnProgress | None = None,
     **fields: Any,
 ) -> CompositionReport:
-    """Compose a training checkpoint as the recipe says and publish it at `out`, complete or not at all.
-
-    Args:
-        options: see `ComposeOptions`; its fields are keywords, too.
-        on_progress: called with (phase, bytes done, bytes in all), from the calling thread.
-
-    Raises:
-        MergePipeError: see `mergepipe.errors`; nothing is left behind.
-    """
+    """Compose a training checkpoint as the recipe says and publish it at `out`, complete or not at all."""
     made = ComposeOptions.of(options, fields)
     from mergepipe.tailor.composition import compose as run
 
@@ -85,15 +77,7 @@ def average(
     on_progress: OnProgress | None = None,
     **fields: Any,
 ) -> CompositionReport:
-    """Average checkpoints of one run, a pass over all of them, and publish the result at `out`.
-
-    Args:
-        options: see `AverageOptions`; its fields are keywords, too.
-        on_progress: called with (phase, bytes done, bytes in all), from the calling thread.
-
-    Raises:
-        MergePipeError: see `mergepipe.errors`; nothing is left behind.
-    """
+    """Average checkpoints of one run, a pass over all of them, and publish the result at `out`."""
     made = AverageOptions.of(options, fields)
     from mergepipe.tailor.averaging import average as run
     from mergepipe.tailor.recipes import AverageRequest, OptimizerState, out_dtype, weights_of
@@ -121,11 +105,6 @@ def export(
 
     Args:
         checkpoint: of any format; of a partial one, all weights must be there.
-        options: see `ExportOptions`; its fields are keywords, too.
-        on_progress: called with (phase, bytes done, bytes in all), from the calling thread.
-
-    Raises:
-        MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
     return average([checkpoint], out, options=ExportOptions.of(options, fields), on_progress=on_progress)
 

@@ -351,9 +351,6 @@ def edit_pickle(raw: bytes, edits: Mapping[PicklePath, object], where: str) -> b
     value, or to a part of it, breaks. `raw` must be a pickle that `load_inert` accepted.
 
     Law: `load_inert(edit_pickle(raw, {p: v}))` is `load_inert(raw)` with v at p.
-
-    Raises:
-        CorruptError: nothing is at a path, or what is there has no number.
     """
     if not edits:
         return raw

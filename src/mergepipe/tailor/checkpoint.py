@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from threading import Lock
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -311,9 +310,7 @@ class StateReader:
     def __enter__(self) -> StateReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

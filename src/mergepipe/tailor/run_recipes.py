@@ -110,9 +110,6 @@ def strategy_recipe(strategy: str, checkpoints: Sequence[TrainingCheckpoint], en
     Two full checkpoints stand for the last two saves of the schedule of that name that differ: what the newest of
     these would not have saved comes from the one before. `ends` is how many layers at either end the filters take
     from the newest. Paths are relative to `folder`.
-
-    Raises:
-        RecipeError: it needs two checkpoints.
     """
     newest = checkpoints[0]
     if strategy == LATEST:

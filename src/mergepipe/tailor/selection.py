@@ -53,11 +53,7 @@ def layer(index: int) -> Unit:
 
 
 def unit_named(text: str) -> Unit:
-    """Return the unit of a name. Law: `unit_named(str(unit)) == unit`.
-
-    Raises:
-        ValueError: it names none.
-    """
+    """Return the unit of a name. Law: `unit_named(str(unit)) == unit`."""
     kind, _, rest = text.partition(" " if text.startswith("layer ") else ":")
     if text in _PLAIN_UNITS:
         return _PLAIN_UNITS[text]
@@ -173,9 +169,6 @@ def parse_selector(text: str, where: str = "units") -> Selector:
 
     `embed`, `norm`, `lm_head`; `layers all`, `layers even`, `layers odd`, `layers 3,7-9` with both ends of a range;
     `other:GLOB`, units that are none of these; `name:GLOB`, parameters across units.
-
-    Raises:
-        RecipeError: `recipe.units`, it names no units.
     """
     stripped = " ".join(text.split())
     kind, colon, glob = stripped.partition(":")

@@ -78,11 +78,7 @@ class ResultCheck:
         advance: Callable[[], None],
         masters: Mapping[StateKey, StoredState] = _NO_STATES,
     ) -> SelfCheck:
-        """Compare what was written with its sources and, where `masters` has one, with the result's own master.
-
-        Raises:
-            CorruptError: `output.damaged`, a state differs.
-        """
+        """Compare what was written with its sources and, where `masters` has one, with the result's own master."""
         if self._thoroughness is Thoroughness.OFF:
             return SelfCheck(self._thoroughness, 0, 0, 0)
         n_elements = 0

@@ -287,7 +287,7 @@ def _storage(metadata: Node, folder: Location) -> dict[tuple[str, tuple[int, ...
         name = (index.get("fqn").text(), offsets.shape() if offsets is not None else ())
         relative = place.get("relative_path").text()
         if relative not in files:
-            if not all((is_plain_name(part) and len(part) < _NAME_LIMIT for part in relative.split("/"))):
+            if not all(is_plain_name(part) and len(part) < _NAME_LIMIT for part in relative.split("/")):
                 raise place.error(f"the file {shown(relative)} lies outside of the checkpoint")
             files[relative] = (folder.absolute() / relative).normal()
         pieces[name] = (files[relative], place.get("offset").integer(), place.get("length").integer())

@@ -111,11 +111,7 @@ def _shape(node: Node) -> tuple[int, ...]:
 
 
 def _local(node: Node) -> Iterator[PickledTensor]:
-    """Yield what a rank holds of a tensor: rows that follow those of the rank before it, or all of it.
-
-    Raises:
-        UnsupportedError: `checkpoint.unsupported`: it is cut otherwise, as tensor parallel training does.
-    """
+    """Yield what a rank holds of a tensor: rows that follow those of the rank before it, or all of it."""
     if not isinstance(node.value, Record):
         yield node.tensor()
     elif node.value.kind.name == "ShardedTensor":

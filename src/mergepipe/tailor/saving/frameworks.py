@@ -306,11 +306,7 @@ def save_random_state(path: Path) -> None:
 
 
 def restore_random_state(folder: Path) -> None:
-    """Restore this process's random states from a checkpoint written by `save_partial`, or a composite of such.
-
-    Raises:
-        NotFoundError: it has none of this rank.
-    """
+    """Restore this process's random states from a checkpoint written by `save_partial`, or a composite of such."""
     import torch
 
     ranks = current_ranks()

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -47,31 +47,21 @@ class BackgroundWriter:
     def __enter__(self) -> BackgroundWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self.wait()
         finally:
             self._pool.shutdown()
 
     def start(self, ranks: Ranks, write: Callable[[Ranks], SaveRecord]) -> None:
-        """Call `write` in the thread, with the ranks as they are seen from there.
-
-        Raises:
-            MergePipeError: the save before failed; `write` is not called.
-        """
+        """Call `write` in the thread, with the ranks as they are seen from there."""
         self.wait()
         if self._ranks is None:
             self._ranks = ranks.for_another_thread()
         self._saving = self._pool.submit(write, self._ranks)
 
     def wait(self) -> SaveRecord | None:
-        """Wait for the save that is being written; None without one.
-
-        Raises:
-            MergePipeError: it failed, on whichever rank. Raised once; the run's earlier saves are as they were.
-        """
+        """Wait for the save that is being written; None without one."""
         saving, self._saving = self._saving, None
         return None if saving is None else saving.result()
 

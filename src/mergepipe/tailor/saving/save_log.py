@@ -63,11 +63,7 @@ class SaveLog:
 
 
 def read_log(text: str, where: object = "log") -> SaveLog:
-    """Read a log.
-
-    Raises:
-        CorruptError: `save-log.damaged`, a line is not of its form.
-    """
+    """Read a log."""
     lines = text.split("\n")
     is_cut = bool(lines[-1].strip()) and not _is_json(lines[-1])
     complete = lines[:-1] if is_cut else lines
