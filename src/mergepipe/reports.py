@@ -231,7 +231,8 @@ class MergeReport(Displayed):
 
     `earlier_expert_bytes` of `expert_bytes` may have been read by earlier runs for this output. `kept` has each expert
     that was trimmed, of merges in full; `tried` the budgets of a merge with a target loss, the one that met it last;
-    `left_out` files of the base's directory that are not copied; `traffic` requests for remote files.
+    `left_out` files of the base's directory that are not copied; `traffic` requests for remote files;
+    `requantisation_error` what FP8 lost of weights that are stored like the base (root mean squares, relative).
     """
 
     COMPUTED: ClassVar = ("read_bytes", "bytes_per_second")  # also told as JSON
@@ -267,6 +268,9 @@ class MergeReport(Displayed):
     copied_tensors: int
     dropped_tensors: int
     kept: tuple[KeptShare, ...] = shown("kept", "{share} of {model}, by size of difference", default=())
+    requantisation_error: float | None = shown(
+        "stored", "like the base: FP8, {requantisation_error} of the weights' root mean square off", default=None
+    )
     adapters: tuple[AppliedAdapter, ...] = shown("adapter", default=())
     sid: str = shown("snapshot")
     recipe_notices: tuple[Notice, ...] = shown("{kind}", str, default=())

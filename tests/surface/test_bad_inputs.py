@@ -102,6 +102,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "bad-other-names.yml new",
         "weights-truncated.yml new",
     ),
+    "moe": ("", "linear.yml new", "new linear.yml", "mixture.yml out"),
     "run": (
         "good.plan.json",
         "new good.plan.json",

@@ -64,6 +64,7 @@ SESSION = (
     f"merge packed.yml merged-of-packed --budget 60% {BLOCKS} {ENGINE}",
     "verify packed/expert-1",
     "unpack packed/expert-1 -o unpacked --threads 2",
+    "moe mixture.yml mixture --threads 2",
     f"lora extract {BASE} family/expert-1 -o lora --rank 4",
     f"lora apply {BASE} lora -o adapted {ENGINE}",
     "lora merge lora lora -o lora-cat --weight 0.5 --weight 0.25",

@@ -71,6 +71,8 @@ def workplace(root: Path) -> Iterator[Path]:
     models = "[{model: family/expert-1, parameters: {weight: {search: [1, 2, 3]}}}]"
     searched = f"merge_method: task_arithmetic\nbase_model: family/base\nmodels: {models}\n"
     (root / "search.yml").write_text(searched)
+    experts = "[{source_model: family/expert-1}, {source_model: family/expert-2}]"
+    (root / "mixture.yml").write_text(f"base_model: family/base\ngate_mode: random\nexperts: {experts}\n")
     for step in (7, 9):
         known = known_states(decoder_shapes(), seed=step, step=step)
         write_zero3(root / f"global_step{step}", known, decay_groups(known.shapes), 2)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
-from mergepipe.checkpoints.open_files import decoded, read_span, whole_cost_bytes
-from mergepipe.core.blocks import BF16, F8_E4M3, F32, DType, Span
+from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
+from mergepipe.checkpoints.open_files import decoded, read_elements, read_span, whole_cost_bytes
+from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F32, ITEMSIZE_BY_KERNEL_CODE, DType, Span
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -164,6 +165,138 @@ class ScaledFP8(Scheme):
         scales = decoded(raw[1], self.scale_kernel).reshape(-1, self._groups)
         of_row = np.arange(rows.start, rows.stop) // self.block[0] - rows.start // self.block[0]
         return _times(values, scales[of_row], self.block[1])
+
+
+_LARGEST = {F8_E4M3.kernel_code: np.float32(448), F8_E5M2.kernel_code: np.float32(57344)}
+_CHUNK_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Requantised(ComputedTensor):
+    """The codes of a merged weight as its base stores them, or (`is_scale`) their scales.
+
+    Of each group of elements that share a scale, if a merge left all of them as they were (to the bits of the merged
+    dtype), codes and scale are the base's bits. Else the scale is the largest magnitude over the dtype's largest value,
+    rounded to the dtype of the scales, with `powers_of_two` upwards to one, and a code is the nearest to the quotient;
+    a group of zeros keeps its scale. Codes and scales of a weight have one `shared`, in this process: the groups'
+    scales, and the sums of the squared error and of the squared numbers. Memory: a scale and a byte for each group of
+    the weight until all of its codes are made, and a million elements.
+    """
+
+    merged: Readable
+    base: CodedTensor
+    is_scale: bool
+    powers_of_two: bool = False
+    shared: dict[str, Any] = field(default_factory=dict, compare=False)
+    is_delta: bool = False
+
+    @property
+    def _entry(self) -> TensorEntry:
+        return self.base.stored[int(self.is_scale)]
+
+    @property
+    def name(self) -> str:
+        return self._entry.name
+
+    @property
+    def dtype(self) -> DType:
+        return self._entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._entry.shape
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return (*self.merged.stored, *self.base.stored)
+
+    def cost_bytes(self, span: Span) -> int:
+        return 0 if not span.n_elements else whole_cost_bytes(self.stored)
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Return a fetch of spans; the first one looks at all of the weight."""
+        scheme, lock, shared = self.base.scheme, threading.Lock(), self.shared
+        assert isinstance(scheme, ScaledFP8)
+
+        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+            with lock:
+                same_GK, scales = shared.get("groups") or self._survey(scheme, files, purpose)
+            if self.is_scale:
+                out[:] = scales[span.start * self.dtype.itemsize :][: len(out)]
+                return
+            for rows in _chunks(self.base.rows_of(span), scheme.columns) if span.n_elements else ():
+                raw, values_RC, _ = self._rows(scheme, rows, files, purpose)
+                groups = np.ix_(_groups(rows, scheme.block[0]), _groups(Span(0, scheme.columns), scheme.block[1]))
+                scales_RC = decoded(scales, scheme.scale_kernel).reshape(same_GK.shape)[groups]
+                codes = _encoded(np.divide(values_RC, scales_RC, dtype=np.float32).reshape(-1), scheme.code_kernel)
+                same = same_GK[groups].reshape(-1)
+                codes = np.where(same, raw[0], codes)
+                first = rows.start * scheme.columns
+                start, stop = max(first, span.start), min(rows.stop * scheme.columns, span.stop)
+                out[start - span.start : stop - span.start] = codes[start - first : stop - first]
+                numbers = values_RC.reshape(-1).astype(np.float64)
+                errors = decoded(codes, scheme.code_kernel) * scales_RC.reshape(-1).astype(np.float64) - numbers
+                squares = np.where(same, 0, np.square((errors, numbers)))[:, start - first : stop - first].sum(axis=1)
+                with lock:
+                    shared["squares"] += squares
+                    shared["left"] -= stop - start
+            if not shared["left"]:
+                shared.pop("groups", None)
+
+        return fetch
+
+    def _rows(
+        self, scheme: ScaledFP8, rows: Span, files: Mapping[Location, RangeFile], purpose: Purpose
+    ) -> tuple[list[NDArray[np.uint8]], NDArray[np.float32], NDArray[np.bool_]]:
+        """Read rows (R, C): the base's bytes, the merged numbers, and where these are the base's."""
+        code, size = self.merged.dtype.kernel_code, self.merged.dtype.itemsize
+        raw = [read_span(part, of_part, files, purpose) for part, of_part in self.base.parts_of(rows)]
+        merged = read_elements(self.merged, _whole(rows, scheme.columns), files, purpose)
+        unchanged = _encoded(scheme.decode(rows, raw).reshape(-1), code)
+        same = (merged.reshape(-1, size) == unchanged.reshape(-1, size)).all(axis=1)
+        return raw, decoded(merged, code).reshape(-1, scheme.columns), same.reshape(-1, scheme.columns)
+
+    def _survey(
+        self, scheme: ScaledFP8, files: Mapping[Location, RangeFile], purpose: Purpose
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+        """Find whether all numbers of each group (G, K) of rows and columns are the base's, and the groups' scales."""
+        n_rows, starts, scale = self.base.shape[0], np.arange(0, scheme.columns, scheme.block[1]), self.base.stored[1]
+        largest_GK = np.zeros((-(-n_rows // scheme.block[0]), len(starts)), np.float32)
+        same_GK = np.ones(largest_GK.shape, np.bool_)
+        for rows in _chunks(Span(0, n_rows), scheme.columns):
+            _, values_RC, same_RC = self._rows(scheme, rows, files, purpose)
+            group_R = _groups(rows, scheme.block[0])
+            np.maximum.at(largest_GK, group_R, np.maximum.reduceat(np.abs(values_RC), starts, axis=1))
+            np.logical_and.at(same_GK, group_R, np.logical_and.reduceat(same_RC, starts, axis=1))
+        scales = (largest_GK / _LARGEST[scheme.code_kernel]).reshape(-1)
+        if self.powers_of_two:
+            mantissas, exponents = np.frexp(scales)
+            scales = np.ldexp(np.float32(1), exponents - (mantissas == np.float32(0.5))).astype(np.float32)
+        kept, made = read_span(scale, Span(0, scales.size), files, purpose), _encoded(scales, scheme.scale_kernel)
+        keeps = same_GK.reshape(-1) | ~(decoded(made, scheme.scale_kernel) > 0)
+        made = np.where(keeps[:, None], kept.reshape(len(keeps), -1), made.reshape(len(keeps), -1)).reshape(-1)
+        self.shared.setdefault("squares", np.zeros(2))  # codes and scales may look at the weight at the same time
+        self.shared.setdefault("left", np.array(self.base.n_elements))
+        self.shared["groups"] = same_GK, made
+        return same_GK, made
+
+
+def _groups(elements: Span, size: int) -> NDArray[np.int64]:
+    return np.arange(elements.start, elements.stop) // size
+
+
+def _chunks(rows: Span, columns: int) -> Iterator[Span]:
+    """Cut rows into stretches of about a million elements."""
+    step = max(1, _CHUNK_ELEMENTS // columns)
+    return (Span(first, min(first + step, rows.stop)) for first in range(rows.start, rows.stop, step))
+
+
+def _encoded(values: NDArray[np.float32], code: int) -> NDArray[np.uint8]:
+    from mergepipe.kernels.codec import encode_all  # compiled: nothing that only opens waits for it
+
+    out = np.empty(len(values) * ITEMSIZE_BY_KERNEL_CODE[code], np.uint8)
+    encode_all(np.ascontiguousarray(values), out, code)
+    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from mergepipe.checkpoints.codes import (
     PackedFP4,
     PackedIntegers,
     PackedTransposed,
+    Requantised,
     ScaledFP8,
     StackedMXFP4,
     codes_in_words,
@@ -142,6 +143,10 @@ class _Finder:
         if codes.dtype not in _FP8:
             return
         if scales.dtype.kind is DTypeKind.FLOAT:
+            if codes.name in self.made:
+                other = self.made[codes.name].stored[1].name
+                message = f"{shown(codes.name)} has two scales, {shown(other)} and {shown(name)}"
+                raise CorruptError.of("checkpoint.damaged", self._checkpoint.path, message, "download it again")
             block = _block_of(self._checkpoint, codes, scales, self._config(codes.name))
             scheme = ScaledFP8(max(1, codes.shape[1]), block, codes.kernel_code, scales.kernel_code)
             self._add("FP8 with scales", CodedTensor(codes.name, codes.shape, parts, scheme))
@@ -271,6 +276,42 @@ class _Finder:
         self._add(f"{'AWQ' if is_awq else 'GPTQ'} of {n_bits} bits", tensor, wanted=wanted)
 
 
+def stored_like(store: Store, base: Checkpoint, merged: Mapping[str, Readable]) -> dict[str, Readable]:
+    """Return a merge's tensors as its base, opened as it is stored, has them: FP8 codes with scales for its weights.
+
+    Raises:
+        UnsupportedError: `recipe.unsupported`, the base is not stored so, or has other tensors than the merge.
+    """
+    read = dequantised(store, base)
+    where, hint = base.path, "leave out out_dtype: like_base"
+    stored = {
+        part.name: (tensor, number)
+        for tensor in read.tensors.values() if isinstance(tensor, CodedTensor)
+        for number, part in enumerate(tensor.stored)
+    }  # fmt: skip
+    if any(not isinstance(tensor.scheme, ScaledFP8) for tensor, _ in stored.values()) or not stored:
+        message = (
+            f"is stored as {read.quantisation or 'plain numbers'}, and only FP8 with scales is written like a base"
+        )
+        raise UnsupportedError.of("recipe.unsupported", where, message, hint)
+    if read.tensors.keys() != merged.keys():
+        name = min(read.tensors.keys() ^ merged.keys())
+        message = f"and the merge do not have the same tensors: only one has {shown(name)}"
+        raise UnsupportedError.of("recipe.unsupported", where, message, hint)
+    stated = _quantization_configs(store, base)
+    tensors: dict[str, Readable] = {}
+    shared: dict[str, dict[str, object]] = {}
+    for name, entry in base.tensors.items():
+        if name in stored:
+            tensor, number = stored[name]
+            powers = stated[component_of(name, base.components)].get("scale_fmt") == "ue8m0"
+            of_weight = shared.setdefault(tensor.name, {})
+            tensors[name] = Requantised(merged[tensor.name], tensor, bool(number), powers, of_weight)
+        else:  # scales of activations are the base's
+            tensors[name] = merged.get(name, entry)
+    return tensors
+
+
 def _counts(stated: object) -> tuple[int, ...]:
     """Return whole numbers that are not negative; none if anything else is among them."""
     numbers = stated if isinstance(stated, list) else []
@@ -299,7 +340,7 @@ def _block_shape(stated: Mapping[str, object]) -> tuple[int, int]:
 def _block_of(
     checkpoint: Checkpoint, codes: TensorEntry, scales: TensorEntry, stated: Mapping[str, object]
 ) -> tuple[int, int]:
-    """How many rows and columns share a scale: all, one row, or a block."""
+    """How many rows and columns share a scale: all, one row, a block, or some columns of a row."""
     block, (rows, columns) = _block_shape(stated), codes.shape
     blocks = (-(-rows // block[0]), -(-columns // block[1]))
     if scales.n_elements == 1:
@@ -308,9 +349,11 @@ def _block_of(
         return 1, max(1, columns)
     if scales.shape == blocks:
         return block
+    if len(scales.shape) == 2 and scales.shape[0] == rows and scales.n_elements and not columns % scales.shape[1]:
+        return 1, columns // scales.shape[1]
     message = (
         f"{shown(scales.name)} has the shape {list(scales.shape)}; for {shown(codes.name)} of {list(codes.shape)} it"
-        f" must be [1], [{rows}, 1] or {list(blocks)}, a scale for each block of {block[0]} x {block[1]}"
+        f" must be [1], [{rows}, groups of columns] or {list(blocks)}, one for each block of {block[0]} x {block[1]}"
     )
     raise CorruptError.of("checkpoint.damaged", checkpoint.path, message, "download it again")
 

@@ -336,14 +336,6 @@ class Stage(Enum):
     RANKS = auto()  # whatever `RankSearch` needs
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """The bins between two edges, and the place of a rank among the elements in them, from the largest on."""
-
-    bins: range
-    rank_inside: int
-
-
 class BracketedRanks:
     """Finds the bit patterns of the k-th largest |delta| for some ranks k. Safe to feed from many threads.
 
@@ -361,7 +353,7 @@ class BracketedRanks:
         self._stage = Stage.EDGES if n_elements >= BRACKET_ELEMENTS else Stage.RANKS
         self._edges_W: NDArray[np.uint16] | None = None
         self._from_edge_W = np.zeros(0, np.int64)
-        self._intervals: dict[int, Interval] = {}
+        self._intervals: dict[int, tuple[range, int]] = {}  # by rank: bins between edges, its place in them from above
         self._lock = threading.Lock()
 
     @property
@@ -405,8 +397,8 @@ class BracketedRanks:
                 self._stage = self._enclose()
                 return not self.is_open
             case Stage.INTERVALS:
-                for rank, interval in self._intervals.items():
-                    self._search.decide_inside(rank, interval.bins, interval.rank_inside)
+                for rank, (bins, rank_inside) in self._intervals.items():
+                    self._search.decide_inside(rank, bins, rank_inside)
                 return True
             case _:
                 self._stage = Stage.RANKS
@@ -446,8 +438,8 @@ class BracketedRanks:
             bins = range(int(edges_W[w]), int(edges_W[w + 1]))
             if len(bins) > EDGE_BINS:  # between two brackets
                 return Stage.HISTOGRAM
-            self._intervals[rank] = Interval(bins, rank - int(self._from_edge_W[w + 1]))
-        self._search.watch({b for interval in self._intervals.values() for b in interval.bins})
+            self._intervals[rank] = bins, rank - int(self._from_edge_W[w + 1])
+        self._search.watch({b for bins, _ in self._intervals.values() for b in bins})
         return Stage.INTERVALS
 
 

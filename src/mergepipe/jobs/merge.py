@@ -33,7 +33,7 @@ from mergepipe.runs.progress import MergeProgress, Resume, run_key
 from mergepipe.runs.settings import MergeSettings
 from mergepipe.runs.small_files import PlannedFiles, plan_small_files, planned_sidecars, sidecar_contents
 from mergepipe.runs.stored_plan import open_planned, plan_key, store_plan, stored_plan
-from mergepipe.runs.work import kept_facts, kept_shares, merge_work, output_of
+from mergepipe.runs.work import kept_facts, kept_shares, merge_work, output_of, requantisation_error
 from mergepipe.snapshots.manifest import (
     BASE_MODEL_IDS_KEY,
     MANIFEST_NAME,
@@ -190,7 +190,7 @@ class MergeRun:
         self._seed = settings.seed if plan is None else plan.seed
         self._earlier_bytes = 0
         self._gguf: GGUFTarget | None = None
-        self._kept = kept_shares(inputs) if plan is None else ()
+        self._kept = kept_shares(inputs.plain or inputs) if plan is None else ()
         expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
         self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
 
@@ -353,6 +353,7 @@ class MergeRun:
                 **progress.facts(),
                 **({"tried_expert_bytes": tried_bytes} if (tried_bytes := self._settings.tried_expert_bytes) else {}),
                 **kept_facts(self._kept),
+                **({} if (error := requantisation_error(self._inputs)) is None else {"requantisation_error": error}),
                 **self._recipe_facts(),
             },
             blocks=blocks,
@@ -419,7 +420,7 @@ class MergeRun:
         """Report what was done, up to now."""
         by_purpose = self._store.ledger.usage()
         usage = RealizedBytes.of(by_purpose)
-        resolution = self._inputs.resolution
+        resolution = (self._inputs.plain or self._inputs).resolution
         return MergeReport(
             out=out,
             sid=manifest.sid,
@@ -441,6 +442,7 @@ class MergeRun:
             recipe_notices=self._inputs.notices,
             left_out=manifest.left_out,
             kept=self._kept,
+            requantisation_error=requantisation_error(self._inputs),
             adapters=tuple(
                 AppliedAdapter(
                     model.text,

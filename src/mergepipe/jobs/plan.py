@@ -128,9 +128,9 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
     """
     inputs = with_known_digests(inputs, link)
     models = inputs.recipe.inputs()
-    if inputs.intermediates:
-        name = models[min(inputs.intermediates)].text
-        message = "a budget does not reach into what another document makes"
+    if inputs.intermediates or inputs.plain:
+        name = models[min(inputs.intermediates, default=0)].text
+        message = "a budget does not reach into what another document makes, or is stored like the base afterwards"
         raise UnsupportedError.of("plan.unsupported", name, message, "merge that document first, into a snapshot")
     known = KnownStatistics(store, link.home, link.notices, beside=True)
     facts = _lookup_known(PairStatistics(known, inputs), inputs)

@@ -220,7 +220,8 @@ class Recipe:
 
     `base` is what `base_model` names. It may be listed among `models` too. Exactly one of `models`, `slices` and
     `modules` is not empty. `name` is what other documents of the same file call the result. `keeps_dtypes`: the dtype
-    is `auto`, so that every tensor keeps the base's. `notices` are those of all documents of the file.
+    is `auto`, so that every tensor keeps the base's; `is_like_base`: weights are stored as FP8 like the base's.
+    `notices` are those of all documents of the file.
     """
 
     path: Location
@@ -237,6 +238,7 @@ class Recipe:
     chat_template: str | None = None
     name: str | None = None
     keeps_dtypes: bool = False
+    is_like_base: bool = False
     notices: tuple[Notice, ...] = ()
     mixture: Mixture | None = None
 

@@ -116,7 +116,7 @@ def _cycle(needs: Sequence[Sequence[int]]) -> list[int]:
 # --- load recipes in mergekit's YAML: report every problem at once, ignore nothing silently ---
 
 
-AUTO = "auto"
+AUTO, LIKE_BASE = "auto", "like_base"
 TORCH = "torch."
 MIXTURE_KEYS = ("gate_mode", "experts")
 MIXTURE_RECIPE_KEYS = (
@@ -208,7 +208,11 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
     recipe = Recipe(source.path, source.text, operator, base, models, shared, *dtypes, slices, modules)
     tokenizer = read_tokenizer(reader, root, recipe.inputs(), has_base=base is not None)
     keeps_dtypes = AUTO in (root.get("out_dtype"), root.get("dtype"))
-    return replace(recipe, tokenizer=tokenizer, chat_template=template, name=name, keeps_dtypes=keeps_dtypes)
+    is_like_base = root.get("out_dtype") == LIKE_BASE
+    return replace(
+        recipe, tokenizer=tokenizer, chat_template=template, name=name, keeps_dtypes=keeps_dtypes,
+        is_like_base=is_like_base,
+    )  # fmt: skip
 
 
 def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | None:
@@ -359,12 +363,12 @@ def _operator(reader: DocumentReader, root: dict[str, Value]) -> OperatorSpec | 
 
 
 def _dtype(reader: DocumentReader, root: dict[str, Value], key: str) -> DType | None:
-    if root.get(key) in (None, "", AUTO):
+    if root.get(key) in (None, "", AUTO, LIKE_BASE if key == "out_dtype" else AUTO):
         return None
     name = reader.text(root[key], (key,))
     if name is None or name.removeprefix(TORCH) in DTYPES_BY_RECIPE_NAME:
         return DTYPES_BY_RECIPE_NAME[name.removeprefix(TORCH)] if name else None
-    hint = did_you_mean(shortened(name), DTYPE_NAMES)
+    hint = did_you_mean(shortened(name), (*DTYPE_NAMES, LIKE_BASE) if key == "out_dtype" else DTYPE_NAMES)
     reader.refuse("recipe.unknown-name", (key,), f"unknown dtype '{shortened(name)}'", hint)
     return None
 

@@ -12,7 +12,7 @@ from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
 from mergepipe.recipes.entries import MODEL_KEYS, MODULE_KEYS, NUMBERS_KEYS, SLICE_KEYS, SOURCE_KEYS
 from mergepipe.recipes.fields import CONTENT_KEYS, RECIPE_KEYS
 from mergepipe.recipes.parameters import BY_NORM_TEXT, FALSE_TEXTS, LINES_KEY, TRUE_TEXTS
-from mergepipe.recipes.recipe_files import DTYPE_NAMES, EXPERT_KEYS, MIXTURE_KEYS, MIXTURE_RECIPE_KEYS, TORCH
+from mergepipe.recipes.recipe_files import DTYPE_NAMES, EXPERT_KEYS, LIKE_BASE, MIXTURE_KEYS, MIXTURE_RECIPE_KEYS, TORCH
 from mergepipe.recipes.tokenizer_source import EMBEDDING_KINDS, MODEL_TOKEN_KEYS, TOKEN_KEYS, TOKENIZER_KEYS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -93,7 +93,8 @@ def _top_level(key: str) -> Schema:
     if key == "merge_method":
         return {"description": "how models are merged", "enum": list(operator_specs())}
     if key in ("dtype", "out_dtype"):
-        return {"enum": [*DTYPE_NAMES, *(f"{TORCH}{name}" for name in DTYPES_BY_RECIPE_NAME), "", None]}
+        named = (*DTYPE_NAMES, LIKE_BASE) if key == "out_dtype" else DTYPE_NAMES
+        return {"enum": [*named, *(f"{TORCH}{name}" for name in DTYPES_BY_RECIPE_NAME), "", None]}
     if key == "base_model":
         return {"anyOf": [_REFERENCE, {"type": "null"}]}
     if key == "tokenizer":

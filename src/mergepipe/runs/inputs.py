@@ -18,7 +18,7 @@ from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEnt
 from mergepipe.checkpoints.directory import ADAPTER_NAMES, is_adapter, list_names, open_checkpoint, require_text_path
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
 from mergepipe.checkpoints.packed import is_packed, open_packed_expert
-from mergepipe.checkpoints.quantised import dequantised
+from mergepipe.checkpoints.quantised import dequantised, stored_like
 from mergepipe.checkpoints.stacked_experts import in_layout_of
 from mergepipe.checkpoints.vocabulary import counted
 from mergepipe.core.blocks import DTypeKind
@@ -31,7 +31,7 @@ from mergepipe.recipes.recipe import ModelInput, Recipe
 from mergepipe.recipes.recipe_files import load_recipes
 from mergepipe.recipes.references import with_relative_paths
 from mergepipe.recipes.resolution import REASON_ALLOWED, resolve
-from mergepipe.recipes.tasks import Action, MergeTask, Resolution
+from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
 from mergepipe.snapshots.composite import is_composite, read_composite
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -166,7 +166,8 @@ class Inputs:
 
     `checkpoints` are as stored; with an `alignment` of vocabularies the resolution is of the aligned ones.
     `intermediates` are those of the models that other documents make, by their place. `notices` are what has
-    no effect in the recipe, or another one than it asks for.
+    no effect in the recipe, or another one than it asks for. `plain` is the merge in numbers whose result the tasks
+    store like the base.
     """
 
     recipe: Recipe
@@ -175,6 +176,7 @@ class Inputs:
     alignment: Alignment | None = None
     intermediates: Mapping[int, Intermediate] = field(default_factory=dict)
     notices: tuple[Notice, ...] = ()
+    plain: Inputs | None = None
 
     @property
     def repeats(self) -> Mapping[int, int]:
@@ -210,7 +212,7 @@ class Inputs:
     @property
     def expert_models(self) -> tuple[int, ...]:
         """Models that are an expert of at least one tensor."""
-        return self.resolution.expert_models
+        return (self.plain or self).resolution.expert_models
 
     @property
     def state(self) -> Mapping[str, object]:
@@ -298,8 +300,28 @@ def open_recipes(
         inputs = _opened(recipe, store, allow_dropped, made, strictness)
         if recipe.name is None:
             raise ValueError("a document that others merge has no name")
+        if recipe.is_like_base:
+            message, hint = "stores like its base what another document merges", "write out_dtype: like_base there"
+            raise UnsupportedError.of("recipe.unsupported", recipe.name, message, hint)
         made[recipe.name] = _intermediate(inputs, store, stage)
-    return _opened(recipes[-1], store, allow_dropped, made, strictness)
+    inputs = _opened(recipes[-1], store, allow_dropped, made, strictness)
+    return _like_base(inputs, store, stage) if inputs.recipe.is_like_base else inputs
+
+
+def _like_base(inputs: Inputs, store: Store, stage: Stage | None) -> Inputs:
+    """Store what a merge makes as its base is stored: it is written in numbers before."""
+    if inputs.recipe.base is not inputs.recipe.inputs()[0] or inputs.recipe.inputs()[0].intermediate is not None:
+        message, hint = "needs a base_model that is a stored model", "name it, or leave out out_dtype"
+        raise UnsupportedError.of("recipe.unsupported", "out_dtype: like_base", message, hint)
+    merged = _intermediate(
+        replace(inputs, recipe=replace(inputs.recipe, is_like_base=False)), store, stage, is_staged=True
+    )
+    base = open_checkpoint(store, inputs.recipe.inputs()[0].path)
+    tasks = tuple(
+        MergeTask(name, Action.COPY, tensor.shape, tensor.dtype, tensor, (), TensorParameters({}, {}, ()))
+        for name, tensor in stored_like(store, base, merged.checkpoint.tensors).items()
+    )
+    return replace(inputs, resolution=replace(inputs.resolution, tasks=tasks), plain=inputs)
 
 
 def _opened(
@@ -355,7 +377,8 @@ def _opened(
     coded = [
         notice_at(
             "recipe.unclear", f"'{model.text}' is quantised ({checkpoint.quantisation})",
-            "it is read as the numbers that its codes and scales stand for; the output is not quantised",
+            "it is read as the numbers that its codes and scales stand for; the output is "
+            + ("stored like the base" if recipe.is_like_base else "not quantised"),
         )
         for model, checkpoint in zip(recipe.inputs(), checkpoints, strict=True) if checkpoint.quantisation
     ]  # fmt: skip
@@ -393,14 +416,15 @@ def _vocabulary_notices(
     return unaligned_notices(models, names, used, store)
 
 
-def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermediate:
+def _intermediate(inputs: Inputs, store: Store, stage: Stage | None, *, is_staged: bool = False) -> Intermediate:
     """Fuse the intermediate into its consumer where possible; else write it through `stage`, if given."""
     from mergepipe.engine.make_part import can_fuse  # which loads the engine
 
     operator = operator_named(inputs.recipe.operator.name)
     tensors = {task.name: _merged(task, operator.spec.name) for task in inputs.resolution.tasks}
     lends_sidecars = inputs.recipe.mixture is None and inputs.alignment is None and inputs.resolution.n_layers is None
-    is_staged = not (lends_sidecars and all(can_fuse(t.task, operator, t.inputs) for t in tensors.values()))
+    fuses = lends_sidecars and all(can_fuse(t.task, operator, t.inputs) for t in tensors.values())
+    is_staged = is_staged or not fuses
     if is_staged and stage is not None:
         return Intermediate(inputs, open_checkpoint(store, Location.local(stage(inputs))), is_staged=True)
     base = inputs.base

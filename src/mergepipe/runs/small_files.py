@@ -61,7 +61,7 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
         contents = _resized(contents, inputs.base, inputs.base.resized_by, store)
     if CONFIG_NAME in contents:
         contents[CONFIG_NAME] = _configuration(inputs, contents[CONFIG_NAME])
-    if inputs.base.quantisation:
+    if inputs.base.quantisation and not recipe.is_like_base:
         configs = (name for name in contents if name.rpartition("/")[2] == CONFIG_NAME)
         contents |= {name: _unquantised(contents[name]) for name in configs}
     return {name: file_without_paths(name, content) for name, content in contents.items()}

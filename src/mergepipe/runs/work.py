@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import sub
 
+import numpy as np
+
+from mergepipe.checkpoints.codes import Requantised
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
@@ -151,3 +155,14 @@ def kept_shares(inputs: Inputs) -> tuple[KeptShare, ...]:
 def kept_facts(kept: Sequence[KeptShare]) -> dict[str, str]:
     """Return the manifest's fact on what was kept of each expert, in the recipe's order."""
     return {"kept_elements": ",".join(f"{one.kept_elements}/{one.elements}" for one in kept)} if kept else {}
+
+
+def requantisation_error(inputs: Inputs) -> float | None:
+    """Return the root mean square of what new codes like the base's lose, over that of the numbers they stand for.
+
+    0.0 where all are the base's own; None where nothing is stored so, or not by this process.
+    """
+    sources = (task.base for task in inputs.resolution.tasks)
+    squares = [s.shared["squares"] for s in sources if isinstance(s, Requantised) and "squares" in s.shared]
+    error, numbers = sum(squares, np.zeros(2)).tolist()
+    return float(f"{math.sqrt(error / numbers) if numbers else 0.0:.3g}") if squares else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,7 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.options import MergeOptions, OutputOptions
+from support.rounding import NUMPY_DTYPES
 
 NO_CATALOG = MergeOptions(catalog=False)
 SHAPE = (200, 300)  # the last block of rows and of columns is cut
@@ -115,11 +117,22 @@ def test_merge__refuses_a_packed_expert_of_a_quantised_base(tmp_path: Path) -> N
         mergepipe.check(path)
 
 
-def test_merge__refuses_scales_of_a_wrong_shape(tmp_path: Path) -> None:
-    tensors = {"l.weight": codes(0), "l.weight_scale_inv": scales((2, 2), 1)}
-    model = write_model(tmp_path / "m", tensors)
-    with pytest.raises(CorruptError, match=r"has the shape \[2, 2\]; .* it must be \[1\], \[200, 1\] or \[2, 3\]"):
-        mergepipe.check(recipe(tmp_path, "linear", model, model))
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"weight_scale_inv": (2, 2)}, r"\[2, 2\]; .* must be \[1\], \[200, groups of columns\] or \[2, 3\]"),
+        ({"weight_scale": (200, 7)}, r"\[200, 7\]; .* must be"),
+        ({"weight_scale": (200, 1), "weight_scale_inv": (2, 3)}, "'l.weight' has two scales, '.*scale' and '.*_inv'"),
+    ],
+)
+def test_merge__refuses_scales_of_a_wrong_shape_and_two_of_a_weight(
+    tmp_path: Path, wrong: dict[str, tuple[int, ...]], text: str
+) -> None:
+    made = {f"l.{name}": scales(shape, 1) for name, shape in wrong.items()}
+    model = write_model(tmp_path / "m", {"l.weight": codes(0), **made})
+    with pytest.raises(CorruptError, match=text):
+        mergepipe.merge(recipe(tmp_path, "linear", model, model), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_plan__charges_a_block_for_the_scales_of_its_rows(tmp_path: Path) -> None:
@@ -155,6 +168,164 @@ def test_merge__reads_the_configuration_of_a_quantised_component(tmp_path: Path)
         (tmp_path / name / "unet" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match=r"unet/config\.json declares the quantisation 'fp8'"):
         mergepipe.check(path)
+
+
+def stored_arrays(model: Path) -> dict[str, NDArray[Any]]:
+    """Read a file's tensors as they are stored; safetensors has no FP8 for numpy."""
+    raw = (model / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    header.pop("__metadata__", None)
+    return {
+        name: np.frombuffer(raw[start:][slice(*one["data_offsets"])], NUMPY_DTYPES[one["dtype"]]).reshape(one["shape"])
+        for name, one in header.items()
+    }
+
+
+def requantised(
+    merged: NDArray[np.float64], base: tuple[NDArray[np.generic], NDArray[np.generic]], block: tuple[int, int]
+) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
+    """The oracle, group by group in float64: the base's codes where nothing changed, else the nearest to new scales."""
+    kept_codes, kept_scales = base
+    made_codes, made_scales = kept_codes.copy(), kept_scales.copy().reshape(-(-SHAPE[0] // block[0]), -1)
+    for g, k in np.ndindex(made_scales.shape):
+        at = slice(g * block[0], (g + 1) * block[0]), slice(k * block[1], (k + 1) * block[1])
+        old = kept_codes[at].astype(np.float32) * np.float32(made_scales[g, k])
+        if not np.array_equal(old.astype(ml_dtypes.bfloat16), merged[at].astype(ml_dtypes.bfloat16)):
+            scale = np.float64(np.abs(merged[at]).max()) / 448
+            made_scales[g, k] = np.float32(scale).astype(made_scales.dtype)
+            made_codes[at] = (merged[at] / np.float64(made_scales[g, k])).astype(ml_dtypes.float8_e4m3fn)
+    return made_codes, made_scales.reshape(kept_scales.shape)
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
+@pytest.mark.parametrize("scale_dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("kind", SCALES)
+def test_like_base__stores_what_changed_as_the_base_does_and_the_rest_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scale_dtype: type, method: str
+) -> None:
+    monkeypatch.setattr("mergepipe.checkpoints.codes._CHUNK_ELEMENTS", 7000)  # 23 rows at once
+    name, shape = SCALES[kind]
+    block = {"blocks": (128, 128), "rows": (1, SHAPE[1]), "rows, flat": (1, SHAPE[1])}.get(kind, SHAPE)
+    base, expert = quantised_model(tmp_path / "base", kind), quantised_model(tmp_path / "one", kind)
+    for model in (base, expert):
+        stored = stored_arrays(model) | {"same.weight": codes(5)}
+        stored |= {f"same.{name}": scales(shape, 6).astype(scale_dtype)}
+        stored[f"l.{name}"] = stored[f"l.{name}"].astype(scale_dtype)
+        if model is expert:
+            part = stored["l.weight"].astype(np.float32)
+            part[130:, :128] += np.where(np.arange(128) % 3, 30, -9)
+            stored["l.weight"] = part.astype(ml_dtypes.float8_e4m3fn)
+        write_model(model, stored)
+    parameters = {"density": 0.7} if method == "ties" else {}
+    more = {"base_model": str(base), "dtype": "bfloat16", "parameters": parameters}
+    path = recipe(tmp_path, method, expert, **more)
+    mergepipe.merge(path, tmp_path / "plain", options=NO_CATALOG)
+    path = recipe(tmp_path, method, expert, out_dtype="like_base", **more)
+    report = mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    kept, made = (stored_arrays(tmp_path / each) for each in ("base", "out"))
+    merged = load_file(tmp_path / "plain" / "model.safetensors")["l.weight"].astype(np.float64)
+    expected = requantised(merged, (kept["l.weight"], kept[f"l.{name}"]), block)
+    assert [(key, one.dtype, one.shape) for key, one in sorted(made.items())] == [
+        (key, one.dtype, one.shape) for key, one in sorted(kept.items())
+    ]
+    for key, one in kept.items():
+        assert made[key].tobytes() == {"l.weight": expected[0], f"l.{name}": expected[1]}.get(key, one).tobytes(), key
+    new = numbers(made["l.weight"], made[f"l.{name}"].astype(np.float32)).astype(np.float64)
+    is_new = np.zeros(SHAPE, bool)
+    for g, k in np.ndindex(-(-SHAPE[0] // block[0]), -(-SHAPE[1] // block[1])):
+        at = slice(g * block[0], (g + 1) * block[0]), slice(k * block[1], (k + 1) * block[1])
+        is_new[at] = (made["l.weight"][at] != kept["l.weight"][at]).any()
+    error = np.sqrt(np.square(new - merged)[is_new].sum() / np.square(merged[is_new]).sum())
+    assert is_new.any()
+    assert report.requantisation_error == pytest.approx(error, rel=0.01)
+    assert (report.merged_tensors, report.expert_bytes > 0) == (3, True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG
+    assert mergepipe.verify(tmp_path / "out", deep_fraction=1.0, catalog=False).is_sound
+    mergepipe.replay(tmp_path / "out", tmp_path / "again", options=OutputOptions(catalog=False))
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "out" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_like_base__rounds_scales_up_to_powers_of_two_where_the_base_has_such(tmp_path: Path) -> None:
+    base, expert = (quantised_model(tmp_path / name, "blocks", seed) for name, seed in (("base", 0), ("one", 10)))
+    stated: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0"}}
+    (base / "config.json").write_text(json.dumps(stated))
+    path = recipe(tmp_path, "linear", base, expert, base_model=str(base), out_dtype="like_base", dtype="float32")
+    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    made = stored_arrays(tmp_path / "out")
+    merged = (numbers(codes(0), scales((2, 3), 1)).astype(np.float64) + numbers(codes(10), scales((2, 3), 11))) / 2
+    for g, k in np.ndindex(2, 3):
+        largest = np.abs(merged[g * 128 : g * 128 + 128, k * 128 : k * 128 + 128]).max()
+        assert made["l.weight_scale_inv"][g, k] == 2.0 ** np.ceil(np.log2(largest / 448))
+    new = numbers(made["l.weight"], made["l.weight_scale_inv"])
+    assert np.sqrt(np.square(new - merged).sum() / np.square(merged).sum()) < 0.04
+
+
+@pytest.mark.parametrize(
+    ("stored", "more", "options", "text"),
+    [
+        ({"l.weight": np.ones(SHAPE, np.float32)}, {}, {}, "is stored as plain numbers, and only FP8 with scales"),
+        (
+            {"l.weight_packed": np.zeros((8, 16), np.uint8), "l.weight_scale": np.ones((8, 1), np.uint8)},
+            {}, {}, "is stored as MXFP4, and only FP8 with scales",
+        ),
+        ({}, {"base_model": None}, {}, "needs a base_model that is a stored model"),
+        ({}, {}, {"budget": "50%"}, "a budget does not reach into what .* is stored like the base afterwards"),
+    ],
+)  # fmt: skip
+def test_like_base__refuses_what_it_cannot_store(
+    tmp_path: Path, stored: dict[str, Any], more: dict[str, Any], options: dict[str, Any], text: str
+) -> None:
+    base = quantised_model(tmp_path / "base", "blocks")
+    if stored:
+        write_model(base, stored)
+    path = recipe(tmp_path, "linear", base, base, **{"base_model": str(base), "out_dtype": "like_base", **more})
+    with pytest.raises(UnsupportedError, match=text):
+        mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_like_base__is_loaded_by_transformers(tmp_path: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=32, dtype="bfloat16")
+    shapes = {name: value.shape for name, value in transformers.LlamaForCausalLM(config).state_dict().items()}
+    stated = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    written = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": stated}
+    for seed, model in enumerate(("base", "one")):
+        rng = np.random.default_rng(seed)
+        tensors: dict[str, NDArray[Any]] = {}
+        for name, shape in shapes.items():
+            values = rng.normal(size=shape)
+            if "proj" in name:
+                tensors[f"{name}_scale_inv"] = rng.uniform(1e-4, 2e-4, [n // 128 for n in shape]).astype(np.float32)
+                tensors[name] = (values * 40).astype(ml_dtypes.float8_e4m3fn)
+            else:
+                tensors[name] = values.astype(ml_dtypes.bfloat16)
+        write_model(tmp_path / model, tensors, {"format": "pt"})
+        (tmp_path / model / "config.json").write_text(json.dumps(written))
+    path = recipe(tmp_path, "task_arithmetic", tmp_path / "one", base_model=str(tmp_path / "base"))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "out_dtype": "like_base"}))
+    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    read = transformers.FineGrainedFP8Config(dequantize=True)  # its own kernels need a GPU
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=read)
+    made = stored_arrays(tmp_path / "out")
+    for name, value in loaded.state_dict().items():
+        expected = made[name].astype(np.float32)
+        if f"{name}_scale_inv" in made:
+            expected = expected * np.kron(made[f"{name}_scale_inv"], np.ones((128, 128), np.float32))
+        np.testing.assert_array_equal(value.float().numpy(), expected.astype(ml_dtypes.bfloat16).astype(np.float32))
+    assert torch.isfinite(loaded(input_ids=torch.arange(8)[None]).logits).all()
+
+
+def test_merge__reads_a_scale_for_each_group_of_columns(tmp_path: Path) -> None:
+    scale = scales((SHAPE[0], 3), 1)
+    model = write_model(tmp_path / "m", {"l.weight": codes(0), "l.weight_scale": scale})
+    mergepipe.merge(recipe(tmp_path, "linear", model, dtype="float32"), tmp_path / "out", options=NO_CATALOG)
+    expected = codes(0).astype(np.float32) * np.repeat(scale, 100, axis=1)
+    np.testing.assert_array_equal(load_file(tmp_path / "out" / "model.safetensors")["l.weight"], expected)
 
 
 def test_average__refuses_codes(tmp_path: Path) -> None:
