@@ -56,14 +56,10 @@ MODELS = (
     ("home/catalog.sqlite3-wal", "gc"),
 )
 SNAPSHOT = (
-    ("out/*", "verify out"),
-    ("out/model.safetensors", "diff out same"),
-    ("out/model.safetensors", "repair out"),
-    ("out/mergepipe.json", "verify out"),
-    ("out/mergepipe.json", "show out"),
-    ("out/mergepipe.json", "replay out again"),
-    ("out/mergepipe.json", "explain out"),
-)
+    ("out/*", "verify out"), ("out/model.safetensors", "diff out same"), ("out/model.safetensors", "repair out"),
+    ("out/mergepipe.json", "verify out"), ("out/mergepipe.json", "show out"),
+    ("out/mergepipe.json", "replay out again"), ("out/mergepipe.json", "explain out"),
+)  # fmt: skip
 STORES = (
     ("packs/expert/*", "unpack packs/expert --out again"),
     ("packs/expert/mergepipe-store.*", "merge packed.yml again"),

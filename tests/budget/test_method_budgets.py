@@ -28,14 +28,10 @@ SPREADS: Each = (
     {"weight": 0.3, "density": 1.0, "epsilon": 0.1},
 )
 METHODS: dict[str, tuple[Each, dict[str, float | bool]]] = {
-    "karcher": (NOTHING, {}),
-    "geometric_median": (NOTHING, {}),
-    "model_stock": (NOTHING, {"filter_wise": True}),
-    "breadcrumbs": (BANDS, {"rescale": True}),
-    "della": (SPREADS, {}),
-    "sce": (NOTHING, {"select_topk": 0.3}),
+    "karcher": (NOTHING, {}), "geometric_median": (NOTHING, {}), "model_stock": (NOTHING, {"filter_wise": True}),
+    "breadcrumbs": (BANDS, {"rescale": True}), "della": (SPREADS, {}), "sce": (NOTHING, {"select_topk": 0.3}),
     "ramplus_tl": (NOTHING, {}),
-}
+}  # fmt: skip
 BUDGETS = ("0", "30%", "70%")
 
 

@@ -21,18 +21,11 @@ from support.disk_families import write_recipe
 from support.goldens import Goldens
 
 RUNS = (
-    ("linear", "norm", "20%", False),
-    ("linear", "conflict", "60%", False),
-    ("linear", "random", "35%", True),
-    ("task_arithmetic", "sample", "50%", False),
-    ("task_arithmetic", "norm", "150kB", True),
-    ("ties", "norm", "30%", True),
-    ("ties", "sample", "25%", False),
-    ("dare_linear", "norm", "10%", False),
-    ("dare_ties", "norm", "45%", True),
-    ("dare_ties", "random", "0", False),
-    ("slerp", "norm", "100%", False),
-)
+    ("linear", "norm", "20%", False), ("linear", "conflict", "60%", False), ("linear", "random", "35%", True),
+    ("task_arithmetic", "sample", "50%", False), ("task_arithmetic", "norm", "150kB", True),
+    ("ties", "norm", "30%", True), ("ties", "sample", "25%", False), ("dare_linear", "norm", "10%", False),
+    ("dare_ties", "norm", "45%", True), ("dare_ties", "random", "0", False), ("slerp", "norm", "100%", False),
+)  # fmt: skip
 """Operator, policy, budget, and whether the experts are packed."""
 PACKED_GRAIN = 1 << 18
 WIDE = TensorPlanOf("layers.9.wide", (600_001,), BF16, (BF16,), frozen_share=0.2)

@@ -20,20 +20,12 @@ from support.safetensors_bytes import file_bytes
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _F8 = DTYPES["F8_E4M3"]
 _TENSORS: tuple[tuple[str, DType | None, DType, int, float], ...] = (
-    ("banded", BF16, BF16, 17_000, 1e-4),
-    ("far", BF16, BF16, 6000, 1.0),
-    ("alone", None, BF16, 6000, 0.0),
-    ("half", F16, F16, 5000, 1e-4),
-    ("wider", BF16, F32, 3000, 1e-4),
-    ("narrower", F32, BF16, 3000, 1e-4),
-    ("single", F32, F32, 3000, 1e-5),
-    ("eighth", _F8, _F8, 3000, 1e-3),
-    ("hardly", _F8, _F8, 9000, 1e-4),
-    ("few", BF16, BF16, 33, 1e-4),
-    ("new.few", None, F32, 5, 0.0),
-    ("same", BF16, BF16, 4100, 0.0),
+    ("banded", BF16, BF16, 17_000, 1e-4), ("far", BF16, BF16, 6000, 1.0), ("alone", None, BF16, 6000, 0.0),
+    ("half", F16, F16, 5000, 1e-4), ("wider", BF16, F32, 3000, 1e-4), ("narrower", F32, BF16, 3000, 1e-4),
+    ("single", F32, F32, 3000, 1e-5), ("eighth", _F8, _F8, 3000, 1e-3), ("hardly", _F8, _F8, 9000, 1e-4),
+    ("few", BF16, BF16, 33, 1e-4), ("new.few", None, F32, 5, 0.0), ("same", BF16, BF16, 4100, 0.0),
     ("empty", BF16, BF16, 0, 0.0),
-)
+)  # fmt: skip
 """Name, dtype in the base (None: not there), dtype of the expert, elements, size of the deltas."""
 
 

@@ -14,13 +14,9 @@ from support.disk_families import write_family
 
 SHAPE = (1500, 700)
 RECIPES: dict[str, dict[str, float | bool]] = {
-    "sce": {"select_topk": 0.3},
-    "model_stock": {"filter_wise": True},
-    "ramplus_tl": {},
-    "multislerp": {},
-    "breadcrumbs_ties": {"rescale": True},
-    "della": {},
-}
+    "sce": {"select_topk": 0.3}, "model_stock": {"filter_wise": True}, "ramplus_tl": {}, "multislerp": {},
+    "breadcrumbs_ties": {"rescale": True}, "della": {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECIPES)

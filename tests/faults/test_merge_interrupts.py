@@ -55,19 +55,11 @@ def check_no_trace(recipe: Path, inputs_digest: str) -> None:
 
 
 PLACES = [
-    (pipeline.Pipeline, "_start"),
-    (pipeline.Pipeline, "_admit"),
-    (pipeline.Pipeline, "_begin_pass"),
-    (pipeline.Pipeline, "_handle"),
-    (pipeline.Pipeline, "_after_compute"),
-    (OutputFile, "_open"),
-    (merging, "make_part"),
-    (merging, "write_durably"),
-    (publish, "sync_directory"),
-    (owned, "renameat2"),
-    (fcntl, "flock"),
-    (os, "mkdir"),
-]
+    (pipeline.Pipeline, "_start"), (pipeline.Pipeline, "_admit"), (pipeline.Pipeline, "_begin_pass"),
+    (pipeline.Pipeline, "_handle"), (pipeline.Pipeline, "_after_compute"), (OutputFile, "_open"),
+    (merging, "make_part"), (merging, "write_durably"), (publish, "sync_directory"), (owned, "renameat2"),
+    (fcntl, "flock"), (os, "mkdir"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("owner", "name"), PLACES, ids=[name for _, name in PLACES])

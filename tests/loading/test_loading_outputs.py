@@ -20,15 +20,9 @@ pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
 WEIGHTS = (0.7, 0.5)
 DENSITY = 0.4
 SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
 HEADERS = {
     "linear": "merge_method: linear\nmodels:\n  - {model: base, parameters: {weight: 0.2}}\n",
     "ties": f"merge_method: ties\nbase_model: base\nparameters: {{density: {DENSITY}, normalize: true}}\nmodels:\n",

@@ -25,14 +25,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "bert": lambda: transformers.BertConfig(**SIZES, intermediate_size=24, max_position_embeddings=32),
 }
 CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "t5": "T5ForConditionalGeneration",
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM", "gpt2": "GPT2LMHeadModel", "t5": "T5ForConditionalGeneration",
     "bert": "BertForSequenceClassification",
-}
+}  # fmt: skip
 NAMES = ("base", "a", "b")
 
 

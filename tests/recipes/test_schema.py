@@ -29,18 +29,9 @@ experts:
 CHOSEN = "base_model: ./moe\nexperts: [0, 3, 3]\ndtype: bfloat16\n"
 MIXTURES = [MIXTURE, CHOSEN, CHOSEN.replace("[0, 3, 3]", "3")]
 GOOD = [
-    *MIXTURES,
-    *SILENT_FORMS,
-    LINEAR,
-    TIES,
-    DARE,
-    SLERP_OF_MODELS,
-    SLERP,
-    STACK,
-    TOKENS,
-    *CHAIN.split("---\n"),
+    *MIXTURES, *SILENT_FORMS, LINEAR, TIES, DARE, SLERP_OF_MODELS, SLERP, STACK, TOKENS, *CHAIN.split("---\n"),
     *IN_DOCS,
-]
+]  # fmt: skip
 
 
 def problems(text: str) -> list[str]:

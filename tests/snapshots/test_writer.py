@@ -25,14 +25,10 @@ from mergepipe.storage import output
 from mergepipe.storage.ledger import Ledger
 
 SPECS = (
-    TensorSpec("empty.first", F32, (0, 3)),
-    TensorSpec("a", BF16, (300, 300)),
-    TensorSpec("b", F32, (77,)),
-    TensorSpec("c", BF16, (262144 * 2 + 5,)),
-    TensorSpec("one", F32, ()),
-    TensorSpec("d", BF16, (1111, 13)),
+    TensorSpec("empty.first", F32, (0, 3)), TensorSpec("a", BF16, (300, 300)), TensorSpec("b", F32, (77,)),
+    TensorSpec("c", BF16, (262144 * 2 + 5,)), TensorSpec("one", F32, ()), TensorSpec("d", BF16, (1111, 13)),
     TensorSpec("empty.last", F32, (0,)),
-)
+)  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -5,25 +5,9 @@ from __future__ import annotations
 _CONTENTS = {"system": " Be brief.\n", "user": "Hi? ", "assistant": " Yes.", "tool": "x"}
 _LETTERS = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 _TURNS = [
-    "u",
-    "ua",
-    "uau",
-    "su",
-    "sua",
-    "suau",
-    "uaua",
-    "s",
-    "a",
-    "uu",
-    "su",
-    "uausu",
-    "as",
-    "sas",
-    "ut",
-    "utua",
-    "ta",
+    "u", "ua", "uau", "su", "sua", "suau", "uaua", "s", "a", "uu", "su", "uausu", "as", "sas", "ut", "utua", "ta",
     "suaua",
-]
+]  # fmt: skip
 
 CONVERSATIONS: list[list[dict[str, str]]] = [
     [{"role": _LETTERS[letter], "content": f"{_CONTENTS[_LETTERS[letter]]}{n or ''}"} for n, letter in enumerate(turns)]

@@ -21,20 +21,9 @@ from support.family_files import write_sidecars
 from support.family_shapes import DEMO, QWEN3_0_6B, TINY, TINY_LLAMA, Architecture, FamilyShape, FamilyTensor
 
 __all__ = [
-    "DEMO",
-    "QWEN3_0_6B",
-    "TINY",
-    "TINY_LLAMA",
-    "Architecture",
-    "FamilyPaths",
-    "FamilyShape",
-    "FamilyTensor",
-    "delta_std",
-    "family_bytes",
-    "family_paths",
-    "write_family",
-    "write_models",
-]
+    "DEMO", "QWEN3_0_6B", "TINY", "TINY_LLAMA", "Architecture", "FamilyPaths", "FamilyShape", "FamilyTensor",
+    "delta_std", "family_bytes", "family_paths", "write_family", "write_models",
+]  # fmt: skip
 
 MIN_DELTA_STD = 3e-5
 MAX_DELTA_STD = 1e-3

@@ -62,30 +62,11 @@ ADAPTER_CONFIGS = (
     b'{"peft_type":"LORA","r":2,"lora_alpha":4.0,"use_rslora":true,"init_lora_weights":"gaussian","use_dora":false}',
 )
 ADAPTER_WORDS = (
-    b"use_dora",
-    b"(a+)+$",
-    b".*" * 8,
-    b"[a-z]*",
-    b"(((",
-    b"\\",
-    b"pissa",
-    b"r",
-    b"lora_alpha",
-    b"DORA",
-    b"x{9}",
-)
+    b"use_dora", b"(a+)+$", b".*" * 8, b"[a-z]*", b"(((", b"\\", b"pissa", b"r", b"lora_alpha", b"DORA", b"x{9}",
+)  # fmt: skip
 PLAN_WORDS = (
-    b"0-1",
-    b"0-1,1-2",
-    b"0-99999999999",
-    b"0-1@0",
-    b"expert",
-    b"base",
-    b"format",
-    b"mergepipe-plan/4",
-    b",",
-    b"@",
-)
+    b"0-1", b"0-1,1-2", b"0-99999999999", b"0-1@0", b"expert", b"base", b"format", b"mergepipe-plan/4", b",", b"@",
+)  # fmt: skip
 COMPOSITIONS = (
     b"default: old\ntake:\n- from: new\n  units: [layers 0, embed, norm]\n- from: old\n  units: lm_head\n"
     b"state_from: new\n",
@@ -93,17 +74,8 @@ COMPOSITIONS = (
     b"  - {model: new, layer_range: [1, 1]}\ndtype: bfloat16\n",
 )  # fmt: skip
 COMPOSITION_WORDS = (
-    b"default",
-    b"take:",
-    b"units:",
-    b"layers 0-9",
-    b"layers even",
-    b"state_from",
-    b"old",
-    b"new",
-    b"even",
-    b"odd",
-)
+    b"default", b"take:", b"units:", b"layers 0-9", b"layers even", b"state_from", b"old", b"new", b"even", b"odd",
+)  # fmt: skip
 
 
 def as_trees(recipes: Sequence[bytes]) -> tuple[bytes, ...]:

@@ -297,21 +297,8 @@ def ties(case: ModelCase) -> Numbers:
 
 
 MERGES: dict[str, Merge] = {
-    "nuslerp": nuslerp,
-    "multislerp": multislerp,
-    "karcher": karcher,
-    "geometric_median": geometric_median,
-    "model_stock": model_stock,
-    "sce": sce,
-    "ram": ramplus,
-    "ramplus_tl": ramplus,
-    "magmax": magmax,
-    "fisher": fisher,
-    "sar": sar,
-    "consensus": agreed,
-    "nearswap": nearswap,
-    "arcee_fusion": arcee_fusion,
-    "breadcrumbs": breadcrumbs,
-    "breadcrumbs_ties": breadcrumbs_ties,
-    "ties": ties,
-}
+    "nuslerp": nuslerp, "multislerp": multislerp, "karcher": karcher, "geometric_median": geometric_median,
+    "model_stock": model_stock, "sce": sce, "ram": ramplus, "ramplus_tl": ramplus, "magmax": magmax, "fisher": fisher,
+    "sar": sar, "consensus": agreed, "nearswap": nearswap, "arcee_fusion": arcee_fusion, "breadcrumbs": breadcrumbs,
+    "breadcrumbs_ties": breadcrumbs_ties, "ties": ties,
+}  # fmt: skip

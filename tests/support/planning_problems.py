@@ -128,13 +128,9 @@ def random_arrays(n_experts: int, seed: int, sizes: Mapping[str, int]) -> tuple[
 
 
 PARAMETERS: Mapping[str, Mapping[str, Scalar]] = {
-    "linear": {"weight": 0.5},
-    "task_arithmetic": {"weight": 0.5},
-    "ties": {"weight": 0.5, "density": 0.2},
-    "dare_linear": {"weight": 0.5, "density": 0.5},
-    "dare_ties": {"weight": 0.5, "density": 0.5},
-    "slerp": {"t": 0.3},
-}
+    "linear": {"weight": 0.5}, "task_arithmetic": {"weight": 0.5}, "ties": {"weight": 0.5, "density": 0.2},
+    "dare_linear": {"weight": 0.5, "density": 0.5}, "dare_ties": {"weight": 0.5, "density": 0.5}, "slerp": {"t": 0.3},
+}  # fmt: skip
 
 
 def make(

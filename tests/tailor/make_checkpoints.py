@@ -18,31 +18,10 @@ from types import SimpleNamespace
 from typing import Any
 
 KINDS = (
-    "zero1",
-    "zero2",
-    "zero3",
-    "zero3-whole",
-    "zero1-bf16",
-    "zero2-bf16",
-    "zero3-bf16",
-    "zero2-tied",
-    "zero2-robin",
-    "zero2-fp16",
-    "zero3-fp16",
-    "zero2-offload",
-    "zero3-offload",
-    "zero2-layers",
-    "zero3-layers",
-    "hf",
-    "dcp",
-    "dcp-tied",
-    "dcp-flat",
-    "hf-zero2",
-    "hf-zero3",
-    "accelerate-full",
-    "accelerate-sharded",
-    "verl",
-)
+    "zero1", "zero2", "zero3", "zero3-whole", "zero1-bf16", "zero2-bf16", "zero3-bf16", "zero2-tied", "zero2-robin",
+    "zero2-fp16", "zero3-fp16", "zero2-offload", "zero3-offload", "zero2-layers", "zero3-layers", "hf", "dcp",
+    "dcp-tied", "dcp-flat", "hf-zero2", "hf-zero3", "accelerate-full", "accelerate-sharded", "verl",
+)  # fmt: skip
 SAVED_STEPS = (2, 4)
 WORLD_SIZE = 2
 

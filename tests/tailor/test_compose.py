@@ -350,14 +350,9 @@ def test_compose__touches_nothing_that_is_not_its_own(zero2: Pair) -> None:
 # --- failures
 
 CALLS: list[tuple[object, str, int]] = [
-    (os, "preadv", errno.EIO),
-    (os, "pread", errno.EIO),
-    (os, "pwrite", errno.ENOSPC),
-    (os, "fsync", errno.EIO),
-    (os, "posix_fallocate", errno.ENOSPC),
-    (os, "ftruncate", errno.EIO),
-    (owned, "renameat2", errno.EIO),
-]
+    (os, "preadv", errno.EIO), (os, "pread", errno.EIO), (os, "pwrite", errno.ENOSPC), (os, "fsync", errno.EIO),
+    (os, "posix_fallocate", errno.ENOSPC), (os, "ftruncate", errno.EIO), (owned, "renameat2", errno.EIO),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("owner", "name", "number"), CALLS, ids=[c[1] for c in CALLS])

@@ -27,39 +27,14 @@ PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-
 NUMPY_TYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 STEPS = (2, 4)
 FOLDERS = {
-    "hf": "checkpoint-{}",
-    "dcp": "step-{}",
-    "dcp-tied": "step-{}",
-    "accelerate-full": "step-{}",
-    "accelerate-sharded": "step-{}",
-    "verl": "step-{}",
-    "hf-zero2": "checkpoint-{}",
-    "hf-zero3": "checkpoint-{}",
-}
+    "hf": "checkpoint-{}", "dcp": "step-{}", "dcp-tied": "step-{}", "accelerate-full": "step-{}",
+    "accelerate-sharded": "step-{}", "verl": "step-{}", "hf-zero2": "checkpoint-{}", "hf-zero3": "checkpoint-{}",
+}  # fmt: skip
 KINDS = (
-    "zero1",
-    "zero2",
-    "zero3",
-    "zero1-bf16",
-    "zero2-bf16",
-    "zero3-bf16",
-    "zero2-tied",
-    "zero2-robin",
-    "zero2-fp16",
-    "zero3-fp16",
-    "zero2-offload",
-    "zero3-offload",
-    "zero2-layers",
-    "zero3-layers",
-    "hf",
-    "dcp",
-    "dcp-tied",
-    "hf-zero2",
-    "hf-zero3",
-    "accelerate-full",
-    "accelerate-sharded",
-    "verl",
-)
+    "zero1", "zero2", "zero3", "zero1-bf16", "zero2-bf16", "zero3-bf16", "zero2-tied", "zero2-robin", "zero2-fp16",
+    "zero3-fp16", "zero2-offload", "zero3-offload", "zero2-layers", "zero3-layers", "hf", "dcp", "dcp-tied",
+    "hf-zero2", "hf-zero3", "accelerate-full", "accelerate-sharded", "verl",
+)  # fmt: skip
 needs_frameworks = pytest.mark.skipif(
     not PYTHON.is_file(), reason="no environment for training: requirements/train.txt"
 )

@@ -26,36 +26,18 @@ HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
 TORCH_KINDS = ("dcp", "dcp-tied", "dcp-flat", "accelerate-full", "accelerate-sharded", "fsdp2", "fsdp2-tied", "plain")
 KINDS = (
-    "zero1-bf16",
-    "zero2",
-    "zero2-robin",
-    "zero2-tied",
-    "zero3",
-    "zero3-bf16",
-    "zero2-fp16",
-    "zero3-fp16",
-    "zero2-offload",
-    "zero3-offload",
-    "zero2-layers",
-    "zero3-layers",
-    "hf",
-    "hf-zero2",
-    "hf-zero3",
-    *TORCH_KINDS[:5],
-)
+    "zero1-bf16", "zero2", "zero2-robin", "zero2-tied", "zero3", "zero3-bf16", "zero2-fp16", "zero3-fp16",
+    "zero2-offload", "zero3-offload", "zero2-layers", "zero3-layers", "hf", "hf-zero2", "hf-zero3", *TORCH_KINDS[:5],
+)  # fmt: skip
 OLD, NEW = 2, 4
 PARTIAL_KINDS = ("hf", "hf-zero1", "hf-zero2", "hf-zero3", "fsdp2", "fsdp2-tied", "plain", "hf-fp16", "hf-zero2-fp16")
 ENGINE = {"scheduled": 4, "global_steps": 4, "global_samples": 16}
 LOOP = {"global_steps": 4}
 COUNTS = {
-    "hf": {"scheduled": 4},
-    "hf-fp16": {"scheduled": 4, "loss_scale": 1024},
-    "hf-zero2-fp16": ENGINE | {"loss_scale": 512},
-    "fsdp2": LOOP,
-    "fsdp2-tied": LOOP,
-    "plain": LOOP,
+    "hf": {"scheduled": 4}, "hf-fp16": {"scheduled": 4, "loss_scale": 1024},
+    "hf-zero2-fp16": ENGINE | {"loss_scale": 512}, "fsdp2": LOOP, "fsdp2-tied": LOOP, "plain": LOOP,
     **dict.fromkeys(PARTIAL_KINDS[1:4], ENGINE),
-}
+}  # fmt: skip
 SOURCE_ENVIRONMENT = dict(os.environ, PYTHONPATH=str(HERE.parents[1] / "src"))
 TWIN, ITSELF, MIXED, OTHER = 50, 91, 92, 93  # "steps" that only name folders
 UNITS = "layers even, norm"

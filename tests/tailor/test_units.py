@@ -12,13 +12,9 @@ from support.training_trees import decoder_shapes
 
 DECODER = model_units(decoder_shapes(12))
 GPT2 = (
-    "transformer.wte.weight",
-    "transformer.wpe.weight",
-    "transformer.h.0.ln_1.weight",
-    "transformer.h.11.mlp.c_proj.bias",
-    "transformer.ln_f.weight",
-    "lm_head.weight",
-)
+    "transformer.wte.weight", "transformer.wpe.weight", "transformer.h.0.ln_1.weight",
+    "transformer.h.11.mlp.c_proj.bias", "transformer.ln_f.weight", "lm_head.weight",
+)  # fmt: skip
 BERT = (
     "bert.embeddings.word_embeddings.weight",
     "bert.embeddings.LayerNorm.weight",

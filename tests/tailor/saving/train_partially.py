@@ -21,19 +21,9 @@ sys.path.insert(0, str(HERE.parent))
 make: Any = import_module("make_checkpoints")
 
 KINDS = (
-    "hf",
-    "hf-fp16",
-    "hf-ddp",
-    "hf-zero1",
-    "hf-zero2",
-    "hf-zero3",
-    "hf-zero2-bf16",
-    "hf-zero2-fp16",
-    "hf-zero2-tied",
-    "plain",
-    "fsdp2",
-    "fsdp2-tied",
-)
+    "hf", "hf-fp16", "hf-ddp", "hf-zero1", "hf-zero2", "hf-zero3", "hf-zero2-bf16", "hf-zero2-fp16", "hf-zero2-tied",
+    "plain", "fsdp2", "fsdp2-tied",
+)  # fmt: skip
 ONE_RANK = ("hf", "hf-fp16")
 EVERY, LAST = 2, 6
 
