@@ -272,6 +272,4 @@ def _scores(results: Results) -> tuple[str, ...]:
     return (f"{text}, at {at} % of the bytes: {'; '.join(told)}.",)
 
 
-PART = Part(
-    "published", "published fine-tunes from the package index: packing, error, retrieval", _needs, _measure, _page
-)
+PART = Part("published", "fine-tunes from the package index: packed sizes, errors", _needs, _measure, _page)

@@ -70,19 +70,21 @@ def write_pages(parts: Mapping[str, Part], folder: Path, docs: Path, plots_pytho
 
 def _index(parts: Mapping[str, Part], pages: Mapping[str, tuple[Results, Page]]) -> str:
     rows = [(f"[{page.title}]({name}.md)", parts[name].summary) for name, (_, page) in pages.items()]
-    machines = dict.fromkeys(_machine_line(results) for results, _ in pages.values())
+    machines: dict[str, dict[str, None]] = {}
+    for results, _ in pages.values():
+        machines.setdefault(_machine_line(results), {})[str(results.machine["cpu"])] = None
+    told = (f"{line}: {', '.join(processors)}" for line, processors in machines.items())
     lines = [
         "# Benchmarks",
         "What to expect of MergePipe, measured. Each page begins with what it means for you. [Papers](../papers.md) has"
         " the papers' figures beside ours; [more benchmarks](../internals/benchmarks.md) are those of single"
         " mechanisms.",
         Table(("page", "what"), tuple(rows)).markdown(),
-        "Machines: " + "; ".join(machines) + ". A page names its own.",
+        f"Machines of {'; '.join(told)}. A page names its own.",
         "`make reproduce PARTS=\"scaling sweep\" SIZE=0.6b` measures parts and writes their pages; `python -m"
         " benchmarks.reproduce list --size 0.6b` says what disk and time each needs. A stopped run goes on where it"
-        " was. A page says how many processors other programs used meanwhile (the kernel's busy time less ours), or,"
-        " of older results, the load average. Seconds over those of the floor are told where others used at most a"
-        " quarter of the processors.",
+        " was. A page says how many processors other programs used meanwhile (the kernel's busy time less ours), and"
+        " seconds over those of the floor where it was at most a quarter.",
     ]  # fmt: skip
     return "\n\n".join(lines) + "\n"
 
@@ -90,6 +92,5 @@ def _index(parts: Mapping[str, Part], pages: Mapping[str, tuple[Results, Page]])
 def _machine_line(results: Results) -> str:
     machine = results.machine
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']},"
-        f" Python {machine['python']}"
+        f"{machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}, Python {machine['python']}"
     )
