@@ -131,7 +131,7 @@ def test_line_display__says_once_that_kernels_are_compiled() -> None:
         for _ in range(2):
             with mark_compilation(), mark_compilation():
                 pass
-    assert stream.getvalue() == "compiling the inner loops once (about 10 s)\n"
+    assert stream.getvalue() == "compiling the inner loops once (about 4 s)\n"
 
 
 def test_bar_display__shows_no_share_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

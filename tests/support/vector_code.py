@@ -35,8 +35,8 @@ RULE = merge.Rule(
 )
 FINE = (np.zeros(1, np.uint32), np.zeros(1 << 15, np.int16), np.zeros((1, 1 << 16), np.int32), COUNTS)
 LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
-    (codec.decode_tile, (BYTES, 0, codec.CODE_BF16, 1, FLOATS), 12),
-    (codec.encode_tile, (FLOATS, 1, BYTES, 0, codec.CODE_BF16), 9),
+    (codec.decode_tile, (BYTES, 0, codec.CODE_BF16, 1, FLOATS, True), 12),
+    (codec.encode_tile, (FLOATS, 1, BYTES, 0, codec.CODE_BF16, True), 9),
     (merge.take_delta, (FLOATS, FLOATS, 1, FLOATS), 1),
     (merge._keep_large, (FLOATS, 1, 0, WORDS), 2),  # ties
     (merge.keep_band, (FLOATS, 1, 0, WORDS, WORDS), 2),  # breadcrumbs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -73,6 +73,11 @@ ITEMSIZE_BY_KERNEL_CODE: dict[int, int] = {d.kernel_code: d.itemsize for d in _D
 def itemsize_of_code(code: int) -> int:
     """Return the bytes of an element by its kernel code, be it a delta's or not."""
     return ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]
+
+
+def has_rare(codes: Iterable[int]) -> bool | None:
+    """Return True where a kernel code, a delta's or not, is of neither BF16 nor F32, else None; see `RawBlock.rare`."""
+    return True if {code & ~DELTA_FLAG for code in codes} - {BF16.kernel_code, F32.kernel_code} else None
 
 
 DTYPES_BY_RECIPE_NAME: dict[str, DType] = {d.recipe_name: d for d in _DTYPES if d.recipe_name}
@@ -163,7 +168,8 @@ class RawBlock(NamedTuple):
 
     `present_E` lists which experts (indices in recipe order) these bytes hold; `offsets_E` and `codes_E` are parallel
     to it: byte offsets into `raw` and kernel dtype codes. `counted_E` lists the experts whose delta is known: those
-    present, and those known to equal the base. The result goes to `out` at `out_offset`. Kernels take it as it is.
+    present, and those known to equal the base. The result goes to `out` at `out_offset`. Kernels take it as it is:
+    with `rare` None they are compiled without code for dtypes other than BF16 and F32, which none must have.
     """
 
     raw: NDArray[np.uint8]
@@ -178,6 +184,7 @@ class RawBlock(NamedTuple):
     out: NDArray[np.uint8]
     out_offset: int
     out_code: int
+    rare: bool | None = True
 
     def part(self, skip: int, n_elements: int) -> RawBlock:
         """Return `n_elements` elements from `skip` on."""

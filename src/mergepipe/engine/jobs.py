@@ -9,7 +9,7 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import F32, RawBlock, itemsize_of_code
+from mergepipe.core.blocks import F32, RawBlock, has_rare, itemsize_of_code
 from mergepipe.engine.block_reductions import Reduction
 from mergepipe.engine.segments import HoldLimits, JobShape, Piece, SegmentLayout, SegmentShape
 from mergepipe.engine.work import Tap
@@ -268,6 +268,7 @@ def merge_scaled(block: RawBlock, function: BlockFunction, sample: Sample) -> No
 
 def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawBlock:
     present = piece.run.present
+    codes = [piece.run.source(task, e).kernel_code for e in present]
     return RawBlock(
         raw=buffer,
         base_offset=piece.base_offset,
@@ -275,10 +276,11 @@ def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawB
         present_E=np.array(present, np.int64),
         counted_E=np.array(sorted((*present, *piece.run.free)), np.int64),
         offsets_E=np.array(piece.expert_offsets, np.int64),
-        codes_E=np.array([piece.run.source(task, e).kernel_code for e in present], np.int64),
+        codes_E=np.array(codes, np.int64),
         first_element=piece.run.span.start,
         n_elements=piece.run.span.n_elements,
         out=buffer,
         out_offset=piece.out_offset,
         out_code=task.dtype.kernel_code,
+        rare=has_rare((task.base.kernel_code, task.dtype.kernel_code, *codes)),
     )

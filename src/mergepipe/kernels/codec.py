@@ -35,8 +35,11 @@ def itemsize_of(code: int) -> int:
 
 
 @kernel
-def decode_tile(raw: Bytes, offset: int, code: int, n: int, out: Floats) -> None:
-    """Decode `n` elements at byte `offset` of `raw` into `out[:n]` (float32)."""
+def decode_tile(raw: Bytes, offset: int, code: int, n: int, out: Floats, rare: bool | None = True) -> None:
+    """Decode `n` elements at byte `offset` of `raw` into `out[:n]` (float32).
+
+    With `rare` None the code of dtypes other than BF16 and F32 is not compiled, and `code` must be one of the two.
+    """
     out_bits = out.view(np.uint32)
     code &= _DTYPE_BITS
     if code == CODE_BF16:
@@ -47,7 +50,7 @@ def decode_tile(raw: Bytes, offset: int, code: int, n: int, out: Floats) -> None
         words = raw[offset : offset + 4 * n].view(np.uint32)
         for i in range(n):
             out_bits[i] = words[i]
-    else:
+    elif rare is not None:
         _decode_less_common(raw, offset, code, n, out)
 
 
@@ -123,8 +126,8 @@ def _decode_e5m2(stored: Bytes, n: int, out: Floats, out_bits: Bits32) -> None:
 
 
 @kernel
-def encode_tile(tile: Floats, n: int, raw: Bytes, offset: int, code: int) -> None:
-    """Encode `tile[:n]` (float32) at byte `offset` of `raw`."""
+def encode_tile(tile: Floats, n: int, raw: Bytes, offset: int, code: int, rare: bool | None = True) -> None:
+    """Encode `tile[:n]` (float32) at byte `offset` of `raw`; `rare` as `decode_tile` has it."""
     bits = tile.view(np.uint32)
     if code == CODE_BF16:
         halves = raw[offset : offset + 2 * n].view(np.uint16)
@@ -139,7 +142,7 @@ def encode_tile(tile: Floats, n: int, raw: Bytes, offset: int, code: int) -> Non
             u = bits[i]
             is_nan = (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
             words[i] = np.uint32(0x7FC00000) if is_nan else u
-    else:
+    elif rare is not None:
         _encode_less_common(tile, n, raw, offset, code)
 
 

@@ -12,6 +12,7 @@ from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Doubles, Floats, k
 from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
 
 KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED, KEEP_MARKED = 0, 1, 2, 3, 4, 5, 6
+SELDOM = (KEEP_BAND, KEEP_NEAR, KEEP_VARIED)
 NEAREST = np.float32(1e-6)
 
 _TILE = TILE_ELEMENTS
@@ -31,7 +32,8 @@ def take_delta(model: Floats, base: Floats, n: int, delta: Floats) -> None:
 @kernel
 def decode_base(block: RawBlock, start: int, n: int, base: Floats) -> None:
     """Decode elements `start ... start + n` of the base."""
-    decode_tile(block.raw, block.base_offset + start * itemsize_of(block.base_code), block.base_code, n, base)
+    offset = block.base_offset + start * itemsize_of(block.base_code)
+    decode_tile(block.raw, offset, block.base_code, n, base, block.rare)
 
 
 @kernel
@@ -39,9 +41,9 @@ def decode_against(block: RawBlock, place: int, start: int, n: int, base: Floats
     """Write the delta of those elements of the model at `place` to the decoded base; stored deltas are copied."""
     offset, code = block.offsets_E[place], block.codes_E[place]
     if code & IS_DELTA:
-        decode_tile(block.raw, offset + start * itemsize_of(code), code, n, delta)
+        decode_tile(block.raw, offset + start * itemsize_of(code), code, n, delta, block.rare)
     else:
-        decode_tile(block.raw, offset + start * itemsize_of(code), code, n, model)
+        decode_tile(block.raw, offset + start * itemsize_of(code), code, n, model, block.rare)
         take_delta(model, base, n, delta)
 
 
@@ -56,7 +58,8 @@ def decode_delta(block: RawBlock, place: int, start: int, n: int, base: Floats, 
 @kernel
 def encode_result(block: RawBlock, start: int, n: int, values: Floats) -> None:
     """Encode the result of elements `start ... start + n`."""
-    encode_tile(values, n, block.out, block.out_offset + start * itemsize_of(block.out_code), block.out_code)
+    offset = block.out_offset + start * itemsize_of(block.out_code)
+    encode_tile(values, n, block.out, offset, block.out_code, block.rare)
 
 
 @kernel
@@ -326,14 +329,15 @@ class Rule(NamedTuple):
 
 
 @kernel
-def merge_block(block: RawBlock, rule: Rule) -> None:
+def merge_block(block: RawBlock, rule: Rule, sparse: bool | None, seldom: bool | None) -> None:
     """Merge consecutive elements of one tensor.
 
     Without `consensus`: `anchor_scale * M_0 + sum_e coefficients_E[e] * K(delta_e)`, where `K` keeps what `rule` says.
     With it: `anchor_scale * M_0 + delta_scale * D`, where `D` is the sum of the kept deltas times their coefficients
     that share the sign of `sum_e votes_E[e] * K(delta_e)`, divided by the sum of those coefficients (at least
     `least_divisor`) if `normalize`. Where elements are marked, the first one's index is a multiple of 128; the result
-    must not overlap what is merged.
+    must not overlap what is merged. What a rule does not use is not compiled: with `sparse` None it keeps all elements
+    and has no consensus, with `seldom` None it keeps in none of the ways of `SELDOM`.
     """
     n_present = len(block.present_E)
     base = np.empty(_TILE, np.float32)
@@ -354,26 +358,28 @@ def merge_block(block: RawBlock, rule: Rule) -> None:
         for place in range(n_present):
             e, delta = block.present_E[place], deltas_EN[place if needs_all_deltas else 0]
             decode_against(block, place, start, m, base, model, delta)
-            if keep == KEEP_LARGE:
-                _keep_large(delta, m, element, rule.lower_E3[e])
-                _scale(delta, m, rule.scales_E[e])
-            elif keep == KEEP_RANDOM:
-                _keep_random(delta, m, rule.keys_E[e], element, rule.limits_E[e], rule.scales_E[e], words)
-            elif keep == KEEP_BAND:
-                keep_band(delta, m, element, rule.lower_E3[e], rule.upper_E3[e])
-                _scale(delta, m, rule.scales_E[e])
-            elif keep == KEEP_MARKED:
-                keep_marked(delta, m, rule.marks_MB[min(e, len(rule.marks_MB) - 1), element // 8 :])
-                _scale(delta, m, rule.scales_E[e])
-            elif keep == KEEP_NEAR:
-                _keep_near(delta, m, rule.scales_E[e])
+            if sparse is not None:
+                if keep == KEEP_LARGE:
+                    _keep_large(delta, m, element, rule.lower_E3[e])
+                    _scale(delta, m, rule.scales_E[e])
+                elif keep == KEEP_RANDOM:
+                    _keep_random(delta, m, rule.keys_E[e], element, rule.limits_E[e], rule.scales_E[e], words)
+                elif keep == KEEP_MARKED:
+                    keep_marked(delta, m, rule.marks_MB[min(e, len(rule.marks_MB) - 1), element // 8 :])
+                    _scale(delta, m, rule.scales_E[e])
+            if seldom is not None:
+                if keep == KEEP_BAND:
+                    keep_band(delta, m, element, rule.lower_E3[e], rule.upper_E3[e])
+                    _scale(delta, m, rule.scales_E[e])
+                elif keep == KEEP_NEAR:
+                    _keep_near(delta, m, rule.scales_E[e])
             if keep != KEEP_VARIED:
                 _add_scaled(delta, m, rule.votes_E[e], total)
-        if keep == KEEP_VARIED and n_present > 0:
+        if seldom is not None and keep == KEEP_VARIED and n_present > 0:
             keep_varied(deltas_EN, n_present, n_experts, m, element, rule.lower_E3[0], model, moments_2N)
             for place in range(n_present):
                 _add_scaled(deltas_EN[place], m, rule.votes_E[block.present_E[place]], total)
-        if consensus:
+        if sparse is not None and consensus:
             for i in range(m):
                 numerator[i] = np.float32(0.0)
                 divisor[i] = np.float32(0.0)

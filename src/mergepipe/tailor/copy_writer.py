@@ -19,7 +19,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.open_files import allow_open_files
-from mergepipe.core.blocks import BF16, F16, F32, F64, DType, RawBlock
+from mergepipe.core.blocks import BF16, F16, F32, F64, DType, RawBlock, has_rare
 from mergepipe.core.units import size_option
 from mergepipe.errors import LimitError, UnsupportedError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput
@@ -297,6 +297,7 @@ def _average(segment: AverageRange, room: Bytes, files: Mapping[Location, RangeF
     block = RawBlock(
         room, offsets[0], codes[0], experts_E, experts_E, np.array(offsets[1:], np.int64),
         np.array(codes[1:], np.int64), 0, segment.n_elements, room, start, segment.wanted.kernel_code,
+        has_rare((*codes, segment.wanted.kernel_code)),
     )  # fmt: skip
     _averaging(segment.weights)(block)
     return room[start : start + segment.nbytes]

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from mergepipe.core.blocks import BF16, F16, DType
 from mergepipe.deltastore.codec import symbols
 from mergepipe.errors import UnsupportedError
 from mergepipe.kernels import reduce, summary
 from mergepipe.kernels.compiled import CORE, Kernel, kernel, room_of, sources_digest
+from support.families import write_family
+from support.family_shapes import TINY
 
 DELTASTORE = Path(symbols.__file__).parents[1]
 
@@ -79,3 +82,24 @@ def test_sources_digest__is_of_the_kernels() -> None:
 def test_room_of__is_the_first_folder_of_the_package_or_the_files_own() -> None:
     assert room_of(Path(symbols.__file__)) == DELTASTORE
     assert room_of(Path("/elsewhere/rules/own.py")) == Path("/elsewhere/rules")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "used"),
+    [(BF16, set()), (F16, {"codec._decode_less_common", "codec._encode_less_common"})],
+    ids=["bf16", "f16"],
+)
+def test_first_merge__compiles_what_it_needs_alone(tmp_path: Path, dtype: DType, used: set[str]) -> None:
+    """A linear merge selects nothing; code of dtypes that it does not have takes half of the time."""
+    models = write_family(tmp_path, TINY, 1, dtype=dtype).models
+    recipe = {
+        "merge_method": "linear",
+        "models": [{"model": str(model), "parameters": {"weight": 1}} for model in models],
+    }
+    script = f"import mergepipe; mergepipe.merge({recipe!r}, {str(tmp_path / 'out')!r})"
+    settings = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "code")}
+    subprocess.run([sys.executable, "-c", script], env=settings, check=True)
+    kept = {path.name.rpartition("-")[0] for path in (tmp_path / "code").rglob("*-*")}
+    seldom = {"codec._decode_less_common", "codec._encode_less_common", "merge._keep_random", "merge.keep_varied"}
+    assert "merge.merge_block" in kept
+    assert kept & seldom == used
