@@ -70,7 +70,7 @@ def _train(strategy: str, out: Path, n_saves: int) -> Saves:
         trainer.add_callback(saving.PartialCheckpointCallback(_EVERY, _strategy(saving, strategy, trainer.model)))
     trainer.train()
     if strategy != _FULL:
-        journal: Any = import_module("mergepipe.tailor.saving.save_log")
+        journal: Any = import_module("mergepipe.tailor.saving.unit_choice")
         saves = [(record.saved_bytes, record.seconds) for record in journal.read_journal(out).records]
     assert len(saves) == n_saves + 1, f"{len(saves)} saves, not {n_saves + 1}"
     return saves[1:]

@@ -17,7 +17,7 @@ PUBLIC = {
 }  # fmt: skip
 CONTRACTS = {
     "catalog": "mergepipe.catalog.catalog", "checkpoints": "mergepipe.checkpoints.contract",
-    "deltastore": "mergepipe.deltastore.header", "engine": "mergepipe.engine.work",
+    "deltastore": "mergepipe.deltastore.index", "engine": "mergepipe.engine.work",
     "operators": "mergepipe.operators.base", "planning": "mergepipe.planning.plan",
     "recipes": "mergepipe.recipes.tasks", "snapshots": "mergepipe.snapshots.manifest",
     "storage": "mergepipe.storage.contract", "tailor": "mergepipe.tailor.formats.registry",

@@ -120,7 +120,7 @@ FIGURES = (
     Figure("modules with one importer", modules_with_one_importer, 43, 30),
     Figure("modules of jobs.merge", lambda: met_by()["modules of jobs.merge"], 113, 130),
     Figure("source files that a merge enters", lambda: met_by()["merge"], 89, 80),
-    Figure("source files that a compose enters", lambda: met_by()["compose"], 64, 60),
+    Figure("source files that a compose enters", lambda: met_by()["compose"], 62, 60),
     Figure("error codes", error_codes, 122, 180),
     Figure("functions with more than 6 parameters", long_signatures, 28, 50),
     Figure("options of all commands", option_rows, 150, 150),

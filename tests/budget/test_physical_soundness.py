@@ -20,7 +20,7 @@ from tracing import PAGE_BYTES, STRACE, TracedRun, TracedServer, traced_server
 from mergepipe.api import pack
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME
+from mergepipe.deltastore.index import HEADER_NAME, INDEX_NAME
 from mergepipe.planning.plan import Plan
 from mergepipe.storage.local import resident_fraction
 from mergepipe.storage.owner import LOG_NAME, OWNER_NAME

@@ -19,8 +19,7 @@ from mergepipe.catalog.snapshots import SnapshotRow
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.cli.printing import report_text
 from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
-from mergepipe.snapshots.composite import COMPOSITE_FORMAT
-from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.manifest import COMPOSITE_FORMAT, MANIFEST_NAME
 from support.refusals import refuses
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.deltastore.header import HEADER_NAME
+from mergepipe.deltastore.index import HEADER_NAME
 from support.safetensors_bytes import file_bytes
 
 N_WIDE = 3 * BLOCK_ELEMENTS + 5001

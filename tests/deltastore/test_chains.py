@@ -15,7 +15,7 @@ from packing_cases import SHAPES, PackFamily, halves, tree, write_model
 import mergepipe
 from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.checkpoint import MOST_DEPTH, next_base
-from mergepipe.deltastore.header import HEADER_NAME
+from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.options import MergeOptions
 from mergepipe.storage.local import LocalStore

@@ -23,8 +23,16 @@ from mergepipe.core.blocks import BF16, F32, Span
 from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.checkpoint import open_store, read_header
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Level, Piece
-from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, OWN_NAMES, PIECE_NAMES
-from mergepipe.deltastore.index import ROW, ROW_BYTES, index_digest
+from mergepipe.deltastore.index import (
+    HEADER_NAME,
+    HEADERS_NAME,
+    INDEX_NAME,
+    OWN_NAMES,
+    PIECE_NAMES,
+    ROW,
+    ROW_BYTES,
+    index_digest,
+)
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import (
     CorruptError,

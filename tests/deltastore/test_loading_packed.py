@@ -15,7 +15,7 @@ from packing_cases import N_WIDE, PackFamily, make_family
 
 import mergepipe
 from mergepipe.core.strict_json import digest_of
-from mergepipe.deltastore.header import HEADER_NAME
+from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.errors import ConflictError, CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.storage.local import LocalStore
 from support.safetensors_bytes import file_bytes, record

@@ -23,7 +23,7 @@ from mergepipe.api import pack
 from mergepipe.checkpoints.contract import range_cost_bytes
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece
-from mergepipe.deltastore.header import PIECE_NAMES
+from mergepipe.deltastore.index import PIECE_NAMES
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import MismatchError
 from mergepipe.operators.base import OperatorInput

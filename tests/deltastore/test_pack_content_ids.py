@@ -16,7 +16,7 @@ from mergepipe.checkpoints.content_id import PassingContentId, content_id, sampl
 from mergepipe.checkpoints.contract import TensorEntry, files_of
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
-from mergepipe.deltastore.header import HEADER_FORMAT, HEADER_NAME
+from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME
 from mergepipe.options import MergeOptions
 from mergepipe.runs.inputs import open_path
 from mergepipe.storage.local import LocalStore

@@ -10,7 +10,7 @@ import pytest
 from packing_cases import write_model
 
 from mergepipe import api
-from mergepipe.deltastore.header import HEADER_FORMAT, HEADER_NAME
+from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME
 from mergepipe.errors import MergePipeError, OutputError, StorageError
 from mergepipe.reports import PackReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME

@@ -13,7 +13,7 @@ import mergepipe
 from mergepipe.api import pack
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.deltastore.header import INDEX_NAME
+from mergepipe.deltastore.index import INDEX_NAME
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import NOTHING_READ, Plan

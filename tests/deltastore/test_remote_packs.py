@@ -11,8 +11,7 @@ from packing_cases import make_family, tree
 
 from mergepipe import api
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
-from mergepipe.deltastore.header import HEADER_FORMAT, HEADER_NAME, INDEX_NAME, PIECE_NAMES
-from mergepipe.deltastore.index import StoreIndex
+from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME, INDEX_NAME, PIECE_NAMES, StoreIndex
 from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan

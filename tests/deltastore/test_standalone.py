@@ -20,7 +20,7 @@ from mergepipe.deltastore.codec.bands import encode_bands
 from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, RawBytes, decode_block, encode_block
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
 from mergepipe.deltastore.codec.planes import encode_planes
-from mergepipe.deltastore.header import HEADER_NAME
+from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.deltastore.pack.encode_pass import cut_of, sample_of
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
 from support.rounding import encode

@@ -45,7 +45,6 @@ ALLOWED = {
     "recipes/references.py": ("os.path.realpath", "the folder that paths are written relative to"),
     "runs/snapshots.py": ("exists is_dir is_file", OWN),
     "snapshots/object_upload.py": ("stat", OWN),
-    "snapshots/hub_upload.py": ("stat", OWN),
     "snapshots/parts_places.py": ("lstat", OWN),
     "snapshots/manifest.py": ("os.path.realpath", "the folder that paths are written relative to"),
     "snapshots/staging.py": (
@@ -56,7 +55,7 @@ ALLOWED = {
     "tailor/saving/callback.py": ("glob is_dir", OWN),
     "tailor/saving/frameworks.py": ("is_file", OWN),
     "tailor/saving/partial_run.py": ("exists is_dir os.fstat", OWN),
-    "tailor/saving/save_log.py": ("exists os.fstat regular.read_small", OWN),
+    "tailor/saving/unit_choice.py": ("exists os.fstat regular.read_small", OWN),
 }
 
 

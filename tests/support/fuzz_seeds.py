@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from mergepipe.planning.plan import parse_plan
-from mergepipe.tailor.saving.save_log import SaveRecord
+from mergepipe.tailor.saving.unit_choice import SaveRecord
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, layer
 from support.disk_families import write_sharded, write_single
 from support.torch_bytes import Call, Member, Named, View, zip_bytes

@@ -40,7 +40,7 @@ from mergepipe.storage.owner import LOG_NAME
 from mergepipe.tailor.formats.partial import PARTIAL_FORMAT
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.recipes import load_composition
-from mergepipe.tailor.saving.save_log import read_log
+from mergepipe.tailor.saving.unit_choice import read_log
 from support import fuzz_seals as seals
 from support import fuzz_seeds as seeds
 from support.fuzzing import Target

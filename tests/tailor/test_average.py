@@ -21,7 +21,7 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.core.blocks import BF16, F32, Span
 from mergepipe.errors import CorruptError, MergePipeError
-from mergepipe.snapshots.composite import Thoroughness
+from mergepipe.snapshots.manifest import Thoroughness
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor import copy_writer

@@ -31,7 +31,7 @@ from mergepipe.errors import (
     UnsupportedError,
 )
 from mergepipe.options import ComposeOptions
-from mergepipe.snapshots.composite import StepPolicy
+from mergepipe.snapshots.manifest import StepPolicy
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Purpose

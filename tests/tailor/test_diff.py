@@ -18,7 +18,7 @@ from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, Recip
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.composition import compose
-from mergepipe.tailor.saving.save_log import SaveRecord
+from mergepipe.tailor.saving.unit_choice import SaveRecord
 from mergepipe.tailor.selection import unit_named
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3, write_zero12
 

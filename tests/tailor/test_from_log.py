@@ -13,7 +13,7 @@ from mergepipe.errors import NotFoundError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.run_recipes import compose_from_log, composition_from_log_file
-from mergepipe.tailor.saving.save_log import SaveRecord
+from mergepipe.tailor.saving.unit_choice import SaveRecord
 from mergepipe.tailor.selection import (
     EMBED,
     LM_HEAD,

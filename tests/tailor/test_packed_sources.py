@@ -20,7 +20,7 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.deltastore import original_files
-from mergepipe.deltastore.header import HEADER_NAME
+from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose

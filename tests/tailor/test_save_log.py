@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import CorruptError
-from mergepipe.tailor.saving.save_log import SaveRecord, read_log
+from mergepipe.tailor.saving.unit_choice import SaveRecord, read_log
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
 
 MODEL = (EMBED, layer(0), layer(1), layer(2), NORM, LM_HEAD, Unit(UnitKind.OTHER, name="vision.blocks.0"))

@@ -16,16 +16,21 @@ from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
-from mergepipe.deltastore.header import (
+from mergepipe.deltastore.index import (
     HEADER_FORMAT,
     HEADER_NAME,
     HEADERS_NAME,
     INDEX_NAME,
     PIECE_NAMES,
+    ROW_BYTES,
+    Charged,
     PackedEntry,
     StoreHeader,
+    StoreIndex,
+    StoreIndexReader,
+    as_expert,
+    as_metadata,
 )
-from mergepipe.deltastore.index import ROW_BYTES, Charged, StoreIndex, StoreIndexReader, as_expert, as_metadata
 from mergepipe.deltastore.tensor import PackedTensor, PlainTensor, StandaloneTensor
 from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError
 from mergepipe.snapshots.manifest import absolute_reference

@@ -24,7 +24,7 @@ from mergepipe.deltastore.checkpoint import ChainedTensor, OpenedStore, open_pac
 from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.deltastore.header import HEADERS_NAME, OWN_NAMES, is_own_name
+from mergepipe.deltastore.index import HEADERS_NAME, OWN_NAMES, is_own_name
 from mergepipe.deltastore.tensor import EncodedTensor, PlainTensor
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.file_version import FileId

@@ -13,8 +13,17 @@ from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import Codec, Piece
-from mergepipe.deltastore.header import HEADER_FORMAT, HEADER_NAME, HEADERS_NAME, INDEX_NAME, PIECE_NAMES, StoreHeader
-from mergepipe.deltastore.index import ROW, ROW_BYTES, index_digest
+from mergepipe.deltastore.index import (
+    HEADER_FORMAT,
+    HEADER_NAME,
+    HEADERS_NAME,
+    INDEX_NAME,
+    PIECE_NAMES,
+    ROW,
+    ROW_BYTES,
+    StoreHeader,
+    index_digest,
+)
 from mergepipe.errors import MergePipeError
 from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.snapshots.work_log import LoggedWork, WorkLog, content_identity, forget_work_log, read_work_log

@@ -27,8 +27,7 @@ from mergepipe.deltastore.checkpoint import MOST_DEPTH, OpenedStore, next_base, 
 from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec
-from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, PackedEntry
-from mergepipe.deltastore.index import digest
+from mergepipe.deltastore.index import HEADER_NAME, HEADERS_NAME, PackedEntry, digest
 from mergepipe.deltastore.original_files import original_checkpoint, read_original_header
 from mergepipe.deltastore.pack.builder import (
     FILES_OF_BUILDER,

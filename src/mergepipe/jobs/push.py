@@ -9,18 +9,22 @@ from pathlib import Path
 import mergepipe
 from mergepipe.checkpoints.packed import is_packed
 from mergepipe.deltastore.checkpoint import read_store
-from mergepipe.deltastore.header import is_own_name
+from mergepipe.deltastore.index import is_own_name
 from mergepipe.deltastore.pack.builder import published_store
 from mergepipe.errors import CorruptError, OutputError, UnsupportedError
 from mergepipe.options import PushOptions
 from mergepipe.recipes.references import resolve_model_name
 from mergepipe.reports import ByteProgress, ProgressCallback, PushReport
 from mergepipe.runs.snapshots import read_manifest_value
-from mergepipe.snapshots.composite import is_composite
-from mergepipe.snapshots.hub_upload import HubUpload
 from mergepipe.snapshots.layout import read_small_file, small_digest
-from mergepipe.snapshots.manifest import MANIFEST_NAME, file_without_paths, relative_reference, with_changed_paths
-from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
+from mergepipe.snapshots.manifest import (
+    MANIFEST_NAME,
+    file_without_paths,
+    is_composite,
+    relative_reference,
+    with_changed_paths,
+)
+from mergepipe.snapshots.object_upload import HubUpload, ObjectContent, ObjectUpload, OutputContent
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below
 from mergepipe.storage.file_version import Digested

@@ -21,7 +21,6 @@ from mergepipe.recipes.output_tensors import shape_contradictions
 from mergepipe.recipes.yaml_source import shortened
 from mergepipe.reports import ByteProgress, Damage, ProgressCallback, VerifyReport
 from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
-from mergepipe.snapshots.composite import is_composite, read_composite
 from mergepipe.snapshots.layout import (
     PlacedFile,
     PlacedTensor,
@@ -32,7 +31,7 @@ from mergepipe.snapshots.layout import (
     read_table,
     scan_snapshot,
 )
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, OutputTensor
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, OutputTensor, is_composite, read_composite
 from mergepipe.snapshots.shards import BlockTable, index_map, index_name, root_of
 from mergepipe.storage.contract import Store, files_below
 from mergepipe.storage.file_version import Digested

@@ -33,8 +33,7 @@ from mergepipe.recipes.references import with_relative_paths
 from mergepipe.recipes.resolution import REASON_ALLOWED, resolve
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
-from mergepipe.snapshots.composite import is_composite, read_composite
-from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.manifest import MANIFEST_NAME, is_composite, read_composite
 from mergepipe.storage.contract import Store, concurrent_map, is_folder
 from mergepipe.storage.location import Location
 

@@ -19,9 +19,8 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.engine.work import OutputPlan
 from mergepipe.runs.progress import MergeProgress
-from mergepipe.snapshots.hub_upload import HubUpload
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
-from mergepipe.snapshots.object_upload import ObjectUpload, check_apart
+from mergepipe.snapshots.object_upload import HubUpload, ObjectUpload, check_apart
 from mergepipe.snapshots.shards import INDEX_NAME, TensorDigest, file_digest_of
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned

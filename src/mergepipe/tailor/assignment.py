@@ -9,7 +9,7 @@ from types import MappingProxyType
 from mergepipe.errors import MismatchError, RecipeError, did_you_mean
 from mergepipe.recipes.fields import Findings
 from mergepipe.recipes.tasks import LayerCount
-from mergepipe.snapshots.composite import StepPolicy, UnitSource, UnitStaleness
+from mergepipe.snapshots.manifest import StepPolicy, UnitSource, UnitStaleness
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredState, TrainingCheckpoint, differences
 from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT

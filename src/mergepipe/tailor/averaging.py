@@ -17,8 +17,7 @@ from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundEr
 from mergepipe.options import TailorOptions
 from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
-from mergepipe.snapshots.composite import AverageRecord, SelfCheck, Thoroughness
-from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.manifest import MANIFEST_NAME, AverageRecord, SelfCheck, Thoroughness
 from mergepipe.snapshots.shards import ShardLayout, TensorSpec, index_files, plan_shards
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import CONFIG_BYTES

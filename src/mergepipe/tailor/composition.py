@@ -23,7 +23,9 @@ from mergepipe.errors import ConflictError, CorruptError, MergePipeError, Mismat
 from mergepipe.options import ComposeOptions, TailorOptions, home_of
 from mergepipe.recipes.references import real_location, text_with_relative_paths
 from mergepipe.recipes.yaml_source import parse_yaml
-from mergepipe.snapshots.composite import (
+from mergepipe.snapshots.layout import file_digest, small_digest
+from mergepipe.snapshots.manifest import (
+    MANIFEST_NAME,
     AverageRecord,
     ComposedCheckpoint,
     CompositeInput,
@@ -31,16 +33,15 @@ from mergepipe.snapshots.composite import (
     SelfCheck,
     Thoroughness,
     UnitStaleness,
+    file_without_paths,
     read_composite,
 )
-from mergepipe.snapshots.hub_upload import open_upload
-from mergepipe.snapshots.layout import file_digest, small_digest
-from mergepipe.snapshots.manifest import MANIFEST_NAME, file_without_paths
 from mergepipe.snapshots.object_upload import (
     ObjectContent,
     OutputContent,
     check_apart,
     check_destination,
+    open_upload,
     staging_place,
 )
 from mergepipe.snapshots.shards import INDEX_NAME

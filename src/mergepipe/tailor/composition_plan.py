@@ -17,7 +17,7 @@ from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import ByteRange, DType, Span
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.recipes.output_tensors import states_layers, with_layers
-from mergepipe.snapshots.composite import UnitStaleness
+from mergepipe.snapshots.manifest import UnitStaleness
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import CONFIG_BYTES
 from mergepipe.storage.location import Location

@@ -15,8 +15,7 @@ from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.formats.contract import step_of_name
 from mergepipe.tailor.formats.partial import MANIFEST_NAME
 from mergepipe.tailor.formats.registry import TRAINING_FORMATS, open_source_checkpoint
-from mergepipe.tailor.saving.save_log import SaveLog, read_log
-from mergepipe.tailor.saving.unit_choice import SCHEDULES, Schedule
+from mergepipe.tailor.saving.unit_choice import SCHEDULES, SaveLog, Schedule, read_log
 from mergepipe.tailor.selection import Unit, unit_selectors
 
 _PARTIAL_PREFIX = "partial-"

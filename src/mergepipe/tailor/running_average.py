@@ -16,7 +16,7 @@ from mergepipe.core.escaping import yaml_document
 from mergepipe.errors import MismatchError, RecipeError
 from mergepipe.options import ExportOptions
 from mergepipe.recipes.yaml_source import parse_yaml
-from mergepipe.snapshots.composite import CompositeManifest, read_composite
+from mergepipe.snapshots.manifest import CompositeManifest, read_composite
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.averaging import Averaging, check_whole, publish_average, views_of

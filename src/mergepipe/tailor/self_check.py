@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DType, DTypeKind, Span
 from mergepipe.errors import CorruptError
-from mergepipe.snapshots.composite import SelfCheck, Thoroughness
+from mergepipe.snapshots.manifest import SelfCheck, Thoroughness
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import StateReader, StoredState
 from mergepipe.tailor.composition_plan import unpacked

@@ -17,8 +17,7 @@ from mergepipe.tailor.formats.partial import ShardFile
 from mergepipe.tailor.saving import partial_run
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks, SingleRank
 from mergepipe.tailor.saving.partial_run import BackgroundWriter, PartialJob, PartialRun
-from mergepipe.tailor.saving.save_log import SaveRecord, read_journal
-from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Schedule
+from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, SaveRecord, Schedule, read_journal
 from support.engine_views import known_view, on_ranks
 
 

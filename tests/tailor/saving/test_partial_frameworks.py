@@ -21,7 +21,7 @@ from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.run_recipes import composition_from_log_file
-from mergepipe.tailor.saving.save_log import LOG_NAME, read_journal
+from mergepipe.tailor.saving.unit_choice import LOG_NAME, read_journal
 from support.adam_steps import step_of
 
 pytestmark = pytest.mark.slow

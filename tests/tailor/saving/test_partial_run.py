@@ -16,8 +16,15 @@ from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.run_recipes import composition_from_log_file
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks, SingleRank
 from mergepipe.tailor.saving.partial_run import PartialJob, PartialRun, no_extra_files, write_partial
-from mergepipe.tailor.saving.save_log import LOG_NAME, SaveRecord, read_journal
-from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Schedule, Strategy
+from mergepipe.tailor.saving.unit_choice import (
+    LOG_NAME,
+    ChangeTracker,
+    LatestChanged,
+    SaveRecord,
+    Schedule,
+    Strategy,
+    read_journal,
+)
 from mergepipe.tailor.selection import LM_HEAD, Unit, layer
 from support.engine_views import known_view, on_ranks
 from support.training_trees import KnownStates, decoder_shapes, known_states

@@ -22,8 +22,7 @@ from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.core.units import format_percent
 from mergepipe.deltastore.checkpoint import MOST_DEPTH, OpenedStore, open_packed, read_header, read_store
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, can_be_base_of
-from mergepipe.deltastore.header import is_own_name
-from mergepipe.deltastore.index import digest
+from mergepipe.deltastore.index import digest, is_own_name
 from mergepipe.deltastore.pack.builder import PackJob, file_parts
 from mergepipe.errors import OutputError, RecipeError, UnsupportedError
 from mergepipe.reports import BaseMatch

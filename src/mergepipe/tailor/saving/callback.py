@@ -39,8 +39,7 @@ from mergepipe.tailor.saving.frameworks import (
     unwrapped,
 )
 from mergepipe.tailor.saving.partial_run import FULL, BackgroundWriter, PartialRun, write_together
-from mergepipe.tailor.saving.save_log import SaveRecord
-from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Strategy
+from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, SaveRecord, Strategy
 
 # --- save partial checkpoints from a custom training loop, under plain torch, DDP or FSDP2 ---
 

@@ -25,8 +25,17 @@ from mergepipe.storage.ranges import os_error
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, PartialManifest, ShardFile, ShardTensor
 from mergepipe.tailor.run_recipes import partial_name
 from mergepipe.tailor.saving.frameworks import EngineView, LocalCounter, Ranks
-from mergepipe.tailor.saving.save_log import SaveRecord, append_record, read_journal
-from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Samples, Situation, Strategy, choose_units
+from mergepipe.tailor.saving.unit_choice import (
+    ChangeTracker,
+    LatestChanged,
+    Samples,
+    SaveRecord,
+    Situation,
+    Strategy,
+    append_record,
+    choose_units,
+    read_journal,
+)
 from mergepipe.tailor.selection import Unit
 
 # --- write saves behind the training step ---
