@@ -23,21 +23,24 @@ from benchmarks.reproduce.results import Entry, Results
 from benchmarks.reproduce.sampling import FORMS, MERGES, Samples
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.trained import (
+    Kept,
     TrainedBase,
     TrainedFamily,
     difference_of,
     half_interval,
     kept_of,
     paired_losses,
+    range_told,
     window_losses_of,
 )
 from benchmarks.reproduce.workplace import Workplace
 
-KINDS = {"longest": "full fine-tuning", "longest-lora": "LoRA of rank 16"}
+KINDS = {"longest": "full", "longest-lora": "LoRA"}
 _FEW = ("prose", "headers", "legal", "internet")
 _DOMAINS = (*_FEW, "tables", "tests", "windows", "concurrency")
 _BUDGETED, _SHARES, _TOY_SHARES = ("ties", "linear", "dare_ties"), (10, 25), (50,)
-_TOLD_FORMS = ("sample-32", "by-norm-16", "norm", "random", "packed-sample", "packed-norm")
+_RAW_FORMS, _PACKED_FORMS = ("sample-32", "by-norm-16", "norm", "random"), ("packed-sample", "packed-norm")
+_NOTABLE = 0.01  # nats
 _QUARTERS = 4
 _FISHER_BATCHES = 16
 _RUNGS, _TRIALS = ("5%", "25%", "100%"), 32
@@ -74,12 +77,12 @@ RULES = {
     "linear": _Rule("linear", "linear", _ONE),
     "task": _Rule("task_arithmetic, 0.3", "task_arithmetic", _THIRD),
     "ties": _Rule("ties, density 0.2", "ties", {"weight": 1.0, "density": DENSITY}),
-    "dare_linear": _Rule("dare_linear, 0.3, density 0.2", "dare_linear", _SPARSE),
-    "dare_ties": _Rule("dare_ties, 0.3, density 0.2", "dare_ties", _SPARSE),
-    "breadcrumbs": _Rule("breadcrumbs, 0.3, density 0.9", "breadcrumbs", {"weight": 0.3, "density": 0.9}),
+    "dare_linear": _Rule("dare_linear, 0.3, 0.2", "dare_linear", _SPARSE),
+    "dare_ties": _Rule("dare_ties, 0.3, 0.2", "dare_ties", _SPARSE),
+    "breadcrumbs": _Rule("breadcrumbs, 0.3, 0.9", "breadcrumbs", {"weight": 0.3, "density": 0.9}),
     "breadcrumbs_ties": _Rule("breadcrumbs_ties, 0.3, 0.9", "breadcrumbs_ties", {"weight": 0.3, "density": 0.9}),
     "della": _Rule("della, density 0.5", "della", {"weight": 1.0, "density": 0.5}),
-    "della_linear": _Rule("della_linear, 0.3, density 0.5", "della_linear", {"weight": 0.3, "density": 0.5}),
+    "della_linear": _Rule("della_linear, 0.3, 0.5", "della_linear", {"weight": 0.3, "density": 0.5}),
     "sce": _Rule("sce, top 1", "sce"),
     "model_stock": _Rule("model_stock", "model_stock"),
     "karcher": _Rule("karcher", "karcher"),
@@ -93,7 +96,7 @@ RULES = {
     "sar": _Rule("sar", "sar", by_importance=True),
     "nan_task": _Rule("task_arithmetic, weight: nan", "task_arithmetic", {"weight": "nan"}),
     "nan_ties": _Rule("ties, density 0.2, weight: nan", "ties", {"weight": "nan", "density": DENSITY}),
-    "lines": _Rule("task_arithmetic, 0.5, lines 0.3 + 0.7", "task_arithmetic", {"weight": 0.5},
+    "lines": _Rule("task_arithmetic, 0.5, lines 0.3, 0.7", "task_arithmetic", {"weight": 0.5},
                    {"lambda": {"lines": [0.3, 0.7]}}),
     "task_05": _Rule("task_arithmetic, 0.5", "task_arithmetic", {"weight": 0.5}, is_default=False),
     "sum": _Rule("task_arithmetic, 1", "task_arithmetic", _ONE, is_default=False),
@@ -101,7 +104,7 @@ RULES = {
     "ties_1": _Rule("ties, density 1", "ties", {"weight": 1.0, "density": 1.0}, is_default=False),
     "ties_up": _Rule("ties, density 0.2, lambda 1.5", "ties", {"weight": 1.0, "density": DENSITY}, {"lambda": 1.5},
                      is_default=False),
-    "dare_05": _Rule("dare_ties, 0.3, density 0.5", "dare_ties", {"weight": 0.3, "density": 0.5}, is_default=False),
+    "dare_05": _Rule("dare_ties, 0.3, 0.5", "dare_ties", {"weight": 0.3, "density": 0.5}, is_default=False),
     "sce_01": _Rule("sce, top 0.1", "sce", common={"select_topk": 0.1}, is_default=False),
     "magmax_05": _Rule("magmax, lambda 0.5", "magmax", common={"lambda": 0.5}, is_default=False),
     "consensus_06": _Rule("consensus, lambda 0.6", "consensus", _ONE, {"lambda": 0.6}, is_default=False),
@@ -151,7 +154,7 @@ def measurements(family: LongFamily, rules: Rules, *, is_toy: bool) -> Iterator[
     for merge in _BUDGETED[:1] if is_toy else _BUDGETED:
         yield f"{prefix}/{merge}/full", partial(rules.samples.full, merge)
         for share in _TOY_SHARES if is_toy else _SHARES:
-            for form in _TOLD_FORMS[::4] if is_toy else _TOLD_FORMS:
+            for form in ("sample-32", "packed-sample") if is_toy else (*_RAW_FORMS, *_PACKED_FORMS):
                 yield f"{prefix}/{merge}/{form}/{share}", partial(rules.samples.budgeted, merge, form, share)
     if family.kind == "longest":
         n_trials = 4 if is_toy else _TRIALS
@@ -304,7 +307,10 @@ def _mean_of(entry: Entry) -> float:
 
 
 def _seeds(results: Results, kind: str) -> list[int]:
-    return sorted({int(key.split("/")[1]) for key in results.entries if key.startswith(f"{kind}/")})
+    """The seeds whose families were measured whole."""
+    return sorted(
+        int(key.split("/")[1]) for key in results.entries if key.startswith(f"{kind}/") and key.endswith("/family")
+    )
 
 
 def _merges(results: Results, kind: str, n: int, rule: str) -> dict[int, Entry]:
@@ -330,199 +336,216 @@ def _difference(merges: Mapping[int, Entry], linear: Mapping[int, Entry]) -> tup
     return (mean(lost), half_interval(lost)) if lost else None
 
 
-def _rows(results: Results, kind: str, n: int) -> dict[str, tuple[str, tuple[float, float] | None]]:
-    """By rule: the mean loss, and the difference from linear."""
+def _rows(results: Results, kind: str, n: int) -> dict[str, tuple[float, float]]:
+    """By rule the difference from linear; of linear itself nothing."""
     linear = _merges(results, kind, n, "linear")
-    merges = {name: _merges(results, kind, n, name) for name in RULES}
-    merges |= {"expert": _best_experts(results, kind, n), "base": dict.fromkeys(linear, _of(results["base"], n))}
-    return {
-        name: (f"{mean(map(_mean_of, found.values())):.3f}", _difference(found, linear))
-        for name, found in merges.items()
-        if found
-    }
+    merges = {"base": dict.fromkeys(linear, _of(results["base"], n)), "expert": _best_experts(results, kind, n)}
+    merges |= {name: _merges(results, kind, n, name) for name in RULES if name != "linear"}
+    found = {name: _difference(of_rule, linear) for name, of_rule in merges.items()}
+    return {name: difference for name, difference in found.items() if difference}
 
 
 def _rules_table(results: Results, n: int) -> Table:
-    kinds = [kind for kind in KINDS if _merges(results, kind, n, "linear")]
-    columns = [_rows(results, kind, n) for kind in kinds]
+    columns = {kind: differences for kind in KINDS if (differences := _rows(results, kind, n))}
     labels = {"base": "*base*", "expert": "*best single expert*"}
     labels |= {name: rule.label if rule.is_default else f"{rule.label} †" for name, rule in RULES.items()}
     rows = []
     for name, label in labels.items():
-        cells: list[str] = []
-        for column in columns:
-            loss, difference = column.get(name, ("", None))
-            is_told = difference is not None and name != "linear"
-            cells += [loss, f"{difference[0]:+.3f} ± {difference[1]:.3f}" if difference and is_told else ""]
-        rows += [(label, *cells)] if any(cells) else []
-    header = [part for kind in kinds for part in (f"{KINDS[kind]}: loss", "less that of linear")]
-    return Table(("rule", *header), tuple(rows))
+        found = [column.get(name) for column in columns.values()]
+        cells = ["" if each is None else f"{each[0]:+.3f} ± {each[1]:.3f}" for each in found]
+        if any(cells):
+            rows.append((label, *cells))
+    return Table(("loss less that of linear", *(KINDS[kind] for kind in columns)), tuple(rows))
+
+
+def _families(results: Results, kind: str) -> list[Entry]:
+    return [results[f"{kind}/{seed}/family"] for seed in _seeds(results, kind)]
 
 
 def _families_table(results: Results) -> Table:
+    """One row for each kind: the least and the most over its experts and seeds."""
     rows = []
     base = results["base"]["losses"]
-    for kind, label in KINDS.items():
-        families = [results[key] for seed in _seeds(results, kind) if (key := f"{kind}/{seed}/family") in results]
-        for number, name in enumerate(_DOMAINS if families else ()):
-            own = [mean(family["own_losses"][number][name]) for family in families]
-            courses = [family["courses"][number] for family in families]
-            course = [mean(course[quarter]["heldout"] for course in courses) for quarter in range(len(courses[0]))]
-            norms = [family["deltas"][number]["relative_norm"] for family in families]
+    for kind, families in ((kind, _families(results, kind)) for kind in KINDS):
+        if families:
+            deltas = [delta for family in families for delta in family["deltas"]]
+            own = [pair for family in families for losses in family["own_losses"] for pair in losses.items()]
+            gained = [mean(base[name]) - mean(losses) for name, losses in own]
+            norms = [delta["relative_norm"] for delta in deltas]
             rows.append(
                 (
-                    label, name, f"{mean(base[name]):.3f}", f"{mean(own):.3f}",
-                    ", ".join(f"{loss:.3f}" for loss in course),
-                    f"{mean(course[-1]['training'] for course in courses):.3f}", f"{mean(norms):.4f}",
-                    percent(mean(family["deltas"][number]["changed_fraction"] for family in families)),
+                    KINDS[kind], str(len(families)), f"{min(norms):.4f} to {max(norms):.4f}",
+                    range_told([delta["changed_fraction"] for delta in deltas]),
+                    f"{min(gained):.2f} to {max(gained):.2f}",
+                    range_told([family["packed_share"] for family in families], 1),
                 )
             )  # fmt: skip
-    header = (
-        "kind", "domain", "base", "expert, held-out", "held-out after each quarter", "training, last quarter",
-        "relative delta norm", "elements that differ",
-    )  # fmt: skip
+    header = ("kind", "seeds", "relative delta norm", "elements that differ", "nats each gains on its domain", "packed")
     return Table(header, tuple(rows))
 
 
-def _budget_table(results: Results, kind: str) -> Table:
-    """Gain kept by what is read, with paired differences of the orders."""
+def _overfitting(results: Results) -> list[str]:
+    """Tell the experts whose held-out loss rises by the end."""
+    told = []
+    for kind, label in KINDS.items():
+        for number, name in enumerate(_DOMAINS):
+            courses = [family["courses"][number] for family in _families(results, kind)]
+            quarters = [mean(quarter["heldout"] for quarter in each) for each in zip(*courses, strict=True)]
+            if quarters and quarters[-1] > min(quarters) + _NOTABLE:
+                training = mean(course[-1]["training"] for course in courses)
+                told.append(
+                    f"{name} ({label}): {', '.join(f'{loss:.2f}' for loss in quarters)} after the quarters of the"
+                    f" training, on its own text {training:.2f}"
+                )
+    return [f"Overfit, by held-out loss: {'; '.join(told)}."] if told else []
+
+
+def _beside(results: Results, kind: str, merge: str, *forms: str) -> list[tuple[Entry, ...]]:
+    """Of each seed the merges of some forms, then the full one; of four experts."""
+    keys = [f"{kind}/{seed}/{merge}" for seed in _seeds(results, kind)]
+    names = [(*(f"{key}/{form}" for form in forms), f"{key}/full") for key in keys]
+    return [tuple(results[name] for name in each) for each in names if all(name in results for name in each)]
+
+
+def _kept(results: Results, kind: str, form: str, share: int) -> list[Kept | None]:
+    """What each budgeted merge keeps."""
     base = _of(results["base"], len(_FEW))
+    found = (_beside(results, kind, merge, f"{form}/{share}") for merge in _BUDGETED)
+    return [kept_of(base, [(one, full) for one, full in pairs]) for pairs in found]
+
+
+def _budget_table(results: Results) -> Table:
+    """Gain kept by what is read, with the paired difference of two orders."""
+    base = _of(results["base"], len(_FEW))
+    kinds = [kind for kind in KINDS if _seeds(results, kind)]
     rows = []
-
-    def of(merge: str, *forms: str) -> list[tuple[Entry, ...]]:
-        keys = [f"{kind}/{seed}/{merge}" for seed in _seeds(results, kind)]
-        names = [(*(f"{key}/{form}" for form in forms), f"{key}/full") for key in keys]
-        return [tuple(results[name] for name in each) for each in names if all(name in results for name in each)]
-
     for share in _SHARES + _TOY_SHARES:
-        for form in _TOLD_FORMS:
-            kept = [kept_of(base, [(one, full) for one, full in of(merge, f"{form}/{share}")]) for merge in _BUDGETED]
+        for form in _RAW_FORMS if share == _SHARES[-1] else (*_RAW_FORMS, *_PACKED_FORMS):
+            kept = [value for kind in kinds for value in _kept(results, kind, form, share)]
             label = ("packed: " if FORMS[form].is_packed else "") + FORMS[form].label
             if any(value is not None for value in kept):
                 rows.append((f"{share} %", label, *("" if value is None else str(value) for value in kept)))
-        for first, second in (("sample-32", "norm"), ("by-norm-16", "norm"), ("norm", "random")):
-            told = [
-                difference_of(base, [(a, b, full) for a, b, full in of(merge, f"{first}/{share}", f"{second}/{share}")])
-                for merge in _BUDGETED
-            ]
-            label = f"*{FORMS[first].label}* less *{FORMS[second].label}*"
-            rows += [(f"{share} %", label, *told)] if any(told) else []
-    return Table(("bytes", "what is read", *(MERGES[merge].label for merge in _BUDGETED)), tuple(rows))
+        told = []
+        for kind, merge in ((kind, merge) for kind in kinds for merge in _BUDGETED):
+            triples = _beside(results, kind, merge, f"norm/{share}", f"random/{share}")
+            told.append(difference_of(base, [(norm, random, full) for norm, random, full in triples]))
+        rows += [(f"{share} %", "norm - random", *told)] if any(told) else []
+    columns = (f"{MERGES[merge].label}, {KINDS[kind]}" for kind in kinds for merge in _BUDGETED)
+    return Table(("bytes", "what is read", *columns), tuple(rows))
 
 
 def _search_table(results: Results) -> Table:
     rows = []
     for seed in _seeds(results, "longest"):
         if (key := f"longest/{seed}/search") in results:
-            found = {name: results[key][name] for name in ("rungs", "plain")}
-            held = {name: _of(entry, len(_FEW), held=True) for name, entry in found.items()}
-            lost = paired_losses([(held["rungs"], held["plain"])])
-            counts = (str(len(entry["trials"])) for entry in found.values())
-            read = (f"{entry['expert_bytes'] / 1e9:.1f}" for entry in found.values())
-            losses = (f"{_mean_of(entry):.4f}" for entry in held.values())
-            rows.append((str(seed), *counts, *read, *losses, f"{mean(lost):+.4f} ± {half_interval(lost):.4f}"))
-    header = (
-        "seed", "trials with rungs", "without", "GB read with rungs", "without", "loss with rungs", "without",
-        "difference",
-    )  # fmt: skip
-    return Table(header, tuple(rows))
+            linear = _of(results[f"longest/{seed}/rule/{len(_FEW)}/linear"], len(_FEW), held=True)
+            for name, label in (("rungs", "with rungs"), ("plain", "without")):
+                entry = results[key][name]
+                found = _of(entry, len(_FEW), held=True)
+                lost = paired_losses([(found, linear)])
+                complete = sum(trial["state"] == "complete" for trial in entry["trials"])
+                rows.append(
+                    (
+                        str(seed), label, str(len(entry["trials"])), str(complete),
+                        f"{entry['expert_bytes'] / 1e9:.1f}", f"{_mean_of(found):.4f}",
+                        f"{mean(lost):+.3f} ± {half_interval(lost):.3f}",
+                    )
+                )  # fmt: skip
+    return Table(("seed", "search", "trials", "merged in full", "GB read", "loss", "less that of linear"), tuple(rows))
 
 
 def _chain_table(results: Results) -> Table:
-    rows = []
-    for rate in _CHAIN_RATES:
-        if (key := f"longest/0/chain/{rate:g}") in results:
-            entry = results[key]
-            steps = [0, *entry["steps"]]
-            for number, packed in enumerate(entry["packed_bytes"]):
-                delta = entry["deltas"][number]
-                rows.append(
-                    (
-                        f"{rate:g}", f"{steps[number]} to {steps[number + 1]}", f"{packed / 1e6:.1f}",
-                        percent(packed / entry["model_bytes"], 1), percent(delta["changed_fraction"], 1),
-                        f"{delta['relative_norm']:.5f}",
-                    )
-                )  # fmt: skip
-    return Table(("rate", "steps", "MB", "of the model", "elements that differ", "relative delta norm"), tuple(rows))
+    """By rate the packed bytes of a checkpoint, by the steps since the one before: means."""
+    entries = {rate: results[key] for rate in _CHAIN_RATES if (key := f"longest/0/chain/{rate:g}") in results}
+    rows, header = [], []
+    for rate, entry in entries.items():
+        apart: dict[int, list[float]] = {}
+        for before, step, packed in zip([0, *entry["steps"]], entry["steps"], entry["packed_bytes"], strict=False):
+            apart.setdefault(step - before, []).append(packed)
+        header = [f"{n} steps" if n > 1 else "1 step" for n in sorted(apart)]
+        means = [mean(apart[n]) for n in sorted(apart)]
+        told = (f"{each / 1e6:.1f} MB, {percent(each / entry['model_bytes'], 1)}" for each in means)
+        rows.append((f"{rate:g}", *told))
+    return Table(("rate", *header), tuple(rows))
 
 
 def _page(results: Results) -> Page:
-    body: list[str | Table] = [_about(results), "## The fine-tunes", _families_table(results), _packed_text(results)]
-    for n in (len(_FEW), len(_DOMAINS)):
-        table = _rules_table(results, n)
-        body += [f"## Rules, {n} experts", table] if table.rows else []
-    body.append(_how_to_read())
-    for kind, label in KINDS.items():
-        table = _budget_table(results, kind)
-        body += [f"## Budgets, 4 experts, {label}", table] if table.rows else []
-    body.append(
-        "*Gain kept*, in %, as in [samples of blocks](sampling.md); differences are paired, in points of the gain."
-        " Budgets are shares of the raw bytes, of packed experts too."
-    )
+    body: list[str | Table] = [_about(results), _families_table(results), *_overfitting(results)]
     for title, text, table in (
+        ("## Rules, 4 experts", "", _rules_table(results, len(_FEW))),
+        ("## Rules, 8 experts", _HOW_TO_READ, _rules_table(results, len(_DOMAINS))),
+        ("## Budgets, 4 experts", _BUDGET_TEXT, _budget_table(results)),
         ("## A search with rungs", _SEARCH_TEXT, _search_table(results)),
         ("## A chain of checkpoints", _CHAIN_TEXT, _chain_table(results)),
     ):
-        body += [title, text, table] if table.rows else []
+        body += [title, table, *([text] if text else [])] if table.rows else []
     return Page("Rules on longer fine-tunes", _meaning(results), tuple(body))
 
 
+_HOW_TO_READ = (
+    "Held-out loss in nats a token, on the domains of the merged experts: paired differences by window from the plain"
+    " average, means over seeds, ± half of the 95 % interval over windows; below zero is better. †: not the default."
+    " Numbers are weights, then density; 0.3 and 0.2 are the papers' usual ones. `fisher` and `sar` take mean squared"
+    f" gradients of {_FISHER_BATCHES} batches of the training text."
+)
+_BUDGET_TEXT = (
+    "*Gain kept*, in %, and merges are those of [samples](sampling.md); budgets are shares of the raw bytes. At 25 %"
+    " packs are read nearly whole. A sample of 10 % moves what it reads ten times as far: likely the cause of the"
+    " losses, since blocks at random, which are not scaled, keep more of TIES."
+)
 _SEARCH_TEXT = (
-    f"Four weights of task arithmetic between 0 and 1, searched by every second window; the loss is that of the others."
-    f" With rungs: {_TRIALS} trials under budgets of {', '.join(_RUNGS)}; without: as many full merges as that reads."
+    "Four weights of task arithmetic between 0 and 1, full fine-tunes, searched by every second window; the loss is of"
+    f" the others. With rungs of {', '.join(_RUNGS)}, which all count; without, as many full merges as they read. Both"
+    " propose the same first trials."
 )
 _CHAIN_TEXT = (
-    "Full fine-tuning at a constant rate after a warm-up; checkpoints in bfloat16, each packed on the one before"
-    " (`mergepipe pack --chain`), the first on the base. Weights alone."
+    "Full fine-tuning at a constant rate; each checkpoint is packed on the one before (`mergepipe pack --chain`), the"
+    " first, 100 steps on, on the base."
 )
-
-
-def _packed_text(results: Results) -> str:
-    told = []
-    for kind, label in KINDS.items():
-        families = (f"{kind}/{seed}/family" for seed in _seeds(results, kind))
-        shares = [results[key]["packed_share"] for key in families if key in results]
-        told += [f"{percent(min(shares), 1)} to {percent(max(shares), 1)} ({label})"] if shares else []
-    return f"Packed, the experts take {'; '.join(told)} of their raw bytes, tokenizers included." if told else ""
 
 
 def _meaning(results: Results) -> str:
-    told = []
+    told, kept = [], []
     for kind, label in KINDS.items():
-        rows = {name: difference for name, (_, difference) in _rows(results, kind, len(_FEW)).items() if difference}
-        ranked = sorted((rows[name][0], name) for name in rows if name in RULES and RULES[name].is_default)
-        if len(ranked) > 1:
-            worse = [RULES[name].label for lost, name in ranked if lost - rows[name][1] > 0]
-            best = f"`{RULES[ranked[0][1]].label}` has the least held-out loss"
-            told.append(f"{best} ({label}), {len(worse)} of {len(ranked) - 1} others are worse than `linear`")
-    return f"**At their defaults, of four experts, {'; '.join(told)}.**" if told else "**No merge is measured yet.**"
+        rows = _rows(results, kind, len(_FEW))
+        defaults = [name for name in rows if name in RULES and RULES[name].is_default]
+        if defaults:
+            best = min(defaults, key=lambda name: rows[name][0])
+            told.append(f"{-rows[best][0]:.3f} of its {rows['base'][0]:.2f} nats (`{RULES[best].method}`, {label})")
+        shares = [value.share for form in _RAW_FORMS for value in _kept(results, kind, form, _SHARES[0]) if value]
+        packed = [value.share for form in _PACKED_FORMS for value in _kept(results, kind, form, _SHARES[0]) if value]
+        kept += [f"{range_told(shares)}, of packs {range_told(packed)} ({label})"] if shares and packed else []
+    if not told:
+        return "**No merge is measured yet.**"
+    worse = ", ".join(f"`{method}`" for method in _always_worse(results))
+    return (
+        f"**Of four experts no rule at its default beats the plain average by more than {'; '.join(told)}. Worse at"
+        f" every setting tried: {worse or 'none'}. At {_SHARES[0]} % of the bytes merges keep of the full merge's gain,"
+        f" of raw experts, {'; '.join(kept)}: below zero is worse than the base. Long fine-tunes need packs.**"
+    )
+
+
+def _always_worse(results: Results) -> list[str]:
+    """Methods whose every setting is worse than linear by more than its interval and a hundredth, in all kinds."""
+    lost: dict[str, list[float]] = {}
+    for kind in KINDS:
+        for name, difference in _rows(results, kind, len(_FEW)).items():
+            if name in RULES:
+                lost.setdefault(RULES[name].method, []).append(difference[0] - max(difference[1], _NOTABLE))
+    return [method for method, values in lost.items() if min(values) > 0]
 
 
 def _about(results: Results) -> str:
     schedule = results["base"]["schedules"]["longest"]
-    rates = " and ".join(f"{results['base']['schedules'][kind]['peak_rate']:g} ({KINDS[kind]})" for kind in KINDS)
+    full, lora = (results["base"]["schedules"][kind]["peak_rate"] for kind in KINDS)
     gpu, n_windows = results["base"]["gpu"], len(results["base"]["losses"][_DOMAINS[0]])
-    seeds = ", ".join(f"{len(_seeds(results, kind))} ({label})" for kind, label in KINDS.items())
     return (
-        "The base is that of [fine-tunes of a public language model](trained.md), SmolLM2-135M-Instruct, with eight"
-        f" experts on one domain each, which are text and source code of Python's own: {schedule['steps']} steps of"
+        "The base is that of [fine-tunes of a public language model](trained.md), with eight experts on one domain"
+        f" each, text and source code that come with Python: {schedule['steps']} steps of"
         f" {schedule['batch']} windows of {schedule['window_tokens']} tokens, matrix products in bfloat16, masters in"
-        f" float32, AdamW, peak rates {rates}; seeds: {seeds}{f'; trained on one {gpu}' if gpu else ''}."
-        f" Losses are those of {n_windows} held-out windows of each domain, in nats a token. One small model, eight"
-        " alike domains and one length of training: of larger models, of instruction tuning and of experts trained by"
-        " reinforcement learning nothing follows from here."
-    )
-
-
-def _how_to_read() -> str:
-    return (
-        "*Loss*: the mean over all windows of the domains of the experts that are merged. *Less that of linear*: the"
-        " paired difference by window, means over seeds, ± half of its 95 % interval over windows; below zero is"
-        " better than the plain average. †: a setting other than the default; numbers behind a rule are weights, then"
-        " density. Weights of 0.3 and density 0.2 are the papers' usual values where mergekit has no default. `fisher`"
-        f" and `sar` take the mean squared gradients of {_FISHER_BATCHES} batches of the training text. Every merge is"
-        " full; random rules are one draw a seed. `nuslerp`, `slerp`, `nearswap` and `arcee_fusion` take no four"
-        " experts."
+        f" float32, AdamW, peak rates {full:g} in full and {lora:g} by LoRA of rank 16{f', on a {gpu}' if gpu else ''}"
+        f"; {n_windows} held-out windows of each domain. Of larger models, other trainings and reinforcement learning"
+        " nothing follows from here."
     )
 
 

@@ -69,9 +69,9 @@ FORMS = {
     "sample-256": _Form("sample, 256 Ki", "sample", 16 * BLOCK_ELEMENTS, is_analyzed=False),
 }
 _DEFAULT, _BY_NORM = "sample-32", "by-norm-16"
-_PACKED_SHARE = 7.9  # % of the raw bytes that the packed experts of `trained` take
-_OTHER_UNITS = ("sample-16", "sample-64", "sample-256")  # in the tables of the first share that is told
-_TOLDMERGES = ("ties", "linear", "dare_ties")
+_UNTOLD = ("sample-16", "sample-64", "sample-256", "random")  # the last is told of these families by `trained`
+_PACKED_TOLD, _PACKED_SHARE = 5, 7.9  # % of the raw bytes that the packed experts of `trained` take
+_TOLD_MERGES = ("ties", "linear", "dare_ties")
 
 
 def _needs(size: Size) -> Needs:
@@ -176,12 +176,12 @@ def _page(results: Results) -> Page:
 
 def _meaning(results: Results) -> str:
     share = _TOLD_SHARES[0]
-    kinds = [kind for kind in _kinds(results) if _range(results, kind, share, _DEFAULT, _TOLDMERGES)]
+    kinds = [kind for kind in _kinds(results) if _range(results, kind, share, _DEFAULT, _TOLD_MERGES)]
     if not kinds:
         return "**No merge is measured yet.**"
 
     def told(form: str) -> str:
-        ranges = ((_range(results, kind, share, form, _TOLDMERGES), _KINDS[kind]) for kind in kinds)
+        ranges = ((_range(results, kind, share, form, _TOLD_MERGES), _KINDS[kind]) for kind in kinds)
         return ", ".join(f"{kept} ({label})" for kept, label in ranges if kept)
 
     return (
@@ -199,7 +199,7 @@ def _range(results: Results, kind: str, share: int, form: str, merges: Iterable[
 
 def _summary(results: Results) -> Table:
     """What is kept by kind of fine-tuning and share, of three merges that mean, of one expert and of a sum."""
-    columns = ((_DEFAULT, _TOLDMERGES), (_BY_NORM, _TOLDMERGES), ("norm", _TOLDMERGES), (_DEFAULT, ["one"]),
+    columns = ((_DEFAULT, _TOLD_MERGES), (_BY_NORM, _TOLD_MERGES), ("norm", _TOLD_MERGES), (_DEFAULT, ["one"]),
                (_DEFAULT, ["sum"]))  # fmt: skip
     rows = []
     for kind in _kinds(results):
@@ -223,8 +223,8 @@ def _about(results: Results) -> str:
     return (
         "The models are those of [fine-tunes of a public language model](trained.md), each on one domain"
         f" ({trainings}). A [sample](../guide/budget.md#what-is-a-sampled-budget) knows of the experts at most their"
-        " norms; blocks by norm and at random were planned from `analyze`. Every merge is one draw. Of still longer"
-        " fine-tunes, other rates and larger models nothing follows from here."
+        " norms; blocks by norm and at random were planned from `analyze`. Every merge is one draw. On [longer"
+        " fine-tunes](rules.md) samples keep less; of larger models nothing follows from here."
     )
 
 
@@ -254,17 +254,16 @@ def _family_table(results: Results) -> Table:
 
 
 def _table(results: Results, kind: str, *, is_packed: bool) -> Table:
-    """What each merge keeps, by share of the bytes and what is read: of raw experts, or of packed ones."""
+    """What merges that mean keep, by share of the bytes and what is read: of raw experts, or of packed ones."""
     rows = []
-    for share in sorted(_SHARES):
+    for share in (_PACKED_TOLD,) if is_packed else _TOLD_SHARES:
         for form, described in FORMS.items():
-            is_told = share < _PACKED_SHARE if is_packed else share == _TOLD_SHARES[0] or form not in _OTHER_UNITS
-            if described.is_packed == is_packed and is_told:
-                kept = [_kept(results, kind, merge, form, share) for merge in MERGES]
+            if described.is_packed == is_packed and form not in _UNTOLD:
+                kept = [_kept(results, kind, merge, form, share) for merge in _TOLD_MERGES]
                 if any(value is not None for value in kept):
                     cells = ("" if value is None else str(value) for value in kept)
                     rows.append((f"{share} %", described.label, *cells))
-    return Table(("bytes", "what is read", *(merge.label for merge in MERGES.values())), tuple(rows))
+    return Table(("bytes", "what is read", *(MERGES[merge].label for merge in _TOLD_MERGES)), tuple(rows))
 
 
 def _figure(results: Results, kind: str) -> Figure:

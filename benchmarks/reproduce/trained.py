@@ -25,7 +25,7 @@ from benchmarks.reproduce.workplace import Workplace
 from benchmarks.tiny_lm import LmShape, Schedule, StepPrinter, Windows, cut_windows
 
 _DOMAINS = ("prose", "headers", "legal", "internet")
-_SHARES, _TOLD_SHARE = (10, 25, 5, 50), 10  # in the order they are measured
+_SHARES, _TOLD_SHARES = (10, 25, 5, 50), (10, 25)  # in the order they are measured; the figure has all
 _FORMS = {"packed": "packed", "norm": "blocks by norm", "random": "blocks at random"}
 _CHOSEN = {"packed": "", "norm": "by norm", "random": "at random"}
 KINDS = {"full": "full fine-tuning", "lora": "LoRA of rank 16"}
@@ -75,7 +75,7 @@ def _measure(place: Workplace, size: Size, results: Results) -> None:
 
 def _measurements(family: TrainedFamily, size: Size) -> Iterator[tuple[str, Callable[[], Entry]]]:
     yield "family", family.describe
-    operators, shares = (_MERGED[:1], (_TOLD_SHARE,)) if size.is_toy else (_MERGED, _SHARES)
+    operators, shares = (_MERGED[:1], _TOLD_SHARES[:1]) if size.is_toy else (_MERGED, _SHARES)
     for operator in operators:
         yield f"{operator}/full", partial(family.full, operator)
     for share in shares:
@@ -372,7 +372,6 @@ def _page(results: Results) -> Page:
         body += [f"## {label[0].upper()}{label[1:]}", _gain_table(results, kind), _figure(results, kind)]
     packed = _packed_table(results)
     body += [f"## Packed experts\n\n{_packed_text(results)}", packed] if packed.rows else []
-    body += ["## Perplexity of merges in full, first seed", _perplexity_table(results)]
     return Page("Fine-tunes of a public language model", _meaning(results), tuple(body))
 
 
@@ -387,7 +386,7 @@ def _meaning(results: Results) -> str:
         return blocks
     return (
         f"{blocks} Packed, these experts take {_packed_shares(results)} of their raw bytes; levels of packs keep at 5 %"
-        f" of the raw bytes {packed}. These are short fine-tunes: longer ones take more."
+        f" of the raw bytes {packed}. [Longer ones](rules.md) take more."
     )
 
 
@@ -397,17 +396,17 @@ def _kept_of_kind(results: Results, kind: str, forms: Sequence[str], share: int)
     for form in forms:
         kept = (_kept(results, kind, operator, form, share) for operator in _measured(results, kind)[0])
         shares = [value.share for value in kept if value is not None and value.gain > 0]
-        told += [f"{_range(shares)} {_CHOSEN[form]}".strip()] if shares else []
+        told += [f"{range_told(shares)} {_CHOSEN[form]}".strip()] if shares else []
     return f"{' and '.join(told)} ({KINDS[kind]})" if told else ""
 
 
 def _packed_shares(results: Results) -> str:
     """Tell what packed experts take of their raw bytes."""
     families = [f"{kind}/{seed}/family" for kind in _kinds(results) for seed in _seeds(results, kind)]
-    return _range([results[key]["packed_share"] for key in families], 1)
+    return range_told([results[key]["packed_share"] for key in families], 1)
 
 
-def _range(shares: Sequence[float], digits: int = 0) -> str:
+def range_told(shares: Sequence[float], digits: int = 0) -> str:
     lowest, highest = percent(min(shares), digits), percent(max(shares), digits)
     return lowest if lowest == highest else f"{lowest} to {highest}"
 
@@ -440,8 +439,8 @@ def _family_table(results: Results) -> Table:
         rows.append(
             (
                 KINDS[kind], str(len(seeds)), f"{min(norms):.4f} to {max(norms):.4f}",
-                _range([delta["changed_fraction"] for delta in deltas]), f"{min(gained):.3f} to {max(gained):.3f}",
-                _range([entry["packed_share"] for entry in entries], 1),
+                range_told([delta["changed_fraction"] for delta in deltas]), f"{min(gained):.3f} to {max(gained):.3f}",
+                range_told([entry["packed_share"] for entry in entries], 1),
             )
         )  # fmt: skip
     header = (
@@ -462,7 +461,8 @@ def _how_to_read(results: Results) -> str:
 
 
 def _gain_table(results: Results, kind: str) -> Table:
-    operators, shares = _measured(results, kind)
+    operators, measured = _measured(results, kind)
+    shares = [share for share in measured if share in _TOLD_SHARES]
     rows = []
     for operator in operators:
         for form in ("norm", "random"):
@@ -503,20 +503,6 @@ def _packed_table(results: Results) -> Table:
     return Table(("kind", "operator", "of the raw bytes", "of the packs", "gain kept"), tuple(rows))
 
 
-def _perplexity_table(results: Results) -> Table:
-    """Perplexity by domain, of the first seed: the base and the full merges of each kind."""
-    base: Mapping[str, list[float]] = results["base"]["losses"]
-
-    def row(merge: str, entry: Entry) -> tuple[str, ...]:
-        return (merge, *(f"{math.exp(mean(entry['losses'][domain])):.2f}" for domain in base))
-
-    rows = [row("base", results["base"])]
-    for kind in _kinds(results):
-        merges = ((operator, f"{kind}/0/{operator}/full") for operator in _measured(results, kind)[0])
-        rows += [row(f"{operator}, {KINDS[kind]}", results[key]) for operator, key in merges if key in results]
-    return Table(("merge", *base), tuple(rows))
-
-
 def _figure(results: Results, kind: str) -> Figure:
     operators, shares = _measured(results, kind)
     series = []
@@ -533,6 +519,6 @@ def _figure(results: Results, kind: str) -> Figure:
 
 
 PART = Part(
-    "trained", "a public 135M language model on four domains: perplexity kept by budgets", _needs, _measure, _page,
+    "trained", "a public 135M language model on four domains: the gain kept by budgets", _needs, _measure, _page,
     tells_beginnings=True,
 )  # fmt: skip

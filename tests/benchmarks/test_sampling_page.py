@@ -17,7 +17,7 @@ def losses(mean: float) -> dict[str, list[float]]:
 
 
 def results() -> Results:
-    """Of TIES at 10 %: a gain of 0.2 nats, of which samples keep 90 %, blocks by norm 10 % and at random 20 %."""
+    """Of TIES at 10 %: a gain of 0.2 nats, of which samples keep 90 % and blocks by norm 10 %."""
     kept = {"sample-32": 0.9, "norm": 0.1, "random": 0.2}
     entries: dict[str, object] = {
         "base": {"losses": losses(3.0), "schedules": {"full": SCHEDULE, "lora": SCHEDULE}},
@@ -35,7 +35,7 @@ def test_page__tells_the_share_of_the_gain_by_what_is_read() -> None:
     page = PART.page(results())
     tables = [piece for piece in page.body if isinstance(piece, Table)]
     rows = {row[1]: row[2] for row in next(table for table in tables if table.header[1] == "what is read").rows}
-    assert rows == {"sample, 32 Ki": "90 ± 0", "blocks by norm": "10 ± 0", "blocks at random": "20 ± 0"}
+    assert rows == {"sample, 32 Ki": "90 ± 0", "blocks by norm": "10 ± 0"}
     assert "samples keep 90 % (full fine-tuning) of what TIES, linear and DARE-TIES merges gain" in page.meaning
     assert "blocks chosen by norm keep 10 % (full fine-tuning)" in page.meaning
     assert tables[0].rows == (("full fine-tuning", "10 %", "90 %", "", "10 %", "", ""),)  # nothing more was measured

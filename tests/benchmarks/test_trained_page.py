@@ -46,7 +46,7 @@ def kept_by_packs(stored: Results) -> tuple[str, ...]:
 
 
 def kept_by_blocks(stored: Results) -> dict[str, str]:
-    return {row[1]: row[3] for row in table_of(stored, "gain kept at 10 %").rows}
+    return {row[1]: row[2] for row in table_of(stored, "gain kept at 10 %").rows}
 
 
 def test_page__tells_the_share_of_the_gain_with_the_interval_over_windows() -> None:
