@@ -84,10 +84,7 @@ def _provenance(results: Results, command: str) -> str:
         if others
         else f"load average {median(loads):.1f} (largest {max(loads):.1f})"
     )
-    warning = (
-        " Other programs had the processors and the disk at the same time: compare bytes, errors and processor seconds,"
-        " not seconds."
-    )
+    warning = " The machine was busy: compare bytes, errors and processor seconds."
     beginning = "" if results.is_complete else " **Not measured to its end**: the same command goes on."
     numbers = f"results/{results.path.name}"
     rate = "" if results.floor_rate is None else f"; its floor reads and writes {results.floor_rate / 1e9:.1f} GB/s"

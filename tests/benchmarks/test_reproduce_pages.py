@@ -145,7 +145,7 @@ def test_is_busy__by_what_other_programs_used_whatever_the_load() -> None:
     assert results_of([0.6, 0.1, 0.9], cores=2).is_busy
     assert not results_of([0.6, 0.1, 0.9], cores=8).is_busy
     text = Page("Title", "**Meaning.**", ()).markdown(results_of([0.6, 0.1, 0.9], cores=2), "make it")
-    assert "other programs used 0.6 (at most 0.9) on 2 processors. Other programs had" in text
+    assert "other programs used 0.6 (at most 0.9) on 2 processors. The machine was busy" in text
 
 
 def test_told_seconds__mark_entries_that_were_slowed_or_measured_elsewhere() -> None:

@@ -69,7 +69,7 @@ class BlockTable:
     tensors: tuple[tuple[bytes, ...], ...]
 
     def to_bytes(self) -> bytes:
-        """Encode the side file (`docs/internals/formats/blocks.md`)."""
+        """Encode the side file ("Block digests" in docs/internals/formats/manifest.md)."""
         blocks = [block for tensor in self.tensors for block in tensor]
         head = _HEAD.pack(_MAGIC, BLOCKS_VERSION, DIGEST_BYTES, len(self.headers), len(blocks))
         return b"".join((head, _BLOCK_ELEMENTS.pack(self.block_elements), *self.headers, *blocks))
