@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe.errors import MergePipeError
 from support.families import (
     DEMO,
     QWEN3_0_6B,
@@ -62,12 +61,7 @@ class FamilyRequest:
 
 
 def ensure_family(request: FamilyRequest) -> FamilyPaths:
-    """Write the family unless the very same one is there already.
-
-    Raises:
-        OutputError: another family, or a part of one, is there.
-        StorageError: the disk has not the room.
-    """
+    """Write the family unless the very same one is there already; FileExistsError: another, or a part of one, is."""
     marker = request.root / _MARKER
     if marker.exists() and json.loads(marker.read_text()) == request.marker():
         return family_paths(request.root, request.experts)
@@ -81,11 +75,7 @@ def main() -> int:
     add_family_options(parser)
     request = family_request(parser.parse_args())
     start = time.perf_counter()
-    try:
-        paths = ensure_family(request)
-    except MergePipeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    paths = ensure_family(request)
     gigabytes = family_bytes(SHAPES[request.shape], request.experts) / 1e9
     print(f"{len(paths.models)} models, {gigabytes:.2f} GB in {request.root} ({time.perf_counter() - start:.1f} s)")
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F16, F32, F64, DType
-from mergepipe.errors import OutputError, StorageError
 from support.family_files import write_sidecars
 from support.family_shapes import DEMO, QWEN3_0_6B, TINY, TINY_LLAMA, Architecture, FamilyShape, FamilyTensor
 
@@ -105,58 +103,32 @@ def write_family(
     Weights are N(0, 0.02²), norms around 1. An expert is the base plus a normal delta whose size is drawn per expert
     and tensor (`delta_std`), rounded to `dtype`; experts 2, 4, ... have the base's embeddings, bit for bit.
     `shard_bytes` caps the tensor bytes of a file (a larger tensor has its own); None writes one file a model.
-    Memory: about 2 MB a thread, whatever the shape.
-
-    Raises:
-        StorageError: the disk has not the room.
-        OutputError: one of the model directories exists.
+    Memory: about 2 MB a thread, whatever the shape. FileExistsError: a model is there.
     """
     if experts < 0:
         raise ValueError(f"experts: {experts} is negative")
     layout = _layout(shape, dtype, shard_bytes)
     paths = family_paths(root, experts)
-    _write_models(root, [_Model(layout, paths, number, seed) for number in range(1 + experts)], threads)
+    _write_models([_Model(layout, paths, number, seed) for number in range(1 + experts)], threads)
     return paths
 
 
 def write_models(
     root: Path, shape: FamilyShape, numbers: Sequence[int], seed: int = 0, dtype: DType = BF16, *, threads: int = 2
 ) -> tuple[Path, ...]:
-    """Write some models of a family, the same bytes as `write_family` writes: 0 is the base, which experts begin with.
-
-    Raises:
-        StorageError: the disk has not the room.
-        OutputError: one of the model directories exists.
-    """
+    """Write some models of a family with the bytes of `write_family`: 0 is the base, which experts begin with."""
     layout, paths = _layout(shape, dtype, None), family_paths(root, max(numbers))
     models = [_Model(layout, paths, number, seed) for number in sorted(numbers)]
-    _write_models(root, models, threads)
+    _write_models(models, threads)
     return tuple(model.directory for model in models)
 
 
-def _write_models(root: Path, models: Sequence[_Model], threads: int) -> None:
-    _refuse_existing(models)
-    _refuse_full_disk(root, sum(model.layout.nbytes for model in models))
+def _write_models(models: Sequence[_Model], threads: int) -> None:
     base = [model for model in models if model.number == 0]
     for model in base:
         _write_model(model)
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(_write_model, models[len(base) :]))
-
-
-def _refuse_existing(models: Sequence[_Model]) -> None:
-    for directory in (model.directory for model in models):
-        if directory.exists():
-            raise OutputError.of("family.exists", directory, "exists already", "remove it or choose another root")
-
-
-def _refuse_full_disk(root: Path, needed_bytes: int) -> None:
-    existing = next(p for p in (root, *root.absolute().parents) if p.exists())
-    free_bytes = shutil.disk_usage(existing).free
-    if needed_bytes > free_bytes:
-        raise StorageError.of(
-            "family.no_space", root, f"the family needs {needed_bytes} bytes, {free_bytes} bytes are free"
-        )
 
 
 def _layout(shape: FamilyShape, dtype: DType, shard_bytes: int | None) -> _Layout:

@@ -1,9 +1,8 @@
-"""Tests of mergepipe.testing.families."""
+"""Families of models are the same whatever writes them, as the library reads them, and differ as they are said to."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,20 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from mergepipe.core.blocks import BF16, F16, F32, F64, DType
-from mergepipe.errors import OutputError, StorageError
-from support.families import (
-    DEMO,
-    MAX_DELTA_STD,
-    MIN_DELTA_STD,
-    QWEN3_0_6B,
-    TINY,
-    TINY_LLAMA,
-    FamilyShape,
-    delta_std,
-    family_bytes,
-    write_family,
-    write_models,
-)
+from support.families import TINY, TINY_LLAMA, FamilyShape, delta_std, write_family, write_models
 
 
 def load(model: Path) -> dict[str, NDArray[np.float32]]:
@@ -44,21 +30,6 @@ def contents(model: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(model.iterdir())}
 
 
-def test_shapes__qwen3_0_6b_has_its_published_size() -> None:
-    assert QWEN3_0_6B.n_parameters() == 596_049_920
-    assert len(QWEN3_0_6B.tensors()) == 2 + 28 * 11
-
-
-@pytest.mark.parametrize(("shape", "low", "high"), [(DEMO, 30e6, 40e6), (TINY, 50e3, 120e3), (TINY_LLAMA, 50e3, 120e3)])
-def test_shapes__have_the_size_they_promise(shape: FamilyShape, low: float, high: float) -> None:
-    assert low <= shape.n_parameters() * 2 <= high
-
-
-def test_shapes__refuse_a_vocabulary_below_the_tokenizers() -> None:
-    with pytest.raises(ValueError, match="vocab at least 257"):
-        FamilyShape(hidden=8, layers=1, heads=1, kv_heads=1, head_dim=8, intermediate=8, vocab=256, tied=True)
-
-
 def test_write_family__same_arguments_same_bytes_whatever_the_threads(tmp_path: Path) -> None:
     first = write_family(tmp_path / "a", TINY, 3, seed=7, threads=1)
     second = write_family(tmp_path / "b", TINY, 3, seed=7, threads=3)
@@ -71,21 +42,8 @@ def test_write_models__one_after_the_other_gives_the_family(tmp_path: Path) -> N
     written += write_models(tmp_path / "parts", TINY, [3], seed=7)
     assert [model.name for model in written] == ["base", "expert-2", "expert-3"]
     assert [contents(m) for m in written] == [contents(whole.models[number]) for number in (0, 2, 3)]
-    with pytest.raises(OutputError, match=r"expert-3"):
-        write_models(tmp_path / "parts", TINY, [1, 3], seed=7)
-
-
-def test_write_family__another_seed_gives_other_weights(tmp_path: Path) -> None:
-    first = load(write_family(tmp_path / "a", TINY, 0, seed=7).base)
-    second = load(write_family(tmp_path / "b", TINY, 0, seed=8).base)
-    assert first.keys() == second.keys()
-    assert all(not np.array_equal(first[name], second[name]) for name in first)
-
-
-def test_write_family__models_and_tensors_differ_from_each_other(tmp_path: Path) -> None:
-    paths = write_family(tmp_path, TINY, 3, dtype=F32)
-    q_projections = [load(m)[f"model.layers.{i}.self_attn.q_proj.weight"] for m in paths.models for i in (0, 1)]
-    assert len({q.tobytes() for q in q_projections}) == 8
+    with pytest.raises(FileExistsError, match=r"expert-3"):
+        write_models(tmp_path / "parts", TINY, [3], seed=7)
 
 
 @pytest.mark.parametrize("shape", [TINY, TINY_LLAMA])
@@ -100,15 +58,6 @@ def test_write_family__file_is_what_the_library_writes(tmp_path: Path) -> None:
     assert file.read_bytes() == save(shuffled, metadata={"format": "pt"})
 
 
-def test_write_family__base_weights_and_norms_have_their_scale(tmp_path: Path) -> None:
-    for name, tensor in load(write_family(tmp_path, TINY, 0, dtype=F32).base).items():
-        if name.endswith("norm.weight"):
-            assert np.abs(tensor - 1).max() < 0.1
-        else:
-            assert 0.018 < tensor.std() < 0.022
-            assert abs(tensor.mean()) < 0.003
-
-
 def test_write_family__deltas_have_the_drawn_size(tmp_path: Path) -> None:
     paths = write_family(tmp_path, TINY, 3, seed=5, dtype=F32)
     base = load(paths.base)
@@ -117,15 +66,6 @@ def test_write_family__deltas_have_the_drawn_size(tmp_path: Path) -> None:
             drawn = delta_std(5, number, name)
             if tensor.size >= 256 and not (number == 2 and name == "model.embed_tokens.weight"):
                 assert (tensor - base[name]).std() == pytest.approx(drawn, rel=0.2)
-
-
-def test_delta_std__is_spread_log_uniformly_over_its_range() -> None:
-    sizes = np.log([delta_std(0, expert, f"t{i}") for expert in range(1, 11) for i in range(200)])
-    low, high = np.log(MIN_DELTA_STD), np.log(MAX_DELTA_STD)
-    counts, _ = np.histogram(sizes, bins=4, range=(low, high))
-    assert counts.sum() == 2000
-    assert counts.min() > 400
-    assert counts.max() < 600
 
 
 def test_write_family__every_second_expert_has_frozen_embeddings(tmp_path: Path) -> None:
@@ -173,42 +113,3 @@ def test_write_family__shards_hold_the_same_tensors_within_the_cap(tmp_path: Pat
     for one, other in zip(whole.models, sharded.models, strict=True):
         ours, theirs = load(one), load(other)
         assert {n: t.tobytes() for n, t in ours.items()} == {n: t.tobytes() for n, t in theirs.items()}
-
-
-def test_write_family__a_disk_too_small_is_refused_before_the_first_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Disk(NamedTuple):
-        free: int
-
-    def nearly_full(_path: Path) -> Disk:
-        return Disk(free=1234)
-
-    monkeypatch.setattr(shutil, "disk_usage", nearly_full)
-    with pytest.raises(StorageError, match=rf"needs {family_bytes(TINY, 2)} bytes, 1234 bytes are free") as caught:
-        write_family(tmp_path / "family", TINY, 2)
-    assert caught.value.code == "family.no_space"
-    assert not (tmp_path / "family").exists()
-
-
-def test_family_bytes__covers_what_is_written(tmp_path: Path) -> None:
-    paths = write_family(tmp_path, TINY, 2)
-    written = sum(file.stat().st_size for model in paths.models for file in model.iterdir())
-    assert written <= family_bytes(TINY, 2) <= written + 3 * 64 * 1024
-
-
-def test_write_family__never_writes_over_a_family(tmp_path: Path) -> None:
-    paths = write_family(tmp_path, TINY, 1)
-    before = [contents(m) for m in paths.models]
-    with pytest.raises(OutputError, match="exists already"):
-        write_family(tmp_path, TINY, 1, seed=1)
-    assert [contents(m) for m in paths.models] == before
-
-
-def test_sidecars__tokenizer_has_one_distinct_token_per_byte(tmp_path: Path) -> None:
-    base = write_family(tmp_path, TINY, 0).base
-    tokenizer = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
-    assert sorted(tokenizer["model"]["vocab"].values()) == list(range(256))
-    assert tokenizer["model"]["vocab"]["A"] == ord("A")
-    assert tokenizer["model"]["vocab"]["Ġ"] == ord(" ")
-    assert json.loads((base / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
