@@ -499,8 +499,8 @@ _SEARCH_TEXT = (
     " propose the same first trials."
 )
 _CHAIN_TEXT = (
-    "Full fine-tuning at a constant rate; each checkpoint is packed on the one before (`mergepipe pack --chain`), the"
-    " first, 100 steps on, on the base."
+    "Full fine-tuning at a nearly constant rate; each checkpoint is packed on the one before (`pack --chain`),"
+    " the first, 100 steps on, on the base."
 )
 
 
