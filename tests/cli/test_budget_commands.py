@@ -13,7 +13,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.cli.printing import REPORT_FORMAT
 from mergepipe.options import SWEEP_BUDGETS, PlanOptions
 from mergepipe.planning.budget import OnOmit, Policy
@@ -66,23 +65,6 @@ def labels(text: str) -> set[str]:
 
 
 # --- analyze ---
-
-
-def test_analyze__reads_once_and_skips_what_is_known(work: Workplace, run: Runner, home: Path) -> None:
-    first = run("analyze", work.family.base, *work.family.experts, "--json").json()
-    again = run("analyze", work.family.base, *work.family.experts, "--json").json()
-    assert [each["analyzed_tensors"] for each in first["experts"]] == [24, 24]
-    assert [each["analyzed_tensors"] for each in again["experts"]] == [0, 0]
-    assert first["expert_bytes"] > 0
-    assert again["expert_bytes"] == 0
-    assert (home / CATALOG_NAME).is_file()
-
-
-def test_analyze__home_says_where(work: Workplace, run: Runner, home: Path) -> None:
-    other = work.root / "other"
-    assert run("analyze", work.family.base, work.family.experts[0], "--home", other, "-q").exit_code == 0
-    assert (other / CATALOG_NAME).is_file()
-    assert not home.exists()
 
 
 def test_analyze__density_adds_a_cut(work: Workplace, run: Runner) -> None:
@@ -140,14 +122,6 @@ def test_plan__adjustments_are_told(work: Workplace, run: Runner) -> None:
 
 
 @pytest.mark.usefixtures("analyzed")
-def test_plan__the_seed_decides_what_random_takes(work: Workplace, run: Runner) -> None:
-    command = ["plan", work.recipe, "--budget", "30%", "--select", "random", "--json"]
-    tensors = [run(*command, "--seed", seed).json()["tensors"] for seed in (1, 1, 2)]
-    assert tensors[0] == tensors[1]
-    assert tensors[0] != tensors[2]
-
-
-@pytest.mark.usefixtures("analyzed")
 def test_plan__budgets_in_bytes_and_shares_agree(work: Workplace, run: Runner) -> None:
     half = run("plan", work.recipe, "--budget", "50%", "--json").json()
     same = run("plan", work.recipe, "--budget", f"{half['budget_bytes']}B", "--json").json()
@@ -179,27 +153,11 @@ def test_run__does_what_was_planned(work: Workplace, run: Runner) -> None:
     assert weights(merged) == weights(work.out)
 
 
-@pytest.mark.usefixtures("analyzed")
-def test_run__a_plan_can_be_run_twice_with_force(work: Workplace, run: Runner) -> None:
-    path = stored_plan(work, run)
-    assert run("run", path, work.out, "-q").exit_code == 0
-    assert run("run", path, work.out, "-q").exit_code == 7
-    assert run("run", path, work.out, "-q", "--force").exit_code == 0
-
-
 def test_run__needs_no_catalog(work: Workplace, run: Runner, analyzed: Path) -> None:
     path = stored_plan(work, run)
     shutil.rmtree(analyzed)
     assert run("run", path, work.out, "-q", "--no-catalog").exit_code == 0
     assert not analyzed.exists()
-
-
-@pytest.mark.usefixtures("analyzed")
-def test_merge__random_follows_the_seed_as_a_plan_does(work: Workplace, run: Runner) -> None:
-    path = stored_plan(work, run, "--select", "random", "--seed", 5)
-    run("merge", work.recipe, work.out, "-q", "--budget", "50%", "--select", "random", "--seed", 5)
-    manifest = json.loads((work.out / "mergepipe.json").read_text())
-    assert manifest["plan_digest"] == json.loads(path.read_text())["digest"]
 
 
 def test_merge__without_a_catalog_it_leaves_none(work: Workplace, run: Runner, home: Path) -> None:
@@ -245,15 +203,6 @@ def test_explain__prints_experts_layers_and_the_tensors_asked_for(work: Workplac
     assert "policy 'sample'" in ran.out
 
 
-def test_explain__in_a_full_merge_every_expert_is_everywhere(work: Workplace, run: Runner) -> None:
-    run("merge", work.recipe, work.out, "-q")
-    found = run("explain", work.out, "--json").json()
-    assert found["touched"] == found["blocks"] == 24
-    assert [each["read"] for each in found["experts"]] == [24, 24]
-    assert found["policy"] is None
-    assert "a full merge" in run("explain", work.out).out
-
-
 # --- sweep ---
 
 
@@ -270,16 +219,6 @@ def test_sweep__measures_each_budget_beside_random(work: Workplace, run: Runner)
     assert all(point["expert_bytes"] <= point["planned_bytes"] for point in found["points"])
     assert work.names() == before | {"home"}
     assert run("ls", "--json").json() == {"format": REPORT_FORMAT, "snapshots": []}
-
-
-def test_sweep__writes_one_page_that_loads_nothing(work: Workplace, run: Runner) -> None:
-    page = work.root / "sweep.html"
-    assert run("sweep", work.recipe, "--budgets", "20%,80%", "--select", "norm", "--html", page, "-q").exit_code == 0
-    text = page.read_text(encoding="utf-8")
-    assert text.count('<polyline class="chosen" points="') >= 2
-    assert "error relative to what merging changes" in text
-    assert "prefers-color-scheme: dark" in text
-    assert re.findall(r"(?:src|href|url)\s*[=(]|<script|@import|https?:", text) == []
 
 
 # --- defaults stated twice ---

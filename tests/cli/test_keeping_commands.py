@@ -39,32 +39,6 @@ def test_verify__tells_soundness_by_its_exit_code(work: Workplace, run: Runner) 
     assert [each["kind"] for each in found.json()["report"]["damages"]] == ["block"]
 
 
-def test_repair__mends_and_says_what(work: Workplace, run: Runner) -> None:
-    run("merge", work.recipe, work.out)
-    before = (work.out / "model.safetensors").read_bytes()
-    assert "nothing to repair" in run("repair", work.out).out
-    damage(work.out / "model.safetensors")
-    ran = run("repair", work.out)
-    assert ran.exit_code == 0
-    assert "repaired" in ran.out
-    assert (work.out / "model.safetensors").read_bytes() == before
-    assert run("repair", work.out, "--json").json()["repaired"] == []
-
-
-def test_replay__makes_the_same_again(work: Workplace, run: Runner) -> None:
-    run("merge", work.recipe, work.out)
-    again = run("replay", work.out, work.root / "again", "--json")
-    assert again.json()["sid"] == run("show", work.out, "--json").json()["sid"]
-    for path in work.out.iterdir():
-        if path.suffix == ".safetensors":
-            assert (work.root / "again" / path.name).read_bytes() == path.read_bytes()
-    (work.root / "family" / "expert-1").rename(work.root / "gone")
-    ran = run("replay", work.out, work.root / "third")
-    assert ran.exit_code == 3
-    assert "expert-1" in ran.err
-    assert "[input.not-found]" in ran.err
-
-
 def test_diff__tells_what_differs(work: Workplace, run: Runner) -> None:
     run("merge", work.recipe, work.out)
     work.recipe.write_text(work.recipe.read_text().replace("0.6", "0.2"))
@@ -76,13 +50,6 @@ def test_diff__tells_what_differs(work: Workplace, run: Runner) -> None:
     found = run("diff", work.out, work.root / "other", "--fast", "--json").json()
     assert found["tensors"]
     assert {each["norm"] for each in found["tensors"]} == {None}
-
-
-def test_lineage__as_a_graph(work: Workplace, run: Runner) -> None:
-    run("merge", work.recipe, work.out)
-    lines = run("lineage", work.out, "--dot").out.splitlines()
-    assert (lines[0], lines[-1]) == ("digraph lineage {", "}")
-    assert sum(" -> " in line for line in lines) == 3
 
 
 def test_merge__says_what_is_kept_and_goes_on(work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,16 +21,6 @@ def test_merge__progress_goes_to_standard_error_only(work: Workplace, run: Runne
     ran = run("merge", work.recipe, work.out)
     assert any(line.startswith("publish: 100%") for line in ran.error_lines)
     assert "publish: 100%" not in ran.out
-
-
-def test_merge__json_is_the_report(work: Workplace, run: Runner) -> None:
-    ran = run("merge", work.recipe, work.out, "--json")
-    content = ran.json()
-    assert {field.name for field in fields(MergeReport)} <= content.keys()
-    assert (content["out"], content["operator"], content["merged_tensors"]) == (str(work.out), "linear", 24)
-    assert content["sid"] == json.loads((work.out / "mergepipe.json").read_text())["sid"]
-    assert content["expert_bytes"] >= 2 * 82304
-    assert ran.err == ""
 
 
 @pytest.mark.parametrize("option", ["--quiet", "-q"])
@@ -116,30 +104,6 @@ def test_merge__help_states_the_defaults_of_the_options(run: Runner) -> None:
         assert option in text
 
 
-def test_merge__shard_size_cuts_the_output(work: Workplace, run: Runner) -> None:
-    assert run("merge", work.recipe, work.out, "--shard-size", "40KB").exit_code == 0
-    assert len(weights(work.out)) >= 3
-    assert "model.safetensors.index.json" in file_bytes(work.out)
-
-
-def test_merge__force_replaces_a_snapshot(work: Workplace, run: Runner) -> None:
-    run("merge", work.recipe, work.out)
-    before, names = weights(work.out), work.names()
-    work.write_recipe("ties")
-    assert run("merge", work.recipe, work.out, "--force").exit_code == 0
-    assert weights(work.out) != before
-    assert work.names() == names
-
-
-def test_merge__force_does_not_replace_what_mergepipe_did_not_make(work: Workplace, run: Runner) -> None:
-    work.out.mkdir()
-    (work.out / "thesis.tex").write_text("years of work")
-    ran = run("merge", work.recipe, work.out, "--force")
-    assert ran.exit_code == 7
-    assert "[output.not-ours]" in ran.err
-    assert (work.out / "thesis.tex").read_text() == "years of work"
-
-
 def test_merge__bad_options_are_told_as_json_too(work: Workplace, run: Runner) -> None:
     ran = run("merge", work.recipe, work.out, "--json", "--memory", "plenty")
     problem = ran.json()["error"]["problems"][0]
@@ -158,22 +122,6 @@ def test_merge__parents_made_for_a_merge_that_fails_go_away_again(work: Workplac
     assert ran.exit_code == 10
     assert shard.is_file()
     assert not (work.root / "a").exists()
-
-
-def test_merge__an_unexpected_failure_is_one_line_and_leaves_nothing(
-    work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_arguments: object) -> object:
-        raise ZeroDivisionError("by accident")
-
-    monkeypatch.setattr("mergepipe.jobs.merge.sidecar_contents", fail)
-    before = work.names()
-    ran = run("merge", work.recipe, work.out, "--quiet")
-    assert ran.exit_code == 70
-    assert ran.error_lines == [
-        "internal error: ZeroDivisionError: by accident; run again with --debug and report it [internal]"
-    ]
-    assert work.names() == before
 
 
 def test_merge__debug_adds_the_traceback(work: Workplace, run: Runner) -> None:
@@ -198,11 +146,3 @@ def test_merge__an_interruption_after_publication_tells_the_truth(
     ran = run("merge", work.recipe, work.out)
     assert ran.exit_code == 130
     assert ran.error_lines == [f"interrupted: {work.out}: was complete by then, and is published"]
-
-
-def test_merge__with_a_plan_is_run(work: Workplace, run: Runner) -> None:
-    plan, other = work.root / "plan.json", work.root / "other"
-    run("plan", work.recipe, "--budget", "50%", "--out", plan)
-    assert run("merge", "--plan", plan, work.out, "--quiet").exit_code == 0
-    assert run("run", plan, other, "--quiet").exit_code == 0
-    assert (work.out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()

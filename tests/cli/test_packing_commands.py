@@ -5,19 +5,6 @@ from __future__ import annotations
 from support.command_line import Runner, Workplace, file_bytes
 
 
-def test_pack__says_sizes_and_unpack_gives_the_expert_back(work: Workplace, run: Runner) -> None:
-    expert = work.family.experts[0]
-    ran = run("pack", work.family.base, expert, "-o", work.root / "stores", "--quiet")
-    assert (ran.exit_code, ran.out, ran.err) == (0, "", "")
-    again = run("pack", work.family.base, expert, "-o", work.root / "stores")
-    assert again.exit_code == 0
-    assert "was packed before" in again.out
-    back = run("unpack", work.root / "stores" / "expert-1", "-o", work.root / "back")
-    assert back.exit_code == 0
-    assert "restored" in back.out
-    assert file_bytes(work.root / "back") == file_bytes(expert)
-
-
 def test_pack__of_a_snapshot_on_its_base_brings_back_the_snapshot(work: Workplace, run: Runner) -> None:
     """Smaller, a model in recipes, and whole again byte for byte."""
     experts = ", ".join(f"{{model: {expert}}}" for expert in work.family.experts)
@@ -32,15 +19,6 @@ def test_pack__of_a_snapshot_on_its_base_brings_back_the_snapshot(work: Workplac
     assert sum(map(len, file_bytes(packed).values())) < 0.9 * sum(map(len, file_bytes(merged).values()))
     (work.root / "next.yml").write_text(f"merge_method: linear\nmodels: [{{model: {packed}}}]\n{base}")
     assert run("merge", work.root / "next.yml", work.root / "next").exit_code == 0
-
-
-def test_pack__of_one_model_alone_needs_no_base(work: Workplace, run: Runner) -> None:
-    assert run("pack", work.family.base, "-o", work.root / "stores").exit_code == 0
-    assert run("unpack", work.root / "stores" / "base", "-o", work.root / "again").exit_code == 0
-    weights = "model.safetensors"
-    assert (work.root / "again" / weights).read_bytes() == (work.family.base / weights).read_bytes()
-    expert = work.family.experts[0]
-    assert run("pack", work.family.base, expert, "-o", work.root / "stores").exit_code == 0
 
 
 def test_pack__on_a_base_that_is_packed_on_its_own_comes_back(work: Workplace, run: Runner) -> None:

@@ -11,36 +11,6 @@ from support.disk_families import weights_digest
 SHARDS = ("--shard-size", "30kB")
 
 
-def test_run__two_parts_make_the_full_merge(run: Runner, tmp_path: Path) -> None:
-    place, plan = make_workplace(tmp_path), tmp_path / "plan.json"
-    home = ("--home", tmp_path / "home")
-    assert run("merge", place.recipe, tmp_path / "whole", *SHARDS, *home).exit_code == 0
-    assert run("plan", place.recipe, "--all", "--out", plan, *home).exit_code == 0
-    first = run("run", plan, place.out, "--part", "1/2", *SHARDS, *home)
-    assert first.exit_code == 0
-    assert "shards are done" in first.out
-    status = run("status", plan, place.out, "--parts", 2)
-    assert "2/2" in status.out
-    assert "open" in status.out
-    missing = run("run", plan, place.out, "--finish", *SHARDS, *home)
-    assert missing.exit_code != 0
-    assert "parts.missing" in missing.err or "are not made" in missing.err
-    second = run("run", plan, place.out, "--part", "2/2", *SHARDS, *home, "--json").json()
-    assert second["merge"]["sid"]
-    assert run("status", plan, place.out, "--json").json()["is_published"]
-    assert weights_digest(place.out) == weights_digest(tmp_path / "whole")
-    again = run("run", plan, place.out, "--part", "1/2", *SHARDS, *home)
-    assert (again.exit_code, "published" in again.out) == (0, True)
-
-
-def test_run__refuses_a_part_and_finish_together(run: Runner, tmp_path: Path) -> None:
-    place, plan = make_workplace(tmp_path), tmp_path / "plan.json"
-    run("plan", place.recipe, "--all", "--out", plan, "--home", tmp_path / "home")
-    refused = run("run", plan, place.out, "--part", "1/2", "--finish")
-    assert (refused.exit_code, "leave out --finish, or --part" in refused.err) == (2, True)
-    assert not list(tmp_path.glob(".out.*"))
-
-
 def test_run__part_of_a_killed_process_is_made_by_another(run: Runner, tmp_path: Path) -> None:
     place, plan = make_workplace(tmp_path), tmp_path / "plan.json"
     home = ("--home", tmp_path / "home")

@@ -35,40 +35,8 @@ def test_compose__writes_for_any_number_of_ranks(run: Runner, place: Path) -> No
     assert len(list((place / "out" / "zero").glob("model.*/fp32.pt"))) > 1
 
 
-def test_recipe__prints_one_that_check_accepts(run: Runner, place: Path) -> None:
-    text = run("tailor", "recipe", "--strategy", "parity", "--run", ".", "--at", "9").out
-    (place / "parity.yml").write_text(text)
-    assert run("tailor", "check", "parity.yml").exit_code == 0
-
-
-def test_diff__shows_relative_changes(run: Runner, place: Path) -> None:
-    ran = run("tailor", "diff", "global_step7", "global_step7")
-    assert (ran.exit_code, ran.out.splitlines()[-1].split()) == (0, ["lm_head", "0", "0", "0"])
-    units = run("tailor", "diff", "global_step7", "global_step9", "--json").json()["units"]
-    assert all(unit["weights"] > 0.5 for unit in units)
-    assert place.is_dir()
-
-
 def test_inspect__imports_nothing_heavy(place: Path) -> None:
     ran = finish(start_python(LOADED, "tailor", "inspect", place / "global_step7"))
     assert ran.exit_code == 0
     assert "numba" not in ran.err
     assert "torch" not in ran.err
-
-
-@pytest.mark.parametrize("command", ["show", "lineage", "explain"])
-def test_snapshot_commands__say_what_a_composite_is(run: Runner, place: Path, command: str) -> None:
-    run("tailor", "compose", "recipe.yml", "out", "-q")
-    ran = run(command, "out", "--home", place / "home")
-    assert (ran.exit_code, len(ran.error_lines)) == (6, 1)
-    assert "is of the kind 'composite'" in ran.err
-    assert "mergepipe tailor inspect" in ran.err
-
-
-def test_catalog_rebuild__leaves_composites_out_and_says_so(run: Runner, place: Path) -> None:
-    run("tailor", "compose", "recipe.yml", "out", "-q")
-    ran = run("catalog", "rebuild", place, "--home", place / "home")
-    assert (ran.exit_code, f"{place / 'out'}: a training checkpoint, no snapshot" in ran.out) == (0, True)
-    document = run("catalog", "rebuild", place, "--home", place / "home", "--json").json()
-    assert (document["composites"], document["snapshots"]) == ([str(place / "out")], 0)
-    assert run("ls", "--home", place / "home").exit_code == 0

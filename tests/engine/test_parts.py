@@ -7,12 +7,11 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mergepipe
@@ -109,26 +108,6 @@ def made_whole(work: MergeWork, folder: Path, plan: Plan | None = None) -> Case:
     return Case(work, plan, result, files_in(folder))
 
 
-@given(st.sampled_from(CASES), st.integers(1, 5), st.randoms(use_true_random=False))
-@settings(max_examples=12)
-def test_make_part__parts_in_any_order_make_the_files_of_the_whole(
-    cases: dict[tuple[str, bool], Case],
-    tmp_path_factory: pytest.TempPathFactory,
-    key: tuple[str, bool],
-    n_parts: int,
-    random: Random,
-) -> None:
-    case, folder = cases[key], tmp_path_factory.mktemp("staging")
-    parts = list(split(case.work.output, n_parts))
-    random.shuffle(parts)
-    result = joined([make_pickled(pickle.dumps((case.work, part)), folder) for part in parts])
-    assert files_in(folder) == case.files
-    assert result.digests == case.result.digests
-    assert result.usage.by_purpose == case.result.usage.by_purpose
-    if case.plan is not None:
-        assert 0 < result.usage.expert_bytes <= case.plan.planned_bytes
-
-
 def test_make_part__in_another_process_makes_the_same_files(
     cases: dict[tuple[str, bool], Case], tmp_path: Path
 ) -> None:
@@ -138,20 +117,6 @@ def test_make_part__in_another_process_makes_the_same_files(
         results = [pool.apply(make_pickled, (part, tmp_path)) for part in pickled]
     assert files_in(tmp_path) == case.files
     assert joined(results).digests == case.result.digests
-
-
-def test_make_part__made_again_gives_an_equal_result(cases: dict[tuple[str, bool], Case], tmp_path: Path) -> None:
-    work = cases["ties", True].work
-    part = split(work.output, 3)[1]
-    results, contents = [], []
-    for _ in range(2):
-        results.append(make_part(work, part, tmp_path, LocalStore(), OPTIONS))
-        contents.append(files_in(tmp_path))
-        for path in tmp_path.iterdir():
-            path.unlink()
-    assert results[0] == results[1]
-    assert results[0].part == part
-    assert contents[0] == contents[1] != {}
 
 
 @pytest.mark.parametrize("key", CASES)
