@@ -174,7 +174,16 @@ class BudgetVerdict(Displayed):
         if self.is_full:
             return "The full merge: everything of the experts is read."
         read = f"{share_text(self.planned_bytes, self.full_bytes)} of the experts' bytes are read"
-        return f"{read}, by policy '{self.policy}'. What such merges kept of a gain: {self.measured}."
+        return f"{read}, by policy '{self.policy}'{self.moved}. What such merges kept of a gain: {self.measured}."
+
+    @property
+    def moved(self) -> str:
+        """What a sample does with what it reads, which decides how far it can be trusted; nothing of other policies."""
+        if self.policy != "sample" or not 0 < 2 * self.planned_bytes <= self.full_bytes:
+            return ""
+        factor = self.full_bytes / self.planned_bytes
+        measured = "after short fine-tunes that kept most of a gain, after long ones it was worse than the base"
+        return f", and moved {factor:.1f} times as far: {measured}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ def blocks_by_level(accesses: Iterable[Access]) -> tuple[tuple[str, int], ...]:
 # --- say of a budgeted merge what it reads and what is missing of each expert, and which command would tell more ---
 
 
-MEASURED_SAMPLES, MEASURED_ORDERS = "docs/benchmarks/sampling.md", "docs/benchmarks/trained.md"
+MEASURED_SAMPLES, MEASURED_ORDERS = "docs/benchmarks/rules.md", "docs/benchmarks/trained.md"
 """The pages with what merges under a budget kept of a gain: of samples, and of blocks in an order."""
 _ADVISED = {REASON_MISSING: "nothing is known of tensors, and what is read of them is spread evenly"}
 

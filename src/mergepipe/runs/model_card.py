@@ -282,8 +282,9 @@ def _verdict_lines(verdict: BudgetVerdict) -> Iterator[str]:
         yield "Everything of the experts was read: this is the full merge."
     else:
         share = f"{_size(verdict.planned_bytes)} of {_size(verdict.full_bytes)}"
-        yield f"Read of the experts, by policy `{verdict.policy}`: {share}. What such merges kept of a gain was"
-        yield f"measured in MergePipe's {verdict.measured}; nothing is known of this one."
+        yield f"Read of the experts, by policy `{verdict.policy}`: {share}{verdict.moved}."
+        yield f"What such merges kept of a gain was measured in MergePipe's {verdict.measured}."
+        yield "Nothing is known of this one."
     yield ""
     yield "| expert | share of the blocks that it changes in the merge |"
     yield "|---|---|"

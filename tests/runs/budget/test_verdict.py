@@ -71,9 +71,9 @@ def test_verdict__states_policy_share_and_where_gains_were_measured(family: Path
     verdict = merge(family, "sum", tmp_path / "out", "25%", select="norm").verdict
     assert (verdict.policy, verdict.is_full, verdict.measured) == ("norm", False, "docs/benchmarks/trained.md")
     assert 0 < verdict.planned_bytes <= verdict.full_bytes / 4
-    assert "nothing is known of this one" in (tmp_path / "out/README.md").read_text()
+    assert "Nothing is known of this one" in (tmp_path / "out/README.md").read_text()
     sample = merge(family, "sum", tmp_path / "sample", "25%").verdict
-    assert sample.measured == "docs/benchmarks/sampling.md"
+    assert sample.measured == "docs/benchmarks/rules.md"
     whole = merge(family, "sum", tmp_path / "whole", "100%").verdict
     assert whole.is_full
     assert "this is the full merge" in (tmp_path / "whole/README.md").read_text()
