@@ -280,19 +280,8 @@ def prompt_batches(
     base: Checkpoint, store: Store, prompts: Sequence[tuple[Sequence[str], Sequence[str]]]
 ) -> tuple[tuple[Batch, Batch | None], ...]:
     """Tokenize the positive and negative prompts of each expert by the base's tokenizer."""
-    transformers = _extra("transformers")
     _extra("torch")
-    names = [name for name in base.sidecars if name in TOKENIZER_NAMES or name == CONFIG_NAME]
-    with tempfile.TemporaryDirectory(prefix="mergepipe-tokenizer-") as folder:
-        for name in names:
-            write_durably(Path(folder) / name, store.read_small(base.root / name, sidecar_limit(name)), Ledger())
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            )
-        except Exception as error:  # of many kinds, by the tokenizer
-            message = f"transformers cannot read its tokenizer: {error}"
-            raise MismatchError.of("model.mismatch", base.root, " ".join(message.split())) from error
+    tokenizer = loaded_tokenizer(base, store)
     tokenizer.padding_side = "left"
     tokenizer.pad_token_id = tokenizer.bos_token_id
     if tokenizer.pad_token_id is None:
@@ -305,6 +294,25 @@ def prompt_batches(
         return Batch(tuple(map(tuple, ids)), tuple(map(tuple, mask)))
 
     return tuple((batch(positive), batch(negative) if negative else None) for positive, negative in prompts)
+
+
+def loaded_tokenizer(model: Checkpoint, store: Store) -> Any:
+    """Return a model's tokenizer as transformers reads it.
+
+    Raises:
+        UnsupportedError: transformers is not installed.
+        MismatchError: transformers cannot read the tokenizer.
+    """
+    transformers = _extra("transformers")
+    names = [name for name in model.sidecars if name in TOKENIZER_NAMES or name == CONFIG_NAME]
+    with tempfile.TemporaryDirectory(prefix="mergepipe-tokenizer-") as folder:
+        for name in names:
+            write_durably(Path(folder) / name, store.read_small(model.root / name, sidecar_limit(name)), Ledger())
+        try:
+            return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # of many kinds, by the tokenizer
+            message = f"transformers cannot read its tokenizer: {error}"
+            raise MismatchError.of("model.mismatch", model.root, " ".join(message.split())) from error
 
 
 def token_rows(embedding: Readable, prompts: Sequence[tuple[Batch, Batch | None]]) -> GatheredRows:
@@ -322,6 +330,6 @@ def _extra(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        message = f"routers from prompts need {name}, which is not installed"
-        hint = "install mergepipe[torch], or write gate_mode: random"
+        message = f"routers from prompts and rows of new tokens need {name}, which is not installed"
+        hint = "install mergepipe[torch], or write gate_mode: random, or leave out new_tokens"
         raise UnsupportedError.of("extra.missing", "", message, hint) from error

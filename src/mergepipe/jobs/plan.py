@@ -39,6 +39,7 @@ from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.tasks import Action, MergeTask
+from mergepipe.recipes.tokenizer_source import OMP
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import CheckReport, CopiedTensor, Fallback, ModelUse
 from mergepipe.runs.budget import find_unread, planned_cost
@@ -132,6 +133,9 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
         name = models[min(inputs.intermediates, default=0)].text
         message = "a budget does not reach into what another document makes, or is stored like the base afterwards"
         raise UnsupportedError.of("plan.unsupported", name, message, "merge that document first, into a snapshot")
+    if inputs.recipe.tokenizer is not None and inputs.recipe.tokenizer.new_tokens == OMP:
+        where, message = inputs.recipe.tokenizer.where, "a budget does not reach into rows that are made of all others"
+        raise UnsupportedError.of("plan.unsupported", where, message, "write new_tokens: subword")
     known = KnownStatistics(store, link.home, link.notices, beside=True)
     facts = _lookup_known(PairStatistics(known, inputs), inputs)
     if request.everything:

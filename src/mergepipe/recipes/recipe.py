@@ -173,15 +173,26 @@ class TokenEmbedding:
     force: bool = False
 
 
+MOST_ATOMS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerRequest:
-    """The requested tokenizer of the output. `model` is an index into `Recipe.inputs()`, for a single model's."""
+    """The requested tokenizer of the output. `model` is an index into `Recipe.inputs()`, for a single model's.
+
+    `donor` is that model where it is not merged. `new_tokens` says how rows are made for tokens that no merged model
+    has, if not as zeros: of each model's rows, as the mean of those of the token's text (`subword`) or by orthogonal
+    matching pursuit of the donor's row over at most `n_atoms` tokens that both have (`omp`).
+    """
 
     source: TokenizerSource
     model: int | None = None
     tokens: Mapping[str, TokenEmbedding] = field(default_factory=dict)
     pad_to_multiple_of: int | None = None
     where: str = ""
+    donor: ModelInput | None = None
+    new_tokens: str = ""
+    n_atoms: int = MOST_ATOMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,14 +260,16 @@ class Recipe:
     def inputs(self) -> tuple[ModelInput, ...]:
         """List every distinct model: first the one that provides configuration and tokenizer, then by first use.
 
-        The first is `base_model`, else the first model named. Entries of `models` come with their parameters, files of
-        weights come last.
+        The first is `base_model`, else the first model named. Entries of `models` come with their parameters. Files of
+        weights, and a model that only lends its tokenizer, come last.
         """
         first = (self.base,) if self.base is not None else ()
         distinct: dict[ModelKey, ModelInput] = {}
         mentioned = (*first, *self._mentioned())
         for model in (*mentioned, *(model.numbers for model in mentioned if model.numbers is not None)):
             distinct.setdefault(model.key, model)
+        if self.tokenizer is not None and self.tokenizer.donor is not None:
+            distinct.setdefault(self.tokenizer.donor.key, self.tokenizer.donor)
         return tuple(distinct.values())
 
     def anchor(self) -> ModelInput:
@@ -308,8 +321,12 @@ def with_changed_models(recipe: Recipe, change: Callable[[ModelInput], ModelInpu
     def module(output: OutputModule) -> OutputModule:
         return replace(output, models=tuple(map(model, output.models)), slices=tuple(map(piece, output.slices)))
 
+    tokenizer = recipe.tokenizer
+    if tokenizer is not None and tokenizer.donor is not None:
+        tokenizer = replace(tokenizer, donor=model(tokenizer.donor))
     return replace(
         recipe,
+        tokenizer=tokenizer,
         base=None if recipe.base is None else model(recipe.base),
         models=tuple(map(model, recipe.models)),
         slices=tuple(map(piece, recipe.slices)),

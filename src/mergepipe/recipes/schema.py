@@ -13,7 +13,14 @@ from mergepipe.recipes.entries import MODEL_KEYS, MODULE_KEYS, NUMBERS_KEYS, SLI
 from mergepipe.recipes.fields import CONTENT_KEYS, RECIPE_KEYS
 from mergepipe.recipes.parameters import BY_NORM_TEXT, FALSE_TEXTS, LINES_KEY, TRUE_TEXTS
 from mergepipe.recipes.recipe_files import DTYPE_NAMES, EXPERT_KEYS, LIKE_BASE, MIXTURE_KEYS, MIXTURE_RECIPE_KEYS, TORCH
-from mergepipe.recipes.tokenizer_source import EMBEDDING_KINDS, MODEL_TOKEN_KEYS, TOKEN_KEYS, TOKENIZER_KEYS
+from mergepipe.recipes.tokenizer_source import (
+    EMBEDDING_KINDS,
+    MODEL_TOKEN_KEYS,
+    OMP,
+    SUBWORD,
+    TOKEN_KEYS,
+    TOKENIZER_KEYS,
+)
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -225,5 +232,7 @@ def _tokenizer() -> Schema:
         "source": {"anyOf": [{"enum": ["union", "base"]}, _REFERENCE]},
         "tokens": {"type": ["object", "null"], "additionalProperties": {"anyOf": [token, {"type": "null"}]}},
         "pad_to_multiple_of": {"type": ["integer", "null"], "minimum": 1},
+        "new_tokens": {"enum": [SUBWORD, OMP, None]},
+        "k": {"type": ["integer", "null"], "minimum": 1},
     }
     return {**_record(TOKENIZER_KEYS, properties, []), "type": ["object", "null"]}

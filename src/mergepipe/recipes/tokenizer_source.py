@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mergepipe.errors import NotFoundError, RecipeError
+from mergepipe.errors import NotFoundError, RecipeError, did_you_mean
 from mergepipe.recipes.fields import DocumentReader, Findings
-from mergepipe.recipes.recipe import EmbeddingSource, ModelInput, TokenEmbedding, TokenizerRequest, TokenizerSource
-from mergepipe.recipes.references import read_reference
+from mergepipe.recipes.recipe import (
+    MOST_ATOMS,
+    EmbeddingSource,
+    ModelInput,
+    TokenEmbedding,
+    TokenizerRequest,
+    TokenizerSource,
+)
+from mergepipe.recipes.references import read_model, read_reference
 from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
 
-TOKENIZER_KEYS = ("source", "tokens", "pad_to_multiple_of")
+TOKENIZER_KEYS = ("source", "tokens", "pad_to_multiple_of", "new_tokens", "k")
+SUBWORD, OMP = "subword", "omp"
 TOKEN_KEYS = ("source", "force")
 MODEL_TOKEN_KEYS = ("kind", "model", "token", "token_id")
 EMBEDDING_KINDS = ("zero", "model_token")
@@ -38,6 +46,7 @@ class _Tokenizer:
         self._reading = reader
         self._inputs = inputs
         self._has_base = has_base
+        self._donor: ModelInput | None = None  # of the tokenizer, where it is not merged
 
     def short(self, value: Value) -> TokenizerRequest:
         at: KeyPath = ("tokenizer_source",)
@@ -48,14 +57,29 @@ class _Tokenizer:
         if entry is None:
             return None
         self._reading.unknown_keys(entry, TOKENIZER_KEYS, at)
-        source = self._source("union" if entry.get("source") is None else entry["source"], (*at, "source"))
+        new_tokens = self._new_tokens(entry, at)
+        source = self._source("union" if entry.get("source") is None else entry["source"], (*at, "source"), new_tokens)
         tokens = self._reading.mapping(entry.get("tokens"), (*at, "tokens")) or {}
         embeddings = {token: self._embedding(embedding, (*at, "tokens", token)) for token, embedding in tokens.items()}
         read = {token: embedding for token, embedding in embeddings.items() if embedding is not None}
-        padding = self._padding(entry.get("pad_to_multiple_of"), (*at, "pad_to_multiple_of"))
-        return TokenizerRequest(*source, read, padding, self._reading.source.where(*at))
+        padding = self._whole(entry.get("pad_to_multiple_of"), (*at, "pad_to_multiple_of"))
+        n_atoms = self._whole(entry.get("k"), (*at, "k")) or MOST_ATOMS
+        return TokenizerRequest(
+            *source, read, padding, self._reading.source.where(*at), self._donor, new_tokens, n_atoms
+        )
 
-    def _source(self, value: Value, at: KeyPath) -> tuple[TokenizerSource, int | None]:
+    def _new_tokens(self, entry: dict[str, Value], at: KeyPath) -> str:
+        """Return how rows of new tokens are made; empty for zeros."""
+        value = entry.get("new_tokens")
+        if value in (None, SUBWORD, OMP):
+            if entry.get("k") is not None and value != OMP:
+                self._reading.refuse("recipe.conflict", (*at, "k"), "has no meaning without 'new_tokens: omp'")
+            return str(value or "")
+        hint = did_you_mean(shortened(str(value)), [SUBWORD, OMP])
+        self._reading.refuse("recipe.unknown-name", (*at, "new_tokens"), f"'{shortened(str(value))}' is unknown", hint)
+        return ""
+
+    def _source(self, value: Value, at: KeyPath, new_tokens: str = "") -> tuple[TokenizerSource, int | None]:
         if value == "union":
             return TokenizerSource.UNION, None
         if value == "base":
@@ -63,10 +87,10 @@ class _Tokenizer:
                 message, hint = "there is no base_model", "name base_model, or give the model's path here"
                 self._reading.refuse("recipe.incomplete", at, message, hint)
             return TokenizerSource.BASE, None
-        return TokenizerSource.MODEL, self._model(value, at)
+        return TokenizerSource.MODEL, self._model(value, at, may_donate=bool(new_tokens))
 
-    def _model(self, value: Value, at: KeyPath) -> int | None:
-        """Return the index of a model among the recipe's inputs."""
+    def _model(self, value: Value, at: KeyPath, *, may_donate: bool = False) -> int | None:
+        """Return the index of a model among the recipe's inputs, behind which the donor stands."""
         unreported = replace(self._reading, findings=Findings(RecipeError, NotFoundError))
         reference = read_reference(unreported, value, at)
         key = None if reference is None else (reference.path, reference.adapter, 0)
@@ -74,13 +98,16 @@ class _Tokenizer:
         if reference is None or index is not None or not self._inputs:
             read_reference(self._reading, value, at)  # reports what is wrong with the reference itself
             return index
+        if may_donate:
+            self._donor = read_model(self._reading, value, at, {}, at)
+            return len(self._inputs)
         message = f"'{shortened(reference.text)}' is not one of the models that are merged"
         names = ", ".join(shortened(model.text) for model in self._inputs[:8])
         hint = f"name one of: {names}" + ("" if at[-1] == "model" else "; or write union or base")
         self._reading.refuse("recipe.incomplete", at, message, hint)
         return None
 
-    def _padding(self, value: Value, at: KeyPath) -> int | None:
+    def _whole(self, value: Value, at: KeyPath) -> int | None:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -8,11 +8,13 @@ from types import MappingProxyType
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
 from mergepipe.checkpoints.embedding_rows import (
     Given,
     TokenRows,
+    embedding_ending,
     embeddings_of,
     fill_rows,
     model_rows,
@@ -20,7 +22,15 @@ from mergepipe.checkpoints.embedding_rows import (
     of_sources,
     paired_embeddings,
 )
-from mergepipe.checkpoints.gathered_rows import GatheredRows, RowMap, RowRange, common_dtype, mean_origin
+from mergepipe.checkpoints.gathered_rows import (
+    ZERO,
+    GatheredRows,
+    PursuedRows,
+    RowMap,
+    RowRange,
+    common_dtype,
+    mean_origin,
+)
 from mergepipe.checkpoints.vocabulary import (
     AddedToken,
     TokenizerFiles,
@@ -34,6 +44,7 @@ from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import canonical_json, shown
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.recipes.recipe import EmbeddingSource, TokenEmbedding, TokenizerRequest, TokenizerSource
+from mergepipe.recipes.tokenizer_source import OMP, SUBWORD
 from mergepipe.storage.contract import Store
 
 _MAX_EXAMPLES = 5
@@ -81,10 +92,11 @@ def align_vocabulary(
     """Align the embeddings of `models` (of `Recipe.inputs()`) with the requested tokenizer.
 
     `has_base`: the recipe names a `base_model`, which is `models[0]`; its row is used for a token that some model
-    lacks, else the mean of those that have one. Models without tokenizer files have that of `models[0]`.
+    lacks, else the mean of those that have one. Models without tokenizer files have that of `models[0]`. A donor's own
+    embeddings are not aligned.
     """
     vocabularies = _vocabularies(models, store)
-    lender = request.model if request.source is TokenizerSource.MODEL and request.model is not None else 0
+    lender = request.model or 0
     embeddings = [embeddings_of(model, vocab, store) for model, vocab in zip(models, vocabularies, strict=True)]
     n_ids_of_models = [
         min((tensor.shape[0] for tensor in named.values()), default=vocabulary.n_ids)
@@ -92,7 +104,9 @@ def align_vocabulary(
     ]
     added = _added_tokens(request, vocabularies, n_ids_of_models, lender)
     output = extended(vocabularies[lender], added)
-    aligner = _Aligner(request, models, vocabularies, output, lender, 0 if has_base else None)
+    aligner = _Aligner(request, models, vocabularies, output, 0 if has_base else None, store)
+    if request.donor is not None:
+        aligner.donated, embeddings[lender] = embeddings[lender], {}
     groups = paired_embeddings(embeddings)
     n_rows = aligner.n_rows([group[lender] for group in groups if lender in group])
     replaced: list[dict[str, Readable]] = [{} for _ in models]
@@ -173,14 +187,17 @@ class _Aligner:
         models: Sequence[Checkpoint],
         vocabularies: Sequence[Vocabulary],
         output: Vocabulary,
-        lender: int,
         base: int | None,
+        store: Store,
     ) -> None:
+        self.donated: Mapping[str, Readable] = {}  # the embeddings of a donor, by name
+        self._store = store
+        self._words: dict[int, list[list[int]]] = {}  # by model, see `_subwords`
         self._request = request
         self._models = models
         self._vocabularies = vocabularies
         self._output = output
-        self._lender = lender
+        self._lender = request.model or 0
         self._base = base
 
     def n_rows(self, lent: Sequence[Readable]) -> int:
@@ -196,6 +213,8 @@ class _Aligner:
         multiple = self._request.pad_to_multiple_of
         n_mapped = self._output.n_ids if multiple else n_rows
         limits = [group[m].shape[0] if m in group else 0 for m in range(len(self._models))]
+        donated = self._donated_like(group)
+        limits[self._lender] = limits[self._lender] if donated is None else donated.shape[0]
         rows = TokenRows.of(self._output, self._vocabularies, n_mapped).cut(limits)
         token_rules = self._token_rules(group, rows)
         donors = [model for model, tensor in group.items() if not tensor.is_delta]
@@ -214,13 +233,66 @@ class _Aligner:
         if stored.is_delta:
             fill = no_rows(rows.is_token_R.size)
         chosen = model_rows(rows, model, fill, self._padding(group, model), token_rules)
+        new_N = np.flatnonzero((chosen.origin_R == ZERO) & rows.is_token_R)
+        new_N = np.setdiff1d(new_N, [row for row, rule in token_rules.items() if not rule.is_usual])
+        makes_rows = bool(self._request.new_tokens) and new_N.size > 0 and not stored.is_delta
+        if makes_rows and self._request.new_tokens == SUBWORD:
+            chosen = self._with_means(chosen, new_N, model, stored.shape[0])
         row_map, order = of_sources(chosen, model)
         if row_map.is_identity(stored.shape[0]):
             return stored
         sources = tuple(group[source] for source in order)
+        if makes_rows and self._request.new_tokens == OMP:
+            row_map.origin_R[new_N], row_map.row_R[new_N] = len(sources), np.arange(new_N.size)
+            sources = (*sources, self._pursued(group, model, rows, new_N))
         # The first model lends the output's dtype: rows of others are rounded to it, as the output is.
         dtype = stored.dtype if model == 0 else common_dtype(sources)
         return GatheredRows(stored.name, dtype, sources, row_map, stored.is_delta)
+
+    def _with_means(self, chosen: RowMap, new_N: NDArray[np.int64], model: int, n_rows: int) -> RowMap:
+        """Make the rows `new_N` means of a model's rows of the tokens that it reads in the new tokens' texts."""
+        if model not in self._words:
+            self._words[model] = self._subwords(model)
+        origin_R, means = chosen.origin_R.copy(), list(chosen.means)
+        for row in new_N.tolist():
+            if words := [word for word in self._words[model][row] if word < n_rows]:
+                origin_R[row] = mean_origin(len(means))
+                means.append(tuple(RowRange(model, word, word + 1) for word in words))
+        return RowMap(origin_R, chosen.row_R, tuple(means))
+
+    def _subwords(self, model: int) -> list[list[int]]:
+        """Return by id of the output what a model's tokenizer reads in the text of a token that it lacks."""
+        from mergepipe.checkpoints.routers import loaded_tokenizer  # an extra
+
+        # Models without tokenizer files have the first one's.
+        named = model if self._vocabularies[model] is not self._vocabularies[0] else 0
+        own, lender = (loaded_tokenizer(self._models[index], self._store) for index in (named, self._lender))
+        words: list[list[int]] = [[] for _ in range(self._output.n_ids)]
+        lent = self._vocabularies[self._lender].ids
+        for token, row in self._output.ids.items():
+            if token not in self._vocabularies[model].ids:
+                # Twice, since decoding takes the space before the first word away.
+                text = lender.decode([row, row])[len(lender.decode([row])) :] if token in lent else token
+                words[row] = own(text, add_special_tokens=False)["input_ids"]
+        return words
+
+    def _donated_like(self, group: Mapping[int, Readable]) -> Readable | None:
+        """Return the donor's tensor of the kind of a group; of tied ones, its embedding; None where none is merged."""
+        ending = embedding_ending(next(iter(group.values())).name)
+        alike = (tensor for name, tensor in self.donated.items() if embedding_ending(name) == ending)
+        return next(alike, None) or next(iter(self.donated.values()), None)
+
+    def _pursued(
+        self, group: Mapping[int, Readable], model: int, rows: TokenRows, new_N: NDArray[np.int64]
+    ) -> PursuedRows:
+        """Make new rows of a model's rows of the tokens that the donor of the tokenizer has, too."""
+        donated, (own_R, lent_R) = self._donated_like(group), rows.row_MR[[model, self._lender]]
+        common_C = np.flatnonzero((own_R >= 0) & (lent_R >= 0))
+        if donated is None or not common_C.size:
+            message = f"has no token that '{self._models[self._lender].path}' has, to make the rows of new ones of"
+            raise MismatchError.of("model.mismatch", group[model].name, message, "write new_tokens: subword")
+        own_C, lent_C = own_R[common_C], lent_R[common_C]
+        return PursuedRows(group[model], donated, own_C, lent_C, lent_R[new_N], self._request.n_atoms)
 
     def _padding(self, group: Mapping[int, Readable], model: int) -> list[tuple[int, int]]:
         """Choose the models that provide rows without tokens: the model itself if its ids match, then the lender."""

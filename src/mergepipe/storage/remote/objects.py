@@ -127,9 +127,9 @@ class ObjectStore(PinnedStore):
         """The pins and folders below a folder by name, empty where there is no such folder."""
         if folder not in self._folders:
             client = self._client(folder)
-            answer = self._transfers.ask(folder, lambda: client.list_folder(folder.key))
-            listing: dict[str, Pin | FileKind] = {key.rpartition("/")[2]: FileKind.FOLDER for key in answer.folders}
-            listing |= {key.rpartition("/")[2]: pin for key, pin in answer.objects.items()}
+            objects, folders = self._transfers.ask(folder, lambda: client.list_folder(folder.key))
+            listing: dict[str, Pin | FileKind] = {key.rpartition("/")[2]: FileKind.FOLDER for key in folders}
+            listing |= {key.rpartition("/")[2]: pin for key, pin in objects.items()}
             with self._lock:  # another thread may have listed it meanwhile: the first pins stay
                 self._folders.setdefault(folder, listing)
         return self._folders[folder]
@@ -167,14 +167,6 @@ class _ObjectSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    """The entries directly below a folder: the pins of objects by their keys, and the keys of folders."""
-
-    objects: Mapping[str, Pin]
-    folders: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ObjectFacts:
     """An object as it is now: `digest` is what its writer said of its content, empty for none."""
 
@@ -198,12 +190,12 @@ class ObjectClient:
         """Whether `address` works: else `read_range` makes the requests."""
         return self._sign is not None
 
-    def list_folder(self, prefix: str) -> Listing:
-        """List the objects and folders directly below `prefix`, which is empty for the whole bucket."""
+    def list_folder(self, prefix: str) -> tuple[Mapping[str, Pin], tuple[str, ...]]:
+        """List the pins of objects by key, and folders, directly below `prefix`, empty for the whole bucket."""
         with _failures():
             answer = _obstore().list_with_delimiter(self.store, prefix or None)
             objects = {item["path"]: _pin(item) for item in answer["objects"] if item["path"] != prefix}
-        return Listing(objects, tuple(folder.rstrip("/") for folder in answer["common_prefixes"]))
+        return objects, tuple(folder.rstrip("/") for folder in answer["common_prefixes"])
 
     def address(self, key: str) -> Address:
         """Return an address of an object that is good for `SIGNED_FOR`. Makes no request to the store."""
