@@ -82,10 +82,6 @@ def _page(results: Results) -> Page:
         _error_figure(results, ks),
     ]
     body += ["## In full, and other programs", _full_table(results, ks), _full_figure(results, ks)]
-    body.append(
-        "The papers' own budgeted time grows 9 times from K = 2 to 20 at constant reads (AVG 41 to 338 s on"
-        " Llama-3.1-8B)."
-    )
     return Page("Scaling in the number of experts", meaning, tuple(body))
 
 
