@@ -237,10 +237,9 @@ docs: $(DOCS_VENV)/.docs
 reference: $(VENV)/.package
 	$(BIN)/python -m tools.reference docs/reference
 
-# Merges of six experts beside other tools, every method, and what its loops do in memory.
+# Every method, and other tools beside it.
 bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks.methods
-	$(BIN)/python -m benchmarks.kernels
 
 # Public weights too: of packages, as files.
 bench-codecs: $(CODECS_VENV)/.codecs

@@ -1,4 +1,7 @@
-"""The I/O floor: the time to read all inputs once and write one output, at the same time, past the page cache."""
+"""The I/O floor: the seconds of direct reads of 4 MiB by 8 threads beside one writer.
+
+A ratio below 1 means that the disk, or the read-ahead, was faster.
+"""
 
 from __future__ import annotations
 
