@@ -108,6 +108,7 @@ class CheckReport(Displayed):
     shards: int
     disk_bytes: int = shown("disk", lambda report: _disk_text(report.disk_bytes, report.free_bytes))
     free_bytes: int
+    spectral: str = shown("spectral", "{spectral}", default="")
     merged_tensors: int = shown(
         "tensors", lambda r: f"{r.merged_tensors} merged, {len(r.copied)} copied, {len(r.dropped)} dropped"
     )

@@ -143,13 +143,9 @@ def find_manifests(roots: Sequence[Path], unreadable: list[Problem]) -> Iterator
 
     for root in roots:
         for directory, children, files in os.walk(root, onerror=append_unreadable):
-            children[:] = sorted(name for name in children if not _is_staging(name))
+            children[:] = sorted(name for name in children if not (name.startswith(".") and ".mergepipe-" in name))
             if MANIFEST_NAME in files:
                 yield Path(directory)
-
-
-def _is_staging(name: str) -> bool:
-    return name.startswith(".") and ".mergepipe-" in name
 
 
 _DIGITS = re.compile(r"[0-9a-f]{7,64}")

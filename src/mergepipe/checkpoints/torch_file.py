@@ -348,7 +348,9 @@ def read_torch_zip(store: Store, path: Location, window: Window | None = None) -
     Memory: a small multiple of the pickle (at most 256 MiB).
     """
     window = window or Window(path, 0, store.size_bytes(path))
-    source = _held(store, window) if window.nbytes <= _SMALL_ARCHIVE_BYTES else store
+    source: MetadataSource = store
+    if window.nbytes <= _SMALL_ARCHIVE_BYTES:
+        source = _HeldBytes(store.read_metadata(window.path, window.start, window.nbytes), window.start)
     _require_zip(source, window)
     members = read_zip_directory(source, window)
     stem = _stem(members, path)
@@ -406,10 +408,6 @@ class _HeldBytes:
 
     def read_metadata(self, path: Location, offset: int, nbytes: int) -> bytes:
         return self.content[offset - self.start : offset - self.start + nbytes]
-
-
-def _held(store: MetadataSource, window: Window) -> _HeldBytes:
-    return _HeldBytes(store.read_metadata(window.path, window.start, window.nbytes), window.start)
 
 
 def _require_zip(store: MetadataSource, window: Window) -> None:

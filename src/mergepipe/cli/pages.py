@@ -190,22 +190,21 @@ def heat_maps(overlaps: Sequence[Overlap]) -> list[tuple[str, list[tuple[str, li
     for overlap in overlaps:
         pairs.setdefault(f"{overlap.first}, {overlap.second}", []).append(overlap)
 
-    def rows(value: Callable[[Overlap], float]) -> list[tuple[str, list[Cell]]]:
+    def cells(parts: Sequence[Overlap], value: Callable[[Overlap], float]) -> list[Cell]:
+        width = 100 / len(parts)
         return [
-            (f"{pair}: {Overlap.over(parts)}", [
-                (
-                    "against" if value(part) < 0 else "read", round(100 * i / len(parts), 3),
-                    round(100 / len(parts), 3), round(min(1.0, abs(value(part))), 3),
-                    f"{f'layer {part.layer}' if part.layer else 'others'}: {part}",
-                )
-                for i, part in enumerate(parts)
-            ])
-            for pair, parts in pairs.items()
+            ("against" if value(part) < 0 else "read", round(i * width, 3), round(width, 3),
+             round(min(1.0, abs(value(part))), 3), f"layer {part.layer}: {part}" if part.layer else f"others: {part}")
+            for i, part in enumerate(parts)
         ]  # fmt: skip
 
-    shared = rows(lambda part: part.shared(part.both))
-    titles = ("Cosines between experts, by layer", "Elements that both experts change, by layer")
-    return list(zip(titles, (rows(lambda part: part.cosine), shared), strict=True)) if pairs else []
+    maps: dict[str, Callable[[Overlap], float]] = {
+        "Cosines between experts, by layer": lambda part: part.cosine,
+        "Elements that both experts change, by layer": lambda part: part.shared(part.both),
+    }
+    titled = {f"{pair}: {Overlap.over(parts)}": parts for pair, parts in pairs.items()}
+    rows = [(title, [(name, cells(parts, value)) for name, parts in titled.items()]) for title, value in maps.items()]
+    return rows if pairs else []
 
 
 def layer_charts(explanation: Explanation) -> tuple[Chart, ...]:

@@ -347,7 +347,7 @@ def _mapping(codec: _Codec) -> _Codec:
             try:
                 values[name] = codec.decode(item)
             except RefusedError as error:
-                raise error.inside(_place(name)) from None
+                raise error.inside(name if name.isidentifier() else shown(name)) from None
         return values
 
     return _Codec("an object", lambda values: {name: codec.encode(value) for name, value in values.items()}, read)
@@ -357,10 +357,6 @@ def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _refuse("an object", value)
     return value
-
-
-def _place(name: str) -> str:
-    return name if name.isidentifier() else shown(name)
 
 
 class _Field(NamedTuple):

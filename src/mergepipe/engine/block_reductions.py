@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import DELTA_FLAG, F32, GRAIN_ELEMENTS, RawBlock
 from mergepipe.engine.order_statistics import BRACKET_ELEMENTS, BracketedRanks, BracketedScores, RankSearch, TieSearch
 from mergepipe.operators.base import (
+    NUMBERS_OF,
+    CalibratedDelta,
     ColumnGram,
     InnerProducts,
     MagnitudeBand,
@@ -26,6 +28,7 @@ from mergepipe.operators.base import (
     ScoreShare,
     SoftmaxDivergence,
 )
+from mergepipe.operators.spec import SVC
 from mergepipe.operators.statistics import Cut
 
 SCORED_ELEMENTS = 64 * 1024
@@ -84,6 +87,8 @@ def make_reduction(
             return ScoreRanks(score, n_ranked, share=share)
         case SoftmaxDivergence(row_elements):
             return SoftmaxDivergences(n_elements, row_elements)
+        case CalibratedDelta():
+            return CalibratedDeltas(request)
 
 
 class MagnitudeCuts:
@@ -418,6 +423,30 @@ class SoftmaxDivergences(OnePass):
         from mergepipe.kernels.products import join_atoms
 
         return Reduced(sums=(join_atoms(self._sums_A[:, None], self._n_elements, self._row_elements),))
+
+
+class CalibratedDeltas(OnePass):
+    """The merged delta of a matrix after a spectral step. Memory: see `calibration_cost`."""
+
+    def __init__(self, request: CalibratedDelta) -> None:
+        self._inputs = inputs = request.inputs
+        self._function = request.operator.block_function(inputs, request.reduced)
+        self._merged_N = np.zeros(inputs.n_elements, np.float32)
+        models = [e for e, p in enumerate(inputs.experts) if NUMBERS_OF not in p and inputs.globals.get(SVC)]
+        self._experts = {e: np.zeros(inputs.n_elements, np.float32) for e in models}
+
+    def accumulate(self, block: RawBlock) -> None:
+        from mergepipe.operators.spectral import gather_deltas
+
+        gather_deltas(block, self._function, self._merged_N, self._experts)
+
+    def result(self) -> Reduced:
+        from mergepipe.operators.spectral import calibrate
+
+        shape, alpha = self._inputs.shape, self._inputs.globals.get(SVC)
+        experts = [delta_N.reshape(shape) for delta_N in self._experts.values()]
+        calibrate(self._merged_N.reshape(shape), experts, None if alpha is None else float(alpha))
+        return Reduced(delta_N=self._merged_N)
 
 
 def join_products(base_C: NDArray[np.float64], cells_EC2: NDArray[np.float64]) -> NDArray[np.float64]:

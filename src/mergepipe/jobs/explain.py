@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -84,8 +84,8 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
     if source is None:
         raise ValueError("neither a plan nor a manifest")
     tensors = _planned(plan) if plan is not None else _full_merge_tensors(manifest) if manifest is not None else ()
-    models = _models(plan, manifest)
-    reasons = _reasons(plan, models)
+    sources = plan.models if plan is not None else manifest.inputs if manifest is not None else ()
+    models = [(source.model, source.path) for source in sources if source.role == "expert"]
     return Explanation(
         kind="plan" if manifest is None else "snapshot",
         path=path,
@@ -104,7 +104,7 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
         touched=sum(_count(tensor.touched()) for tensor in tensors),
         experts=_expert_shares(tensors, models, plan, manifest),
         layers=_layer_shares(tensors, len(models)),
-        tensors=() if pattern is None else _tensor_uses(tensors, pattern, models, reasons),
+        tensors=() if pattern is None else _tensor_uses(tensors, pattern, [name for name, _ in models], plan),
         fallbacks=() if plan is None else plan.fallbacks,
         adjustments=() if plan is None else plan.adjustments,
         verdict=None if plan is None else verdict_of(plan),
@@ -137,14 +137,6 @@ def _full_merge_tensors(manifest: Manifest) -> tuple[_Tensor, ...]:
             access = Access(((0, n_blocks),) if n_blocks else ())
             tensors.append(_Tensor(tensor.name, n_blocks, (access,) * n_experts))
     return tuple(tensors)
-
-
-def _models(plan: Plan | None, manifest: Manifest | None) -> tuple[tuple[str, str], ...]:
-    """Return name and path of every expert."""
-    if plan is not None:
-        return tuple((model.model, model.path) for model in plan.models if model.role == "expert")
-    inputs = () if manifest is None else manifest.inputs
-    return tuple((source.model, source.path) for source in inputs if source.role == "expert")
 
 
 def _expert_shares(
@@ -205,72 +197,58 @@ def _layer_shares(tensors: Sequence[_Tensor], n_experts: int) -> tuple[LayerShar
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Reasons:
-    """The reasons why blocks are read or omitted, as texts."""
-
-    read: str
-    omitted: str
-    names: tuple[str, ...]
-    draw_seed: int | None = None  # of a sample
-
-    def reading(self, tensor: _Tensor) -> str:
-        """Say why blocks of a tensor are read."""
-        if self.draw_seed is None:
-            return self.read
-        if tensor.probability >= 1:
-            return "all of the tensor is in the sample"
-        drawn = f"{self.read} with probability {tensor.probability:.3g}, seed {self.draw_seed}"
-        return f"{drawn}; the merged delta is multiplied by {1 / tensor.probability:.3g}"
-
-
-def _reasons(plan: Plan | None, models: Sequence[tuple[str, str]]) -> _Reasons:
-    names = tuple(name for name, _ in models)
+def _reasons(plan: Plan | None) -> tuple[Callable[[_Tensor], str], str]:
+    """Return a function that says why blocks of a tensor are read, and why others are omitted."""
     if plan is None:
-        return _Reasons("a full merge reads everything", "", names)
+        return lambda _: "a full merge reads everything", ""
     if plan.planned_bytes == 0:
-        return _Reasons("", "the budget holds no block", names)
+        return lambda _: "", "the budget holds no block"
     if plan.sampling is not None:
-        return _Reasons("drawn", "not drawn: it stays as the base", names, plan.seed)
+        return lambda tensor: _drawn(tensor, plan.seed), "not drawn: it stays as the base"
     spent = f"the budget of {plan.budget_bytes} bytes was spent first, by policy '{plan.policy}'"
-    return _Reasons(f"chosen by policy '{plan.policy}'", spent, names)
+    return lambda _: f"chosen by policy '{plan.policy}'", spent
+
+
+def _drawn(tensor: _Tensor, seed: int) -> str:
+    if tensor.probability >= 1:
+        return "all of the tensor is in the sample"
+    drawn = f"drawn with probability {tensor.probability:.3g}, seed {seed}"
+    return f"{drawn}; the merged delta is multiplied by {1 / tensor.probability:.3g}"
 
 
 def _tensor_uses(
-    tensors: Sequence[_Tensor], pattern: str, models: Sequence[tuple[str, str]], reasons: _Reasons
+    tensors: Sequence[_Tensor], pattern: str, names: Sequence[str], plan: Plan | None
 ) -> tuple[TensorUse, ...]:
+    reading, omitted = _reasons(plan)
     chosen = [tensor for tensor in tensors if fnmatchcase(tensor.name, pattern)]
     if not chosen:
         hint = did_you_mean(pattern, [tensor.name for tensor in tensors])
         raise NotFoundError.of("tensor.not-found", "--tensor", f"no merged tensor matches '{pattern}'", hint)
     return tuple(
         TensorUse(
-            tensor.name,
-            tensor.n_blocks,
-            format_runs(tensor.touched()),
-            tuple(use for e in range(len(models)) for use in _block_uses(tensor, e, reasons)),
+            tensor.name, tensor.n_blocks, format_runs(tensor.touched()),
+            tuple(use for e, name in enumerate(names) for use in _uses(tensor, e, name, reading(tensor), omitted)),
         )
         for tensor in chosen
-    )
+    )  # fmt: skip
 
 
-def _block_uses(tensor: _Tensor, e: int, reasons: _Reasons) -> Iterable[BlockUse]:
-    access, model = tensor.access[e], reasons.names[e]
+def _uses(tensor: _Tensor, e: int, model: str, reading: str, why_omitted: str) -> Iterable[BlockUse]:
+    access = tensor.access[e]
     if access is None:
         return
     in_part = joined((start, stop) for start, stop, _ in access.levels)
     in_full = joined(run for start, stop in access.blocks for run in _gaps_inside(in_part, start, stop))
     if in_full:
-        yield BlockUse(model, READ, format_runs(in_full), reasons.reading(tensor))
+        yield BlockUse(model, READ, format_runs(in_full), reading)
     for level in sorted({level for _, _, level in access.levels}):
         runs = joined((start, stop) for start, stop, block_level in access.levels if block_level == level)
-        why = f"{level_name(level)}; {reasons.reading(tensor)}"
-        yield BlockUse(model, f"{READ} at level {level}", format_runs(runs), why)
+        yield BlockUse(model, f"{READ} at level {level}", format_runs(runs), f"{level_name(level)}; {reading}")
     if access.free:
         yield BlockUse(model, FREE, format_runs(access.free), "equal to the base's, known without reading")
     omitted = _gaps(access.runs, tensor.n_blocks)
     if omitted:
-        yield BlockUse(model, OMITTED, format_runs(omitted), reasons.omitted)
+        yield BlockUse(model, OMITTED, format_runs(omitted), why_omitted)
 
 
 def joined(runs: Iterable[tuple[int, int]]) -> Runs:

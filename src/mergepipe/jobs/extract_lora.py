@@ -20,6 +20,7 @@ from mergepipe.checkpoints.stacked_experts import fused_name, inputs_first
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import F32, DTypeKind, Span
 from mergepipe.errors import CorruptError, MismatchError
+from mergepipe.operators.spectral import norm_of, orthonormal
 from mergepipe.options import ExtractLoraOptions
 from mergepipe.reports import ByteProgress, ExtractedTensor, ExtractLoraReport, NotExtracted, ProgressCallback
 from mergepipe.runs.adapters import PREFIX, WEIGHTS_NAME, AdapterTensor, AdapterWriter, adapter_config, factor_names
@@ -423,7 +424,7 @@ def truncated_svd(matrix_MN: Matrix, rank: int | None, energy: float | None, see
         raise ValueError("a rank above zero or an energy is needed")
     if energy is not None and not 0.0 < energy <= 1.0:
         raise ValueError("an energy is in (0, 1]")
-    norm = _norm(matrix_MN)
+    norm = norm_of(matrix_MN)
     side = min(matrix_MN.shape)
     most = side if rank is None else min(rank, side)
     if not norm:
@@ -457,15 +458,11 @@ def _sketched(matrix_MN: Matrix, rank: int, seed: int) -> tuple[Matrix, NDArray[
     """Decompose the part of the matrix that a random sketch of `rank` and some more columns spans."""
     n_columns = min(rank + _OVERSAMPLING, *matrix_MN.shape)
     sketch_NS = np.random.default_rng(seed).standard_normal((matrix_MN.shape[1], n_columns), np.float32)
-    basis_MS = _orthonormal(matrix_MN @ sketch_NS)
+    basis_MS = orthonormal(matrix_MN @ sketch_NS)
     for _ in range(_POWER_ITERATIONS):
-        basis_MS = _orthonormal(matrix_MN @ _orthonormal(matrix_MN.T @ basis_MS))
+        basis_MS = orthonormal(matrix_MN @ orthonormal(matrix_MN.T @ basis_MS))
     small_SS, values, right = _decomposed(basis_MS.T @ matrix_MN)
     return basis_MS @ small_SS, values, right
-
-
-def _orthonormal(columns_MS: Matrix) -> Matrix:
-    return np.linalg.qr(columns_MS.astype(np.float64))[0].astype(np.float32)
 
 
 def _factors(
@@ -482,14 +479,5 @@ def _residual(matrix_MN: Matrix, up_MR: Matrix, down_RN: Matrix) -> float:
     total = 0.0
     for start in range(0, matrix_MN.shape[0], _RESIDUAL_ROWS):
         rows = slice(start, start + _RESIDUAL_ROWS)
-        total += _norm(matrix_MN[rows] - up_MR[rows] @ down_RN) ** 2
-    return float(np.sqrt(total))
-
-
-def _norm(values: Matrix) -> float:
-    """Return the Frobenius norm, summed in float64 some rows at a time."""
-    total = 0.0
-    for start in range(0, values.shape[0], _RESIDUAL_ROWS):
-        rows = values[start : start + _RESIDUAL_ROWS].astype(np.float64)
-        total += float(np.vdot(rows, rows))
+        total += norm_of(matrix_MN[rows] - up_MR[rows] @ down_RN) ** 2
     return float(np.sqrt(total))

@@ -33,7 +33,7 @@ from mergepipe.runs.progress import MergeProgress, Resume, run_key
 from mergepipe.runs.settings import MergeSettings
 from mergepipe.runs.small_files import PlannedFiles, plan_small_files, planned_sidecars, sidecar_contents
 from mergepipe.runs.stored_plan import open_planned, plan_key, store_plan, stored_plan
-from mergepipe.runs.work import kept_facts, kept_shares, merge_work, output_of, requantisation_error
+from mergepipe.runs.work import kept_facts, kept_shares, merge_work, output_of, requantisation_error, spectral_cost
 from mergepipe.snapshots.manifest import (
     BASE_MODEL_IDS_KEY,
     MANIFEST_NAME,
@@ -239,6 +239,8 @@ class MergeRun:
                 if progress.done:
                     self._earlier_bytes = self._store.ledger.total_bytes()
                     self._tick("merge", (f"resuming at {progress.durable_share:.0%}",))
+                if made is None and (cost := spectral_cost(output.tasks)):
+                    self._tick("merge", (cost,))
                 digests, content_ids = self._make_tensors(staging.path, remote or progress, made)
                 manifest = self._write_small_files(staging, small_files, digests, content_ids, progress)
                 link.notices.extend(progress.excess_notices())

@@ -47,7 +47,7 @@ from mergepipe.runs.catalog_link import CatalogLink, KnownStatistics
 from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, with_known_digests
 from mergepipe.runs.small_files import planned_sidecars
 from mergepipe.runs.stored_plan import vocabulary_of
-from mergepipe.runs.work import output_of
+from mergepipe.runs.work import output_of, spectral_cost
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
@@ -336,6 +336,7 @@ def check_recipe(
         output_bytes=resolution.output_bytes,
         disk_bytes=output.total_bytes + sum(map(len, planned_sidecars(inputs, store).values())),
         shards=len(output.shards),
+        spectral=spectral_cost(resolution.tasks),
         free_bytes=shutil.disk_usage(Path.cwd()).free,
         recipe_notices=inputs.notices,
     )

@@ -128,7 +128,7 @@ def _small_files(store: Store, examination: Examination) -> dict[str, bytes]:
     bare = replace(manifest, sidecars=())
     plan = plan_of(manifest, f"{examination.path / MANIFEST_NAME}: plan")
     contents = sidecar_contents(plan_small_files(inputs, store), inputs, store, bare, plan)
-    contents |= index_files(_shards(manifest))
+    contents |= index_files([ShardLayout(file.name, _specs(manifest, file.name), b"") for file in manifest.files])
     impossible = [
         Problem("snapshot.unrepairable", str(examination.path / name), "cannot be made again from the inputs", _HINT)
         for name in wanted
@@ -137,10 +137,6 @@ def _small_files(store: Store, examination: Examination) -> dict[str, bytes]:
     if impossible:
         raise CorruptError(*impossible)
     return {name: contents[name] for name in wanted}
-
-
-def _shards(manifest: Manifest) -> tuple[ShardLayout, ...]:
-    return tuple(ShardLayout(file.name, _specs(manifest, file.name), b"") for file in manifest.files)
 
 
 # --- writing it ---

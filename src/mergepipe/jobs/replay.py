@@ -13,7 +13,7 @@ from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.core.notices import Notice
 from mergepipe.engine.make_part import make_part
-from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output, whole
+from mergepipe.engine.work import EngineOptions, plan_output, whole
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
 from mergepipe.jobs.merge import IntermediateWriter, MergeRun
 from mergepipe.planning.plan import Plan
@@ -118,7 +118,7 @@ def rebuild_tensors(
         if missing:
             raise _missing_tensor_error(missing)
         checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
-        work = _work(manifest, inputs, output, store)
+        work = merge_work(inputs, output, recorded_plan(manifest), manifest.seed, store, CatalogLink(None))
         digests = make_part(work, whole(output), directory, store, engine).digests
         check_unchanged(store, checkpoints)
     (shard,) = output.shards
@@ -132,11 +132,6 @@ def rebuild_tensors(
 def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
     message = "by its recipe the inputs have no such tensor"
     return ConflictError(*(Problem("input.changed", name, message, _HINT) for name in names))
-
-
-def _work(manifest: Manifest, inputs: Inputs, output: OutputPlan, store: Store) -> MergeWork:
-    """Build the work of an output by a snapshot's plan and seed, without a catalog."""
-    return merge_work(inputs, output, recorded_plan(manifest), manifest.seed, store, CatalogLink(None))
 
 
 # --- replay a snapshot; publish the result only if it is byte-identical ---

@@ -116,7 +116,8 @@ def examine(store: Store, directory: Location, threads: int, on_progress: Progre
     for file in layout.files:
         damages.extend(_file_damages(directory, store, file, layout, table, scan))
     damages.extend(_small_damages(store, directory, manifest))
-    notices = [*_notices(scan), *_strangers(store, directory, manifest)]
+    unusual = [f"{name}: {n} values are infinite or not a number" for name, n in sorted(scan.not_finite.items())]
+    notices = [*unusual, *_strangers(store, directory, manifest)]
     config, config_notices = config_findings(store, directory / CONFIG_NAME, manifest)
     damages.extend(config)
     return Examination(directory, manifest, layout, table, scan, tuple(damages), (*notices, *config_notices))
@@ -240,11 +241,6 @@ def _strangers(store: Store, directory: Location, manifest: Manifest) -> Iterato
     for name in sorted(files_below(store, directory), key=lambda name: PurePosixPath(name).parts):
         if name not in listed:
             yield f"{name}: is not part of the snapshot"
-
-
-def _notices(scan: Scan) -> Iterator[str]:
-    for name, count in sorted(scan.not_finite.items()):
-        yield f"{name}: {count} values are infinite or not a number"
 
 
 # --- from the inputs ---

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import RawBlock
-from mergepipe.operators.spec import BY_NORM, OperatorSpec
+from mergepipe.operators.spec import BY_NORM, ISOTROPIC, SVC, OperatorSpec
 
 Scalar = float | bool
 NUMBERS_OF = "numbers_of"
@@ -52,6 +52,7 @@ class Request:
     """Base of what an operator can want of a whole tensor. A new one is answered in `engine.block_reductions`."""
 
     __slots__ = ()
+    is_of_merged: ClassVar[bool] = False  # wanted of the merged delta, whatever of the experts is read
 
     def needs_rows(self, n_elements: int) -> bool:
         """Whether rows or columns of the tensor have to be seen whole."""
@@ -201,6 +202,19 @@ class SoftmaxDivergence(RowRequest):
     row_elements: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CalibratedDelta(Request):
+    """Wanted: the merged delta of the operator, a matrix, after the spectral step that `inputs` has in its globals.
+
+    No more is known of the tensor than `reduced` says. See `operators.spectral.calibrate`.
+    """
+
+    is_of_merged: ClassVar[bool] = True
+    operator: Operator
+    inputs: OperatorInput
+    reduced: Reduced
+
+
 ReductionRequest = (
     MagnitudeCut
     | MagnitudeBand
@@ -211,6 +225,7 @@ ReductionRequest = (
     | ScoreCut
     | ScoreShare
     | SoftmaxDivergence
+    | CalibratedDelta
 )
 
 
@@ -226,6 +241,7 @@ class Reduced:
     `ScoreShare`, in the order of the requests.
     `score_cuts_R3` (uint32): the answer to the last `ScoreShare`, or `ScoreCut`, where only bits are meant.
     `marks_MB` (uint8): the marks of the last measure that made some, unless they are too large.
+    `delta_N` (float32): the merged delta itself, after a spectral step.
     """
 
     cuts_E3: NDArray[np.uint32] | None = None
@@ -235,6 +251,7 @@ class Reduced:
     sums: tuple[NDArray[np.float64], ...] = ()
     score_cuts_R3: NDArray[np.uint32] | None = None
     marks_MB: NDArray[np.uint8] | None = None
+    delta_N: NDArray[np.float32] | None = None
 
     def joined(self, later: Reduced) -> Reduced:
         """Both together: what `later` knows stands in the place of what was known before, sums are added at the end."""
@@ -347,13 +364,14 @@ class AllAlike(Plain):
         return equal_influence(len(inputs.experts))
 
 
-# --- weights that follow from the norms of the deltas ---
+# --- what recipes may ask of any rule: weights that follow from norms, a spectral step after it ---
 
 
 @dataclass(frozen=True, slots=True)
-class NormWeighted:
-    """Any rule, whose weights may be `nan`: `1 / ||delta_i||`, over the sum of these, tensor by tensor.
+class RecipeRule:
+    """Any rule as recipes use it: weights may be `nan`, which is `1 / ||delta_i||` over the sum of these, by tensor.
 
+    A spectral step may follow, see `operators.spectral.calibrate`.
     Source: Si et al. 2025 (NAN, arXiv 2505.16148): coefficients by the inverse of the norm. A delta that is zero has
     weight 0; where all are, the weights are equal. Weights that are numbers stay as they are.
     """
@@ -374,13 +392,27 @@ class NormWeighted:
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         if reduced.products_E3 is None and any(p.get("weight") is BY_NORM for p in inputs.experts):
             return InnerProducts()
-        return self.operator.reduction(_weighed(inputs, reduced.products_E3), reduced)
+        weighed = _weighed(inputs, reduced.products_E3)
+        request = self.operator.reduction(weighed, reduced)
+        if request is None and reduced.delta_N is None and is_calibrated(inputs):
+            return CalibratedDelta(self.operator, weighed, reduced)
+        return request
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         return self.operator.influence(_weighed(inputs, products_E3), products_E3)
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        if reduced.delta_N is not None:
+            from mergepipe.operators.spectral import add_delta
+
+            return add_delta(reduced.delta_N)
         return self.operator.block_function(_weighed(inputs, reduced.products_E3), reduced)
+
+
+def is_calibrated(inputs: OperatorInput) -> bool:
+    """Whether a spectral step follows: the tensor is a matrix, and the recipe asks for it."""
+    wants = inputs.globals.get(SVC) or inputs.globals.get(ISOTROPIC)
+    return bool(wants) and len(inputs.shape) == 2 and min(inputs.shape) > 1
 
 
 def _weighed(inputs: OperatorInput, products_E3: Products | None) -> OperatorInput:

@@ -16,6 +16,15 @@ _NO_CUTS = np.empty((0, 3), np.uint32)
 _NO_WORDS = np.empty(0, np.uint64)
 
 
+SMALLEST_SUM = 1e-8
+
+
+def nonzero_sum(weights_E: NDArray[np.float64]) -> float:
+    """The sum of the weights, or 1 where it is next to zero: a divisor."""
+    total = float(weights_E.sum())
+    return total if abs(total) >= SMALLEST_SUM else 1.0
+
+
 class Keep(IntEnum):
     """The selection of a delta's elements; the values are those of `kernels.merge`."""
 

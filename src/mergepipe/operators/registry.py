@@ -6,19 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mergepipe.errors import UnsupportedError
-from mergepipe.operators import linear, selective, sparse, spherical, weighted
-from mergepipe.operators.base import NormWeighted, Operator
+from mergepipe.operators import selective, sparse, spherical, weighted
+from mergepipe.operators.base import Operator, RecipeRule
 from mergepipe.operators.spec import OperatorSpec
 
 _FAMILIES: tuple[Iterable[Operator], ...] = (
-    linear.OPERATORS,
+    weighted.AVERAGES,
     sparse.OPERATORS,
     spherical.OPERATORS,
     selective.OPERATORS,
     weighted.OPERATORS,
-    linear.COPIES,
+    weighted.COPIES,
 )
-COPY: Operator = linear.COPIES[0]
+COPY: Operator = weighted.COPIES[0]
 """The operator that changes nothing: what else makes tensors, such as a mixture of experts, is run by it."""
 _BUILT_IN: dict[str, Operator] = {operator.spec.name: operator for family in _FAMILIES for operator in family}
 _OPERATORS: dict[str, Operator] = dict(_BUILT_IN)
@@ -35,9 +35,8 @@ def has_operator(name: str) -> bool:
 
 
 def operator_named(name: str) -> Operator:
-    """The operator of that name; of one with weights these may follow from norms."""
-    operator = _OPERATORS[name]
-    return NormWeighted(operator) if operator.spec.is_weighted else operator
+    """The operator of that name, as recipes use it."""
+    return RecipeRule(_OPERATORS[name])
 
 
 def add_operator(operator: Operator) -> None:

@@ -29,8 +29,7 @@ from mergepipe.operators.base import (
     ReductionRequest,
     RowSums,
 )
-from mergepipe.operators.elementwise import ElementwiseRule, Keep
-from mergepipe.operators.linear import nonzero_sum
+from mergepipe.operators.elementwise import ElementwiseRule, Keep, nonzero_sum
 from mergepipe.operators.spec import (
     DENSITY,
     OperatorSpec,

@@ -99,7 +99,7 @@ def shared(name: str, help: str, default: float | bool | None, *, ignored: bool 
 
 
 BY_NORM = True
-"""The value of a weight that a recipe writes as `nan`, until norms are known; see `operators.base.NormWeighted`."""
+"""The value of a weight that a recipe writes as `nan`, until norms are known; see `operators.base.RecipeRule`."""
 WEIGHT = ParameterSpec("weight", Scope.MODEL, "coefficient of this model", required=True, is_weight=True)
 DENSITY = ParameterSpec(
     "density", Scope.MODEL, "share of the delta's elements that is kept", default=1.0, low=0.0, high=1.0, clamps=True
@@ -107,6 +107,20 @@ DENSITY = ParameterSpec(
 INT8_MASK = shared("int8_mask", "in mergekit masks are stored in 8 bits, to save memory", False, ignored=True)
 LAMBDA = shared("lambda", "scale of the merged delta", 1.0)
 CHANGED = ParameterSpec("epsilon", Scope.GLOBAL, "a larger |delta| counts as a change", default=1e-5, low=0.0)
+
+
+SVC, ISOTROPIC = "post.svc", "post.isotropic"
+POST = OperatorSpec(
+    "post",
+    "spectral step on the merged delta of each matrix",
+    "Li et al. 2026, arXiv 2602.05536; Marczak et al. 2025, arXiv 2502.04959",
+    BaseRole.REQUIRED,
+    (
+        ParameterSpec("svc", Scope.GLOBAL, "least inflation that values are divided by", low=0.0, low_open=True),
+        ParameterSpec("isotropic", Scope.GLOBAL, "all singular values become their mean", False),
+    ),
+)
+"""What a recipe may have under `post`, after any rule; the parameters of a task have it as `SVC` and `ISOTROPIC`."""
 
 
 def normalize_flag(default: bool) -> ParameterSpec:

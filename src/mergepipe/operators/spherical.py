@@ -26,8 +26,7 @@ from mergepipe.operators.base import (
     ReductionRequest,
     RowGram,
 )
-from mergepipe.operators.elementwise import ElementwiseRule, column_rule, row_rule
-from mergepipe.operators.linear import nonzero_sum
+from mergepipe.operators.elementwise import ElementwiseRule, column_rule, nonzero_sum, row_rule
 from mergepipe.operators.spec import WEIGHT, BaseRole, OperatorSpec, ParameterSpec, Scope, shared
 
 # --- rules that are fixed coefficients once the inner products of the models are known ---

@@ -65,8 +65,7 @@ MOST_SHARE_ERROR = 0.02
 HISTOGRAM_SHARES = (0.001, 0.002, 0.005, *(k / 64 for k in range(1, 64)))
 
 
-@dataclass(frozen=True, slots=True)
-class CutEstimate:
+class CutEstimate(NamedTuple):
     """A magnitude cut, and by how much of the tensor the share that it keeps is off at most."""
 
     cut: Cut

@@ -1,4 +1,4 @@
-"""Rules by the importance of elements and by agreement with the sum: fisher, sar, consensus.
+"""Rules by weights, by the importance of elements, and by agreement with the sum: linear, fisher, sar, consensus.
 
 A model's importances are numbers beside its delta: `weight: {file: ...}` in a recipe. They are read, and paid for, as
 one more expert of the tensor, behind the models; an expert's `NUMBERS_OF` says whose they are.
@@ -28,7 +28,7 @@ from mergepipe.operators.base import (
     RowSums,
     ScoreShare,
 )
-from mergepipe.operators.linear import nonzero_sum
+from mergepipe.operators.elementwise import ElementwiseRule, Shares, nonzero_sum
 from mergepipe.operators.sparse import SMALLEST_SUM
 from mergepipe.operators.spec import (
     CHANGED,
@@ -42,6 +42,58 @@ from mergepipe.operators.spec import (
     rescale_to_magnitudes,
 )
 from mergepipe.operators.statistics import NOTHING_KEPT, Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Plain):
+    """`sum_i w_i M_i`, weights normalised by default, written around the anchor: `(sum w) M_0 + sum_i w_i delta_i`.
+
+    Source: Wortsman et al. 2022 (arXiv 2203.05482). The anchored form is what lets an omitted delta be a zero.
+    """
+
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "linear",
+        "weighted average",
+        "Wortsman et al. 2022, arXiv 2203.05482",
+        BaseRole.OPTIONAL,
+        (WEIGHT, normalize_flag(True)),
+        min_experts=0,
+    )
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        coefficients_E = self.block_function(inputs, Reduced()).coefficients_E.astype(np.float64)
+        return Influence(coefficients_E, np.ones_like(coefficients_E), renormalizes=bool(inputs.globals["normalize"]))
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        weights_E = inputs.weights_E()
+        total = float(inputs.anchor["weight"]) + float(weights_E.sum())
+        if inputs.globals["normalize"]:
+            coefficients_E = (weights_E / (total or 1.0)).astype(np.float32)
+            shares = Shares(weights_E, float(inputs.anchor["weight"])) if inputs.renormalize else None
+            return ElementwiseRule(coefficients_E, share_of=shares)
+        return ElementwiseRule(coefficients_E=weights_E.astype(np.float32), anchor_scale=total)
+
+
+@dataclass(frozen=True, slots=True)
+class Passthrough(Plain):
+    """The single model, times `scale`."""
+
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "passthrough",
+        "copy of one model",
+        "mergekit's documented parameters",
+        BaseRole.NONE,
+        (ParameterSpec("scale", Scope.MODEL, "factor on every tensor", default=1.0),),
+        min_experts=0,
+        max_experts=0,
+    )
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return Influence(np.empty(0), np.empty(0))
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        return ElementwiseRule(np.empty(0, np.float32), anchor_scale=float(inputs.anchor.get("scale", 1.0)))
+
 
 Places = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]
 
@@ -235,3 +287,5 @@ class Consensus(AllAlike):
 
 
 OPERATORS: tuple[Operator, ...] = (Fisher(), Sar(), Consensus())
+AVERAGES: tuple[Operator, ...] = (Linear(),)
+COPIES: tuple[Operator, ...] = (Passthrough(),)

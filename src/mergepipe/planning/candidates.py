@@ -116,16 +116,17 @@ def whole_tensor_reason(
     granularity = operator.granularity(inputs)
     if granularity > 1 and block_elements % granularity and inputs.n_elements > block_elements:
         return REASON_ROWS
+    if request is None or request.is_of_merged:
+        return None
     match request:
-        case None:
-            return None
         case MagnitudeCut():
             reduced = Reduced(cuts_E3=np.zeros((len(inputs.experts), 3), np.uint32))
         case InnerProducts():
             reduced = Reduced(products_E3=np.zeros((len(inputs.experts), 3)))
         case _:
             return REASON_NOT_KEPT
-    return None if operator.reduction(inputs, reduced) is None else REASON_NOT_KEPT
+    following = operator.reduction(inputs, reduced)
+    return None if following is None or following.is_of_merged else REASON_NOT_KEPT
 
 
 # --- every block with its cost and score ---

@@ -116,21 +116,17 @@ def _setting(
     reader: DocumentReader, value: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> Setting:
     where = reader.source.where(*key_path)
-    if isinstance(value, dict) and LINES_KEY in value:
-        values = _lines(reader, value, key_path, operator, spec)
-        return Cases((Case("", values),), where) if values else REFUSED
-    if isinstance(value, dict):
+    if isinstance(value, dict) and LINES_KEY not in value:
         case = _case(reader, value, key_path, operator, spec)
         return Cases((case,), where) if case else REFUSED
-    if not isinstance(value, list):
-        return _scalar(reader, value, key_path, operator, spec)
-    if value and all(isinstance(item, dict) for item in value):
+    kinds = {isinstance(item, dict) for item in value} if isinstance(value, list) else set()
+    if isinstance(value, list) and kinds == {True}:
         return _cases(reader, value, key_path, operator, spec)
-    if any(isinstance(item, dict) for item in value):
+    if True in kinds:
         message = "needs either values or entries with 'filter' and 'value', found both"
         reader.refuse("recipe.value", key_path, message, "write '- value: ...' for every entry")
         return REFUSED
-    values = _gradient(reader, value, key_path, operator, spec)
+    values = _over_layers(reader, value, key_path, operator, spec)
     if len(values) == 1:
         return values[0]
     return Cases((Case("", values),), where) if values else REFUSED
@@ -163,24 +159,22 @@ def _case(
         reader.refuse("recipe.incomplete", (*key_path, "value"), "the entry has no value", hint)
         return None
     wanted = "" if entry.get("filter") is None else reader.text(entry["filter"], (*key_path, "filter"))
-    value, at = entry["value"], (*key_path, "value")
-    if isinstance(value, list):
-        values = _gradient(reader, value, at, operator, spec)
-    elif isinstance(value, dict) and LINES_KEY in value:
-        values = _lines(reader, value, at, operator, spec)
-    else:
-        values = (_scalar(reader, value, at, operator, spec),)
+    values = _over_layers(reader, entry["value"], (*key_path, "value"), operator, spec)
     return Case(wanted, values) if wanted is not None and values else None
 
 
-def _gradient(
-    reader: DocumentReader, items: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+def _over_layers(
+    reader: DocumentReader, value: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> tuple[Scalar, ...]:
-    """Parse values spread evenly over the layers; a single one holds for all of them, none if one was refused."""
-    if not items:
+    """Parse one value, which holds for all layers, or values spread evenly over them; none if one was refused."""
+    if isinstance(value, dict) and LINES_KEY in value:
+        return _lines(reader, value, key_path, operator, spec)
+    if not isinstance(value, list):
+        return (_scalar(reader, value, key_path, operator, spec),)
+    if not value:
         message = "a list of values over the layers needs at least 1, found 0"
         reader.refuse("recipe.value", key_path, message, "give values, or one number")
-    return tuple(_scalar(reader, item, (*key_path, i), operator, spec) for i, item in enumerate(items))
+    return tuple(_scalar(reader, item, (*key_path, i), operator, spec) for i, item in enumerate(value))
 
 
 def _lines(

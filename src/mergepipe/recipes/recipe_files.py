@@ -13,7 +13,7 @@ from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
 from mergepipe.errors import NotFoundError, Problem, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.custom import load_entry_points
 from mergepipe.operators.registry import COPY, has_operator, operator_named, operator_specs
-from mergepipe.operators.spec import OperatorSpec, Scope
+from mergepipe.operators.spec import POST, OperatorSpec, Scope
 from mergepipe.recipes.entries import EntryContext, check_base, check_keys, read_models, read_modules, read_slices
 from mergepipe.recipes.fields import (
     CONTENT_KEYS,
@@ -25,6 +25,7 @@ from mergepipe.recipes.fields import (
     Strictness,
     describe,
 )
+from mergepipe.recipes.parameters import read_parameters
 from mergepipe.recipes.recipe import Mixture, MixtureExpert, ModelInput, OutputModule, OutputSlice, Recipe
 from mergepipe.recipes.references import read_model
 from mergepipe.recipes.tokenizer_source import read_tokenizer
@@ -198,6 +199,12 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
     if operator is not None:
         check_base(reader, operator, is_given=root.get("base_model") is not None or _has_slice_bases(root))
     content = _content(EntryContext(reader, operator, base, (shared,)), root)
+    if root.get("post") is not None:
+        step = read_parameters(reader, root["post"], ("post",), POST, Scope.GLOBAL)
+        shared = shared | {f"{POST.name}.{name}": setting for name, setting in step.items()}
+        if root.get("base_model") is None:
+            message = "the recipe has no base_model, and the step is one of the delta from it"
+            reader.refuse("recipe.incomplete", ("post",), message, "name the base_model")
     template = None if root.get("chat_template") is None else reader.text(root["chat_template"], ("chat_template",))
     name = None if root.get("name") is None else reader.text(root["name"], ("name",))
     if operator is None or content is None or (base is None and root.get("base_model") is not None):
@@ -205,6 +212,9 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
         return None
     models, slices, modules = content
     source = reader.source
+    if root.get("post") is not None:
+        named = (replace(parameter, name=f"{POST.name}.{parameter.name}") for parameter in POST.parameters)
+        operator = replace(operator, parameters=(*operator.parameters, *named))
     recipe = Recipe(source.path, source.text, operator, base, models, shared, *dtypes, slices, modules)
     tokenizer = read_tokenizer(reader, root, recipe.inputs(), has_base=base is not None)
     keeps_dtypes = AUTO in (root.get("out_dtype"), root.get("dtype"))

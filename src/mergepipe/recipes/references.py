@@ -316,7 +316,7 @@ def with_renamed(text: str, name: Callable[[str], str]) -> str:
         changed = name(node.value)
         if changed == node.value:
             continue
-        pieces += [text[node.end_mark.index : end], _scalar(changed)]
+        pieces += [text[node.end_mark.index : end], changed if _PLAIN.fullmatch(changed) else yaml_scalar(changed)]
         start, stop = node.start_mark.index, node.end_mark.index
         properties = _PROPERTIES.match(text, start, stop)
         end = properties.end() if properties else start
@@ -332,10 +332,6 @@ def _relative(part: str, folder: str) -> str:
         return part
     path = os.path.relpath(Path(part.removeprefix("file://")).expanduser(), folder)
     return path if path.startswith(("./", "../")) or path in (".", "..") else f"./{path}"
-
-
-def _scalar(text: str) -> str:
-    return text if _PLAIN.fullmatch(text) else yaml_scalar(text)
 
 
 def _values(text: str) -> Iterator[yaml.ScalarNode]:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from mergepipe.checkpoints.routers import GATE_MODES
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME
 from mergepipe.operators.registry import operator_specs
-from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
+from mergepipe.operators.spec import POST, OperatorSpec, ParameterSpec, Scope
 from mergepipe.recipes.entries import MODEL_KEYS, MODULE_KEYS, NUMBERS_KEYS, SLICE_KEYS, SOURCE_KEYS
 from mergepipe.recipes.fields import CONTENT_KEYS, RECIPE_KEYS
 from mergepipe.recipes.parameters import BY_NORM_TEXT, FALSE_TEXTS, LINES_KEY, TRUE_TEXTS
@@ -42,7 +42,9 @@ _REFERENCE: Schema = {"$ref": "#/$defs/model"}
 def recipe_schema() -> Schema:
     """Generate the schema of one recipe document (draft 2020-12)."""
     definitions = {
-        name: definition for spec in operator_specs().values() for name, definition in _definitions(spec).items()
+        name: definition
+        for spec in (*operator_specs().values(), POST)
+        for name, definition in _definitions(spec).items()
     }
     merge: Schema = {
         "properties": dict(zip(RECIPE_KEYS, map(_top_level, RECIPE_KEYS), strict=True)),
@@ -110,6 +112,8 @@ def _top_level(key: str) -> Schema:
         return {"anyOf": [{"enum": ["union", "base", None]}, _REFERENCE]}
     if key in ("chat_template", "name"):
         return _TEXT
+    if key == "post":
+        return _ref("post.shared")
     return {}  # its contents depend on the merge method
 
 

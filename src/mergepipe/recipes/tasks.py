@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mergepipe.checkpoints.contract import Readable, Source
+from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.core.blocks import DType, element_count
 from mergepipe.core.notices import DroppedTensor, Notice
 from mergepipe.operators.base import OperatorInput
+from mergepipe.operators.spec import ISOTROPIC, SVC
 from mergepipe.recipes.recipe import ModelInput, Scalar
 
 # --- group tensor names that differ only by layer number, for one message per group ---
@@ -94,6 +96,8 @@ class MergeTask:
         """Return what an operator may know of the tensor; see there."""
         parameters, n_elements = self.parameters, self.base.n_elements
         shared, anchor, experts = parameters.globals, parameters.anchor, parameters.experts
+        if ISOTROPIC in shared and (embedding_ending(self.name) is not None or is_head(self.name)):
+            shared = {**shared, ISOTROPIC: False, SVC: 0.0}  # a spectral step leaves out what has a row for each token
         return OperatorInput(shared, anchor, experts, n_elements, stream_keys, renormalize, self.shape)
 
 

@@ -66,7 +66,8 @@ def open_model(
             require_text_path(path)
     if model.adapter is None:
         return _open(store, model.path, base, is_delta=model.is_delta)
-    if base is not None and not as_weights and _is_same(store, model.path, base) and not _is_adapted(base):
+    is_same = base is not None and not as_weights and _is_same(store, model.path, base)
+    if base is not None and is_same and not any(isinstance(tensor, Adapted) for tensor in base.tensors.values()):
         return open_adapter(store, model.adapter, base, allow_unapplied)
     weights = _open(store, model.path, base)
     if weights.kind is not CheckpointKind.FULL:
@@ -114,12 +115,9 @@ def _as_delta(weights: Checkpoint) -> Checkpoint:
         else tensor
         for name, tensor in weights.tensors.items()
     }
-    files = tuple(replace(file, header_digest=_delta_digest(file.header_digest)) for file in weights.files)
+    digests = (blake3(f"delta {file.header_digest}".encode()).hexdigest(length=16) for file in weights.files)
+    files = tuple(replace(file, header_digest=digest) for file, digest in zip(weights.files, digests, strict=True))
     return replace(weights, tensors=MappingProxyType(tensors), files=files, kind=CheckpointKind.DELTA)
-
-
-def _delta_digest(header_digest: str) -> str:
-    return blake3(f"delta {header_digest}".encode()).hexdigest(length=16)
 
 
 def _required(base: Checkpoint | None, path: Location, what: str) -> Checkpoint:
@@ -134,10 +132,6 @@ def _required(base: Checkpoint | None, path: Location, what: str) -> Checkpoint:
 def _is_same(store: Store, path: Location, base: Checkpoint) -> bool:
     real_path = store.real_path(path)
     return real_path is not None and real_path == store.real_path(base.path)
-
-
-def _is_adapted(base: Checkpoint) -> bool:
-    return any(isinstance(tensor, Adapted) for tensor in base.tensors.values())
 
 
 DOCUMENT_MARK = "\n---\n"

@@ -14,10 +14,11 @@ from mergepipe.checkpoints.codes import Requantised
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
+from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.engine.tensor_work import ExpertQuantities, KnownQuantities, PlannedAccess, operator_input
 from mergepipe.engine.work import MergeWork, OutputPlan, plan_output
 from mergepipe.errors import OutputError
-from mergepipe.operators.base import MagnitudeBand, MagnitudeCut
+from mergepipe.operators.base import MagnitudeBand, MagnitudeCut, is_calibrated
 from mergepipe.operators.registry import operator_named
 from mergepipe.options import DEFAULT_SHARD_BYTES
 from mergepipe.planning.plan import Plan
@@ -150,6 +151,20 @@ def kept_shares(inputs: Inputs) -> tuple[KeptShare, ...]:
             kept[model] += n_kept
             elements[model] += task.base.n_elements
     return tuple(KeptShare(models[model].text, kept[model], elements[model]) for model in sorted(elements))
+
+
+def spectral_cost(tasks: Sequence[MergeTask]) -> str:
+    """Say what the spectral step of a merge takes at most, by the speed of this machine; empty where there is none."""
+    inputs = [one for task in tasks if task.experts and is_calibrated(one := task.operator_input())]
+    if not inputs:
+        return ""
+    from mergepipe.operators.spectral import calibration_cost, measured_flop_per_second
+
+    costs = [calibration_cost(one) for one in inputs]
+    flop, nbytes = sum(flop for flop, _ in costs), max(nbytes for _, nbytes in costs)
+    time, memory = format_seconds(flop / measured_flop_per_second()), format_bytes(nbytes)
+    matrices = f"spectral step on {len(costs)} of {len(tasks)} tensors"
+    return f"{matrices}: at most {flop:.2g} FLOP, about {time} here, {memory} for the largest beside --memory"
 
 
 def kept_facts(kept: Sequence[KeptShare]) -> dict[str, str]:

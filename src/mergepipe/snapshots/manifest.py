@@ -221,7 +221,7 @@ def relative_reference(text: str, folder: Path | None) -> str:
 def absolute_reference(text: str, directory: Location) -> str:
     """Resolve the relative paths of a reference against the folder of a snapshot, wherever it lies."""
     folder = Location.local(Path(os.path.realpath(directory.path))) if directory.is_local else directory
-    return _by_part(text, lambda part: _absolute(part, folder) if is_relative_part(part) else part)
+    return _by_part(text, lambda part: str((folder / part).normal()) if is_relative_part(part) else part)
 
 
 def is_relative_part(text: str) -> bool:
@@ -313,10 +313,6 @@ def _relative(part: str, folder: str | None) -> str:
         return f"../{PurePosixPath(part).name}"
     relative = os.path.relpath(part, folder)
     return relative if is_relative_part(relative) else f"./{relative}"
-
-
-def _absolute(part: str, folder: Location) -> str:
-    return str((folder / part).normal())
 
 
 # --- the manifest of a composite: a training checkpoint of parts of several, or an average ---

@@ -408,7 +408,9 @@ def choose_steps(assignment: Assignment, groups: Sequence[Sequence[str]] | None 
 
     Law: where all of a counter's parameters come from one source, its value is that source's.
     """
-    counters = [_counters(source) for source in assignment.sources]
+    counters = [
+        {name: step.value for step in source.steps for name in step.parameters} for source in assignment.sources
+    ]
     wanted = assignment.skeleton.steps if groups is None else _regrouped(assignment.skeleton.steps, groups)
     return tuple(_choose(assignment, counters, counter) for counter in wanted)
 
@@ -422,10 +424,6 @@ def _regrouped(steps: Sequence[AdamStep], groups: Sequence[Sequence[str]]) -> It
             newest = max(served, key=lambda step: step.value)
             entries = dict.fromkeys(entry for step in served for entry in step.entries)
             yield replace(newest, parameters=tuple(names), cells=(), entries=tuple(entries))
-
-
-def _counters(source: TrainingCheckpoint) -> dict[str, float]:
-    return {name: step.value for step in source.steps for name in step.parameters}
 
 
 def _choose(assignment: Assignment, counters: list[dict[str, float]], counter: AdamStep) -> StepChoice:

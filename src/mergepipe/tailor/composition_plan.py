@@ -272,13 +272,9 @@ def _options(store: Store, assignment: Assignment, root: Node, place: PicklePath
             if key == "step":  # a counter, which has its own policy
                 continue
             current = group.mapping().get(key)
-            if key in group.mapping() and not _is_same(current, value):
+            if key in group.mapping() and value != (list(current) if isinstance(current, tuple) else current):
                 edits[*place, _GROUPS, number, key] = _like(group.get(key), value)
     return edits
-
-
-def _is_same(current: object, value: object) -> bool:
-    return (list(current) if isinstance(current, tuple) else current) == value
 
 
 def _like(old: Node, value: object) -> object:
