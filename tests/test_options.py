@@ -17,7 +17,7 @@ import mergepipe
 from mergepipe import options
 from mergepipe.cli.guard import failure_of
 from mergepipe.errors import LimitError, MergePipeError, RecipeError
-from mergepipe.kernels import address_space
+from mergepipe.kernels import compiled
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.tailor import api as tailor
 from support.refusals import refuses
@@ -110,7 +110,7 @@ def test_check_seed__takes_64_bits(value: int) -> None:
 @pytest.mark.parametrize("command", [["pack", "b", "e", "--out", "s"], ["merge", "r.yml", "o"], ["verify", "s"],
                                      ["analyze", "b", "e"], ["unpack", "s", "--out", "o"]])  # fmt: skip
 def test_cli__too_little_address_space_is_told_in_one_line(command: list[str], tmp_path: Path) -> None:
-    limit = address_space.COMPILER_ADDRESS_BYTES + 2 * address_space.THREAD_ADDRESS_BYTES - 1
+    limit = compiled.COMPILER_ADDRESS_BYTES + 2 * compiled.THREAD_ADDRESS_BYTES - 1
     done = subprocess.run(
         [sys.executable, "-m", "mergepipe", *command, "--threads", "2"],
         cwd=tmp_path,
@@ -126,7 +126,7 @@ def test_cli__too_little_address_space_is_told_in_one_line(command: list[str], t
 
 
 def test_pack__from_python_too_little_address_space_is_an_error_and_no_abort(tmp_path: Path) -> None:
-    limit = address_space.COMPILER_ADDRESS_BYTES // 2
+    limit = compiled.COMPILER_ADDRESS_BYTES // 2
     done = subprocess.run(
         [sys.executable, "-c", "import mergepipe; mergepipe.pack('base', ['expert'], 'packed')"],
         cwd=tmp_path,
@@ -143,6 +143,6 @@ def test_pack__from_python_too_little_address_space_is_an_error_and_no_abort(tmp
 def test_failure_of__a_library_that_does_not_fit_the_address_space_is_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(address_space, "address_space_limit_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(compiled, "address_space_limit_bytes", lambda: 1 << 20)
     failure = failure_of(OSError("Could not find/load shared object file 'libllvmlite.so'"), 130)
     assert failure.problems[0].code == "storage.exhausted"

@@ -120,7 +120,7 @@ def merge(
     """
     started = perf_counter()
     made = MergeOptions.of(options, fields)
-    from mergepipe.runs.settings import merge_settings, output_place
+    from mergepipe.runs.work import merge_settings, output_place
 
     place, settings = output_place(out, merge_settings(made), made.home)
     on_cluster = made.executor == ExecutorName.RAY
@@ -229,7 +229,7 @@ def run(
     """
     started = perf_counter()
     made, decided = OutputOptions.of(options, fields), _plan_value(plan)
-    from mergepipe.runs.settings import output_place, run_settings
+    from mergepipe.runs.work import output_place, run_settings
 
     place, settings = output_place(out, run_settings(made, decided.seed), made.home)
     if made.executor == ExecutorName.RAY:
@@ -273,7 +273,7 @@ def run_part(
         raise RecipeError.of("option.conflict", "--resume" if made.resume else "--no-resume", message, "leave it out")
     from mergepipe.jobs.parts import PartChoice, check_part
     from mergepipe.jobs.parts import run_part as run_one
-    from mergepipe.runs.settings import output_place, run_settings
+    from mergepipe.runs.work import output_place, run_settings
 
     number, n_parts = (None, 1) if part is None else check_part(*part)
     decided = _plan_value(plan)
@@ -769,7 +769,7 @@ def replay(
     started = perf_counter()
     made = OutputOptions.of(options, fields)
     from mergepipe.jobs.replay import replay_snapshot
-    from mergepipe.runs.settings import output_place, run_settings
+    from mergepipe.runs.work import output_place, run_settings
 
     place, settings = output_place(out, run_settings(made, 0), made.home)
     path = _snapshot_location(snapshot, made.home)

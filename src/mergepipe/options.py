@@ -612,7 +612,7 @@ def default_threads() -> int:
 def threads_of(threads: int | None) -> int:
     """Return the number of compute threads, the default for None, if the address space has room for them."""
     n_threads = positive("--threads", default_threads() if threads is None else threads, MAX_THREADS)
-    from mergepipe.kernels.address_space import check_address_space
+    from mergepipe.kernels.compiled import check_address_space
 
     check_address_space(n_threads)
     return n_threads

@@ -30,7 +30,7 @@ from mergepipe.storage.contract import Traffic
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
-    from mergepipe.core.notices import DroppedTensor, Notice
+    from mergepipe.core.outcome import DroppedTensor, Notice
     from mergepipe.snapshots.manifest import Input, LeftOutFile
 
 WHOLE = "whole"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints.stored_adapters import AdapterConfig, read_adapter_config
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.runs.inputs import open_model
-from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
+from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES
 from mergepipe.storage.location import Location
 from support.named_models import named
 from support.safetensors_bytes import file_bytes, record

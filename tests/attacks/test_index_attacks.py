@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mergepipe.checkpoints.directory import MAX_PROBLEMS, open_checkpoint
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
-from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
+from mergepipe.storage.contract import WEIGHT_INDEX_BYTES
 from mergepipe.storage.location import Location
 from support.safetensors_bytes import file_bytes, honest_file
 from support.stores import MetadataStore

@@ -9,7 +9,7 @@ import pytest
 from odd_models import write_models
 
 from mergepipe.cli import main
-from mergepipe.storage.limits import SIDECARS_BYTES, TOKENIZER_BYTES
+from mergepipe.storage.contract import SIDECARS_BYTES, TOKENIZER_BYTES
 
 GIB = 1 << 30
 MOST_BYTES = 1 << 20  # no other file of these models has a tenth of it

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints.safetensors import MAX_HEADER_BYTES
 from mergepipe.core.strict_json import object_members, parse_object
 from mergepipe.errors import CorruptError
-from mergepipe.storage.limits import CARD_BYTES, WEIGHT_INDEX_BYTES
+from mergepipe.storage.contract import CARD_BYTES, WEIGHT_INDEX_BYTES
 from support.safetensors_bytes import file_bytes
 
 GROWTH_BYTES = 256 << 20

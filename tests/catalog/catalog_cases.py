@@ -13,7 +13,7 @@ from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import BF16, BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, Cut, TensorStatistics
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Coverage, InputRecord, Manifest, RealizedBytes
-from mergepipe.storage.file_version import Digested, FileId, version_of
+from mergepipe.storage.contract import Digested, FileId, version_of
 from mergepipe.storage.location import Location
 
 WEIGHTS_NAME = "model.safetensors"

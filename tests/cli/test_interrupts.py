@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mergepipe.cli.interrupts import Interrupts
+from mergepipe.cli import Interrupts
 
 
 def test_interrupts__a_signal_interrupts_at_once_before_the_first_report() -> None:

@@ -25,7 +25,7 @@ from mergepipe.cli.printing import (
     shows_colours,
 )
 from mergepipe.core.display import Displayed, Table
-from mergepipe.core.notices import DroppedTensor
+from mergepipe.core.outcome import DroppedTensor
 from mergepipe.reports import (
     BaseMatch,
     BudgetVerdict,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.core.escaping import printable
+from mergepipe.core.display import printable
 from mergepipe.core.units import format_bytes, format_percent, format_rate, format_seconds, plural
 
 

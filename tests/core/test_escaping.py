@@ -14,8 +14,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.core.escaping import json_line, markdown_code, markdown_text, printable, printable_lines, yaml_document
-from mergepipe.core.escaping import yaml_scalar as scalar
+from mergepipe.core.display import json_line, markdown_code, markdown_text, printable, printable_lines, yaml_document
+from mergepipe.core.display import yaml_scalar as scalar
 from support.source_code import trees_with
 
 HOSTILE = 'a\u202eb\u2028c\x1b[31md\ne\x85f`g|h<i>&"j\\k\x00l\u2066m\x9bn\r\to*p[bold]q#r\U000e0001s'

@@ -13,7 +13,7 @@ from packing_cases import PackFamily, make_family, tree
 import mergepipe
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.errors import OutputError
-from mergepipe.storage.file_version import version_of
+from mergepipe.storage.contract import version_of
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 

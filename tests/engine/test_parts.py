@@ -24,9 +24,8 @@ from mergepipe.errors import ConflictError
 from mergepipe.operators.elementwise import ElementwiseRule, Shares
 from mergepipe.options import PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
-from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import open_inputs, with_parameters
-from mergepipe.runs.work import merge_work
+from mergepipe.runs.work import CatalogLink, merge_work
 from mergepipe.snapshots.shards import ShardProgress, TensorSpec, plan_shards
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

@@ -29,7 +29,7 @@ from mergepipe.planning.plan import (
 )
 from mergepipe.recipes.tasks import TensorParameters
 from mergepipe.reports import Fallback
-from mergepipe.storage.file_version import FileId
+from mergepipe.storage.contract import FileId
 from support.places import DOCS
 
 BLOCK = 100

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.core.notices import Notice, notice_at, told_once
+from mergepipe.core.outcome import Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError, RecipeError
 from mergepipe.recipes.fields import MAX_LISTED, Findings, Strictness, near_miss
 from mergepipe.recipes.recipe import Recipe

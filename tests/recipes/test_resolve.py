@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, F64, DType, DTypeKind, element_count
-from mergepipe.core.notices import DroppedTensor
+from mergepipe.core.outcome import DroppedTensor
 from mergepipe.errors import MergePipeError, MismatchError, UnsupportedError
 from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.recipe import Case, Cases, ModelInput, Recipe, Scalar, Setting

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry, Unchanged
 from mergepipe.checkpoints.gathered_rows import GatheredRows
 from mergepipe.core.blocks import BF16, F32, DType, element_count
-from mergepipe.core.notices import DroppedTensor
+from mergepipe.core.outcome import DroppedTensor
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError
 from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.fields import Strictness

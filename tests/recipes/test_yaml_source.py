@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, RecipeError, StorageError
 from mergepipe.recipes import yaml_source
 from mergepipe.recipes.yaml_source import MAX_DEPTH, MAX_NODES, Value, YamlSource, read_yaml, shortened
-from mergepipe.storage.limits import RECIPE_BYTES
+from mergepipe.storage.contract import RECIPE_BYTES
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.refusals import refuses

@@ -18,7 +18,7 @@ from mergepipe.options import RunOptions
 from mergepipe.runs.progress import MergeProgress
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots import work_log as work_log
-from mergepipe.storage.file_version import version_of
+from mergepipe.storage.contract import version_of
 from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
 from support.faults import replaced

@@ -10,8 +10,8 @@ from typing import cast
 
 import pytest
 
-from mergepipe.storage import file_version
-from mergepipe.storage.file_version import modified_at, version_of
+from mergepipe.storage import contract
+from mergepipe.storage.contract import modified_at, version_of
 
 
 def status(mtime_ns: int, ctime_ns: int, inode: int = 7) -> os.stat_result:
@@ -41,7 +41,7 @@ def test_version_of__in_an_image_that_repeats_its_times_is_of_this_process(
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY if read_only else 0))
     here = version_of(tmp_path, status(10**9, 10**9))
     assert here == version_of(tmp_path, status(10**9, 10**9))
-    monkeypatch.setattr(file_version, "_PROCESS", "another")
+    monkeypatch.setattr(contract, "_PROCESS", "another")
     assert (here == version_of(tmp_path, status(10**9, 10**9))) == is_trusted
     assert version_of(tmp_path, status(10**9, 10**9 + 5)) == f"{10**9}.{10**9 + 5}.7"
 

@@ -26,7 +26,7 @@ from mergepipe.operators.statistics import (
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.recipe import ModelInput, Recipe, Scalar
 from mergepipe.recipes.resolution import resolve
-from mergepipe.storage.file_version import FileId
+from mergepipe.storage.contract import FileId
 from mergepipe.storage.location import Location
 
 BLOCK = 4096

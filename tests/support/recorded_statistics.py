@@ -7,8 +7,8 @@ from pathlib import Path
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.statistics_file import StatisticsFile
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.runs.catalog_link import KnownStatistics
 from mergepipe.runs.inputs import open_path
+from mergepipe.runs.work import KnownStatistics
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 

@@ -29,8 +29,7 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.records import decode, encode
 from mergepipe.errors import CorruptError, NotFoundError, RecipeError, did_you_mean
 from mergepipe.snapshots.manifest import Input, Manifest, RealizedBytes
-from mergepipe.storage.contract import Store, resolved
-from mergepipe.storage.file_version import FileId
+from mergepipe.storage.contract import FileId, Store, resolved
 from mergepipe.storage.stores import Stores
 
 MIN_PREFIX_DIGITS: Final = 4

@@ -14,7 +14,7 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.snapshots import RebuildReport, SnapshotRow, find_manifests
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.storage.file_version import modified_at
+from mergepipe.storage.contract import modified_at
 
 _FATAL = ("catalog.locked", "catalog.no-space", "catalog.io")
 _SIDE_FILES = ("", "-wal", "-shm")

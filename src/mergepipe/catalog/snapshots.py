@@ -23,8 +23,7 @@ from mergepipe.snapshots.manifest import (
     record_folder,
     with_absolute_paths,
 )
-from mergepipe.storage.contract import Store, is_folder
-from mergepipe.storage.limits import MANIFEST_BYTES
+from mergepipe.storage.contract import MANIFEST_BYTES, Store, is_folder
 from mergepipe.storage.location import Location, is_remote
 
 

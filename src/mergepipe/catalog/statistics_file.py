@@ -21,9 +21,8 @@ from mergepipe.core.records import RecordFormat, Size, Within
 from mergepipe.core.strict_json import canonical_json
 from mergepipe.errors import CorruptError, LimitError, MergePipeError
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
-from mergepipe.storage.file_version import FileId
+from mergepipe.storage.contract import STATISTICS_BYTES, FileId
 from mergepipe.storage.ledger import Ledger
-from mergepipe.storage.limits import STATISTICS_BYTES
 from mergepipe.storage.output import make_folders, replace_durably
 
 STATISTICS_NAME: Final = "mergepipe.stats"

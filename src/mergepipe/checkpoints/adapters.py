@@ -39,8 +39,7 @@ from mergepipe.checkpoints.stored_adapters import (
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError, did_you_mean
-from mergepipe.storage.contract import Store
-from mergepipe.storage.limits import CONFIG_BYTES
+from mergepipe.storage.contract import CONFIG_BYTES, Store
 from mergepipe.storage.location import Location
 
 # --- map an adapter's tensor names to the base's, where the two were saved under different prefixes ---

@@ -15,8 +15,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, DType, Span, element_count
-from mergepipe.storage.contract import RangeFile
-from mergepipe.storage.file_version import FileId
+from mergepipe.storage.contract import FileId, RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES

@@ -19,9 +19,15 @@ from mergepipe.checkpoints.torch_file import SUFFIXES as TORCH_SUFFIXES
 from mergepipe.checkpoints.torch_file import read_torch_weights
 from mergepipe.core.strict_json import MAX_DEPTH, JsonValue, is_too_deep, object_members, shown
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
-from mergepipe.storage.contract import FileStatus, Store, concurrent_map, is_folder
-from mergepipe.storage.file_version import FileId
-from mergepipe.storage.limits import CONFIG_BYTES, WEIGHT_INDEX_BYTES
+from mergepipe.storage.contract import (
+    CONFIG_BYTES,
+    WEIGHT_INDEX_BYTES,
+    FileId,
+    FileStatus,
+    Store,
+    concurrent_map,
+    is_folder,
+)
 from mergepipe.storage.location import Location
 
 # --- check the files that a checkpoint directory names ---

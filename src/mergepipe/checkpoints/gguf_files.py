@@ -27,8 +27,7 @@ from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType, Span, element_c
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage import owned
-from mergepipe.storage.contract import FileStatus, Store
-from mergepipe.storage.file_version import Digested, FileId
+from mergepipe.storage.contract import Digested, FileId, FileStatus, Store
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import write_durably

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mergepipe.checkpoints.inert_values import Record, construct, put_item, resolve_global, storage_of
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.storage.limits import PICKLE_BYTES
+from mergepipe.storage.contract import PICKLE_BYTES
 
 _LONGEST_INTEGER_BYTES = 32
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
 from mergepipe.core.blocks import ITEMSIZE_BY_KERNEL_CODE, Span
 from mergepipe.errors import ConflictError, MergePipeError, StorageError
-from mergepipe.storage.contract import RangeFile, Store
-from mergepipe.storage.file_version import FileId
+from mergepipe.storage.contract import FileId, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact

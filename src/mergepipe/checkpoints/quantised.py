@@ -29,9 +29,8 @@ from mergepipe.checkpoints.open_files import open_files, read_span
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, DType, DTypeKind, Span
 from mergepipe.core.strict_json import parse_object, shown
 from mergepipe.errors import CorruptError, UnsupportedError
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import CONFIG_BYTES, Store
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.limits import CONFIG_BYTES
 
 _CONFIG_NAME = "config.json"
 QUANTIZATION_KEY = "quantization_config"

@@ -19,9 +19,8 @@ from mergepipe.checkpoints.open_files import decoded_into, read_elements
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
 from mergepipe.core.blocks import F32, DType, Span
 from mergepipe.errors import MismatchError, UnsupportedError
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import RangeFile, Store, sidecar_limit
 from mergepipe.storage.ledger import Ledger, Purpose
-from mergepipe.storage.limits import sidecar_limit
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import write_durably
 

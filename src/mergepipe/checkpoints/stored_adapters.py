@@ -28,9 +28,7 @@ from mergepipe.checkpoints.open_files import decoded
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
-from mergepipe.storage.contract import Store, is_folder
-from mergepipe.storage.file_version import FileId
-from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
+from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, FileId, Store, is_folder
 from mergepipe.storage.location import Location
 
 # --- the configuration of a PEFT adapter: what it scales its products by, or by name why it is no plain LoRA ---

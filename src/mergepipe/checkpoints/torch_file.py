@@ -16,8 +16,7 @@ from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.core.blocks import DType, element_count
 from mergepipe.core.strict_json import canonical_json, shown
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.storage.contract import Store
-from mergepipe.storage.limits import ZIP_DIRECTORY_BYTES
+from mergepipe.storage.contract import ZIP_DIRECTORY_BYTES, Store
 from mergepipe.storage.location import Location
 
 # --- the directory of a zip file whose members are stored plain, read strictly and without reading a member ---

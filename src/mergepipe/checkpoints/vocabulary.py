@@ -10,8 +10,7 @@ from types import MappingProxyType
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.storage.contract import Store
-from mergepipe.storage.limits import sidecar_limit
+from mergepipe.storage.contract import Store, sidecar_limit
 from mergepipe.storage.location import Location
 
 # --- a model's vocabulary as frozen values: token ids, and settings of added tokens ---

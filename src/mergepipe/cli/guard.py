@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
-from mergepipe.cli.interrupts import Interrupts
+from mergepipe.cli import Interrupts
 from mergepipe.cli.printing import coloured_failure, report_json
-from mergepipe.core.escaping import printable, printable_lines
+from mergepipe.core.display import printable, printable_lines
 from mergepipe.core.outcome import Place, committed_places, published_error
 from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, PublishedError, RecipeError, StorageError
 
@@ -87,8 +87,7 @@ def _run(arguments: Sequence[str], interrupts: Interrupts, program: str) -> int:
 
     command: TyperCommand | TyperGroup
     if program == "mergepipe":
-        from mergepipe.cli.app import build_command
-        from mergepipe.cli.registration import asks_for_completions, complete
+        from mergepipe.cli.app import asks_for_completions, build_command, complete
 
         if asks_for_completions():
             return complete(build_command())
@@ -193,7 +192,7 @@ def _notes(error: BaseException) -> tuple[str, ...]:
 
 def _is_lack_of_memory(error: BaseException) -> bool:
     """Whether the interpreter or the loader says in its own words that the system gave no memory."""
-    from mergepipe.kernels.address_space import address_space_limit_bytes
+    from mergepipe.kernels.compiled import address_space_limit_bytes
 
     text = str(error)
     if isinstance(error, RuntimeError):

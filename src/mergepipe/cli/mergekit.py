@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mergepipe.cli.app import WIDEST_HELP, SectionedCommand, Without, with_option_groups
 from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
 from mergepipe.cli.printing import DEBUG, ReportOptions, print_report, print_warnings
 from mergepipe.cli.progress import progress_shown
-from mergepipe.cli.registration import WIDEST_HELP, SectionedCommand, Without, with_option_groups
-from mergepipe.core.escaping import printable
+from mergepipe.core.display import printable
 from mergepipe.core.flags import Flag, option
 from mergepipe.core.units import parse_size
 from mergepipe.errors import Problem, UnsupportedError

@@ -12,8 +12,7 @@ from importlib import resources
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 import mergepipe
-from mergepipe.core.display import Table, share_text
-from mergepipe.core.escaping import as_line
+from mergepipe.core.display import Table, as_line, share_text
 from mergepipe.core.units import format_bytes, format_percent, format_seconds, plural
 from mergepipe.reports import (
     ExpertShare,

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from mergepipe.core.display import Displayed, Fact, Table, sections
-from mergepipe.core.escaping import json_line, printable, printable_lines
+from mergepipe.core.display import Displayed, Fact, Table, json_line, printable, printable_lines, sections
 from mergepipe.core.flags import Flag, option
 
 if TYPE_CHECKING:
-    from mergepipe.core.notices import Notice
+    from mergepipe.core.outcome import Notice
 
 REPORT_FORMAT = "mergepipe-report/1"
 """The first field of everything that `--json` prints but plans, which have a format of their own.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Self, TextIO
 
-from mergepipe.core.escaping import printable
+from mergepipe.core.display import printable
 from mergepipe.core.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:

@@ -34,10 +34,8 @@ from mergepipe.deltastore.index import (
 from mergepipe.deltastore.tensor import PackedTensor, PlainTensor, StandaloneTensor
 from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError
 from mergepipe.snapshots.manifest import absolute_reference
-from mergepipe.storage.contract import RangeFile, Store
-from mergepipe.storage.file_version import FileId
+from mergepipe.storage.contract import STORE_HEADER_BYTES, FileId, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.limits import STORE_HEADER_BYTES
 from mergepipe.storage.location import Location
 
 # --- a packed tensor whose base is a tensor of another store ---

@@ -26,8 +26,7 @@ from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.index import HEADERS_NAME, OWN_NAMES, is_own_name
 from mergepipe.deltastore.tensor import EncodedTensor, PlainTensor
-from mergepipe.storage.contract import RangeFile, Store
-from mergepipe.storage.file_version import FileId
+from mergepipe.storage.contract import FileId, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 

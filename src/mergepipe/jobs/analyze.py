@@ -29,8 +29,8 @@ from mergepipe.options import AnalyzeOptions, block_elements_of, engine_options,
 from mergepipe.planning.overlap import overlaps_of
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
-from mergepipe.runs.catalog_link import KnownStatistics
 from mergepipe.runs.inputs import open_path
+from mergepipe.runs.work import KnownStatistics
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location

@@ -24,7 +24,7 @@ from mergepipe.planning.budget import parse_budget
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback, TriedBudget
 from mergepipe.runs.progress import Resume
-from mergepipe.runs.settings import MergeSettings
+from mergepipe.runs.work import MergeSettings
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage.contract import is_file
 from mergepipe.storage.location import Location

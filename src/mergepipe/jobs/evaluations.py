@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mergepipe.core.escaping import json_line
+from mergepipe.core.display import json_line
 from mergepipe.core.strict_json import canonical_json
 from mergepipe.errors import MergePipeError, UnsupportedError
 from mergepipe.jobs.load import load_tensors

@@ -20,9 +20,9 @@ from mergepipe.planning.selection import layer_of
 from mergepipe.recipes.tasks import Action
 from mergepipe.reports import BlockUse, ExpertShare, Explanation, LayerShare, Overlap, TensorUse
 from mergepipe.runs.budget import analysis_advice, blocks_by_level, level_name, verdict_of
-from mergepipe.runs.catalog_link import KnownStatistics
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
 from mergepipe.runs.stored_plan import plan_of
+from mergepipe.runs.work import KnownStatistics
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location

@@ -27,9 +27,8 @@ from mergepipe.runs.adapters import PREFIX, WEIGHTS_NAME, AdapterTensor, Adapter
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.model_card import hub_id_of, parse_base_model_ids
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import CONFIG_BYTES, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.limits import CONFIG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import write_durably
 from mergepipe.storage.stores import Stores

@@ -26,14 +26,21 @@ from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import AppliedAdapter, MergeReport, Progress, ProgressCallback
 from mergepipe.runs.budget import analysis_advice, coverage_of, verdict_of
-from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs, with_known_digests, with_parameters
 from mergepipe.runs.model_card import hub_id_of
 from mergepipe.runs.progress import MergeProgress, Resume, run_key
-from mergepipe.runs.settings import MergeSettings
 from mergepipe.runs.small_files import PlannedFiles, plan_small_files, planned_sidecars, sidecar_contents
 from mergepipe.runs.stored_plan import open_planned, plan_key, store_plan, stored_plan
-from mergepipe.runs.work import kept_facts, kept_shares, merge_work, output_of, requantisation_error, spectral_cost
+from mergepipe.runs.work import (
+    CatalogLink,
+    MergeSettings,
+    kept_facts,
+    kept_shares,
+    merge_work,
+    output_of,
+    requantisation_error,
+    spectral_cost,
+)
 from mergepipe.snapshots.manifest import (
     BASE_MODEL_IDS_KEY,
     MANIFEST_NAME,
@@ -57,8 +64,7 @@ from mergepipe.snapshots.shards import (
 )
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target, staging_directory
 from mergepipe.storage import owned
-from mergepipe.storage.contract import Store, request_counts, store_notices, traffic
-from mergepipe.storage.file_version import Digested
+from mergepipe.storage.contract import Digested, Store, request_counts, store_notices, traffic
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_all_durably, write_durably

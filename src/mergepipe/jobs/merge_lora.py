@@ -38,11 +38,10 @@ from mergepipe.runs.adapters import (
     factor_names,
     located_adapters,
 )
-from mergepipe.runs.settings import merge_settings
+from mergepipe.runs.work import merge_settings
 from mergepipe.snapshots.staging import Staging, check_target
-from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, RangeFile
 from mergepipe.storage.ledger import Ledger, Purpose
-from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.storage.stores import Stores

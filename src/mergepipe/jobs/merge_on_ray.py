@@ -37,18 +37,17 @@ from mergepipe.options import OutputOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs
 from mergepipe.runs.parts import open_output, record_planning
 from mergepipe.runs.progress import Resume
-from mergepipe.runs.settings import MergeSettings, output_place, run_settings
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
+from mergepipe.runs.work import CatalogLink, MergeSettings, output_place, run_settings
 from mergepipe.snapshots.parts import JOB_NAME, PartsPlace
 from mergepipe.snapshots.parts_places import job_at, parts_place, plan_digests_at
 from mergepipe.snapshots.staging import check_free_space
+from mergepipe.storage.contract import PLAN_BYTES
 from mergepipe.storage.ledger import Usage
-from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 

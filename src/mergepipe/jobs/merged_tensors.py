@@ -28,11 +28,9 @@ from mergepipe.jobs.plan import make_plan, plan_request
 from mergepipe.options import MergeOptions
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.recipes.yaml_source import RecipeText
-from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs, with_known_digests, with_parameters
-from mergepipe.runs.settings import merge_settings
 from mergepipe.runs.small_files import planned_sidecars
-from mergepipe.runs.work import merge_work, output_of
+from mergepipe.runs.work import CatalogLink, merge_settings, merge_work, output_of
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location

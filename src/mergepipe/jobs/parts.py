@@ -14,12 +14,11 @@ from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Outpu
 from mergepipe.jobs.merge import MergeRun
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
-from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.parts import MadeParts, PartsWorker, PlannedOutput, open_output
 from mergepipe.runs.progress import Resume
-from mergepipe.runs.settings import MergeSettings
 from mergepipe.runs.snapshots import is_snapshot_of
+from mergepipe.runs.work import CatalogLink, MergeSettings
 from mergepipe.snapshots.manifest import FILE_SUFFIXES
 from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.parts import Account, Claimant, PartsPlace

@@ -43,13 +43,11 @@ from mergepipe.recipes.tokenizer_source import OMP
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import CheckReport, CopiedTensor, Fallback, ModelUse
 from mergepipe.runs.budget import find_unread, planned_cost
-from mergepipe.runs.catalog_link import CatalogLink, KnownStatistics
 from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, with_known_digests
 from mergepipe.runs.small_files import planned_sidecars
 from mergepipe.runs.stored_plan import vocabulary_of
-from mergepipe.runs.work import output_of, spectral_cost
-from mergepipe.storage.contract import Store
-from mergepipe.storage.limits import PLAN_BYTES
+from mergepipe.runs.work import CatalogLink, KnownStatistics, output_of, spectral_cost
+from mergepipe.storage.contract import PLAN_BYTES, Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 

@@ -26,8 +26,7 @@ from mergepipe.snapshots.manifest import (
 )
 from mergepipe.snapshots.object_upload import HubUpload, ObjectContent, ObjectUpload, OutputContent
 from mergepipe.snapshots.shards import INDEX_NAME
-from mergepipe.storage.contract import Store, files_below
-from mergepipe.storage.file_version import Digested
+from mergepipe.storage.contract import Digested, Store, files_below
 from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.hub_commit import HubRepository

@@ -11,7 +11,7 @@ from pathlib import Path
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
-from mergepipe.core.notices import Notice
+from mergepipe.core.outcome import Notice
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.work import EngineOptions, plan_output, whole
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
@@ -21,13 +21,11 @@ from mergepipe.recipes.fields import LENIENT
 from mergepipe.recipes.recipe_files import reload_recipes
 from mergepipe.recipes.references import reference_text, referenced_paths
 from mergepipe.reports import MergeReport, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.model_card import BaseModelIds
-from mergepipe.runs.settings import MergeSettings
 from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
 from mergepipe.runs.stored_plan import plan_of
-from mergepipe.runs.work import merge_work
+from mergepipe.runs.work import CatalogLink, MergeSettings, merge_work
 from mergepipe.snapshots.layout import layout_of
 from mergepipe.snapshots.manifest import NOTICES_KEY, InputRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest

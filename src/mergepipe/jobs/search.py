@@ -23,7 +23,7 @@ from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, SearchOp
 from mergepipe.recipes.yaml_source import KeyPath, RecipeText, Value, YamlSource, key_path_text, parse_yaml, read_yaml
 from mergepipe.recipes.yaml_source import recipe_text as written_recipe
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SearchReport, SearchTrial
-from mergepipe.runs.settings import run_settings
+from mergepipe.runs.work import run_settings
 from mergepipe.snapshots.staging import check_target
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location

@@ -25,9 +25,8 @@ from mergepipe.planning.plan import Plan
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import ByteProgress, MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
 from mergepipe.runs.budget import blocks_by_level, verdict_of
-from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs
-from mergepipe.runs.settings import run_settings
+from mergepipe.runs.work import CatalogLink, run_settings
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores

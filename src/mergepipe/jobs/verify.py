@@ -33,9 +33,7 @@ from mergepipe.snapshots.layout import (
 )
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, OutputTensor, is_composite, read_composite
 from mergepipe.snapshots.shards import BlockTable, index_map, index_name, root_of
-from mergepipe.storage.contract import Store, files_below
-from mergepipe.storage.file_version import Digested
-from mergepipe.storage.limits import CONFIG_BYTES, MANIFEST_BYTES
+from mergepipe.storage.contract import CONFIG_BYTES, MANIFEST_BYTES, Digested, Store, files_below
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 

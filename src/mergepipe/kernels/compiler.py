@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from mergepipe.kernels.address_space import check_address_space
+from mergepipe.kernels.compiled import check_address_space
 
 check_address_space(threads=1)  # loading LLVM would abort the process
 

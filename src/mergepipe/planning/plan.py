@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
 from mergepipe.core.display import Displayed, shown
-from mergepipe.core.notices import Notice
+from mergepipe.core.outcome import Notice
 from mergepipe.core.records import AsText, RecordFormat, Seed, Size, encode
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import OutputError
 from mergepipe.operators.statistics import Cut
 from mergepipe.recipes.tasks import TensorParameters
 from mergepipe.reports import Fallback, Sampling
-from mergepipe.storage.file_version import FileId
+from mergepipe.storage.contract import FileId
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.output import replace_durably
 from mergepipe.storage.ranges import os_error, read_head

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import isfinite
 
-from mergepipe.core.notices import Notice, notice_at, told_once
+from mergepipe.core.outcome import Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError, Problem, RecipeError, did_you_mean
 from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.yaml_source import KeyPath, Value, YamlSource, shortened

@@ -20,7 +20,7 @@ from mergepipe.checkpoints.routers import CHEAP_MODE, RANDOM_MODES, Gates, Noisy
 from mergepipe.checkpoints.stacked_experts import Stacked, pieces_of
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
-from mergepipe.core.notices import DroppedTensor
+from mergepipe.core.outcome import DroppedTensor
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.recipes.recipe import Mixture, Recipe
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DType
-from mergepipe.core.notices import Notice
+from mergepipe.core.outcome import Notice
 from mergepipe.operators.spec import OperatorSpec
 from mergepipe.storage.location import Location
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import yaml
 
-from mergepipe.core.escaping import yaml_scalar
+from mergepipe.core.display import yaml_scalar
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, StorageError
 from mergepipe.recipes.fields import DocumentReader
 from mergepipe.recipes.recipe import ModelInput, Recipe, Setting, with_changed_models

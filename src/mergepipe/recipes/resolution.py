@@ -10,7 +10,7 @@ from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.contract import Checkpoint, Readable, Source
 from mergepipe.checkpoints.embedding_rows import TIED_HEADS, is_head
 from mergepipe.core.blocks import DType, DTypeKind, promoted_dtype
-from mergepipe.core.notices import DroppedTensor
+from mergepipe.core.outcome import DroppedTensor
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.operators.base import NUMBERS_OF
 from mergepipe.operators.spec import BY_NORM, BaseRole, Scope

@@ -11,7 +11,7 @@ from enum import StrEnum
 from mergepipe.checkpoints.contract import Readable, Source
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.core.blocks import DType, element_count
-from mergepipe.core.notices import DroppedTensor, Notice
+from mergepipe.core.outcome import DroppedTensor, Notice
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.spec import ISOTROPIC, SVC
 from mergepipe.recipes.recipe import ModelInput, Scalar

@@ -11,10 +11,9 @@ from typing import TypeAlias
 
 import yaml
 
-from mergepipe.core.escaping import printable
+from mergepipe.core.display import printable
 from mergepipe.errors import NotFoundError, Problem, RecipeError, StorageError
-from mergepipe.storage.contract import Store, is_folder
-from mergepipe.storage.limits import RECIPE_BYTES
+from mergepipe.storage.contract import RECIPE_BYTES, Store, is_folder
 from mergepipe.storage.location import Location
 
 MAX_NODES = 100_000

@@ -14,9 +14,7 @@ from mergepipe.core.strict_json import digest_of, parse_object
 from mergepipe.core.units import plural
 from mergepipe.errors import MismatchError, NotFoundError, UnsupportedError, did_you_mean
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.storage.contract import Store, is_folder
-from mergepipe.storage.file_version import FileId
-from mergepipe.storage.limits import IMPORTANCE_BYTES
+from mergepipe.storage.contract import IMPORTANCE_BYTES, FileId, Store, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG_SQ, WEIGHT, StateReader, StoredState
 from mergepipe.tailor.composition_plan import unpacked

@@ -22,7 +22,7 @@ from mergepipe.checkpoints.quantised import dequantised, stored_like
 from mergepipe.checkpoints.stacked_experts import in_layout_of
 from mergepipe.checkpoints.vocabulary import counted
 from mergepipe.core.blocks import DTypeKind
-from mergepipe.core.notices import DroppedTensor, Notice, notice_at, told_once
+from mergepipe.core.outcome import DroppedTensor, Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.fields import USUAL, Strictness, refuse_notices
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mergepipe.operators.statistics import TensorStatistics
     from mergepipe.planning.plan import Plan
     from mergepipe.recipes.yaml_source import RecipeText
-    from mergepipe.runs.catalog_link import CatalogLink, KnownStatistics
+    from mergepipe.runs.work import CatalogLink, KnownStatistics
     from mergepipe.storage.contract import Store
 
 

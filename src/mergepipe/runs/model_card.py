@@ -14,7 +14,7 @@ import yaml
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import MODULES_NAME, PIPELINE_NAME
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
-from mergepipe.core.escaping import markdown_code, markdown_text, printable, yaml_scalar
+from mergepipe.core.display import markdown_code, markdown_text, printable, yaml_scalar
 from mergepipe.core.units import format_bytes
 from mergepipe.errors import CorruptError, NotFoundError, RecipeError
 from mergepipe.planning.plan import Plan
@@ -25,8 +25,7 @@ from mergepipe.reports import BudgetVerdict
 from mergepipe.runs.budget import verdict_of
 from mergepipe.runs.inputs import Inputs
 from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, CACHED_MODEL, CARD_NAME, Manifest, is_relative_part
-from mergepipe.storage.contract import Store
-from mergepipe.storage.limits import CARD_BYTES
+from mergepipe.storage.contract import CARD_BYTES, Store
 from mergepipe.storage.location import HUB_SCHEME, Location
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"

@@ -19,8 +19,7 @@ from mergepipe.errors import CorruptError, RecipeError, did_you_mean
 from mergepipe.recipes.output_tensors import parsed_config, text_sections, with_dtype, with_layers
 from mergepipe.runs.model_card import InputCard, read_input_card
 from mergepipe.snapshots.manifest import CARD_NAME, MANIFEST_NAME, LeftOutFile, Manifest, file_without_paths
-from mergepipe.storage.contract import FileKind, Store, concurrent_map
-from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
+from mergepipe.storage.contract import SIDECARS_BYTES, FileKind, Store, concurrent_map, sidecar_limit
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:

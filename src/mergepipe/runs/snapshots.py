@@ -33,8 +33,7 @@ from mergepipe.snapshots.manifest import (
     record_folder,
     with_absolute_paths,
 )
-from mergepipe.storage.file_version import modified_at
-from mergepipe.storage.limits import MANIFEST_BYTES
+from mergepipe.storage.contract import MANIFEST_BYTES, modified_at
 from mergepipe.storage.location import Location, is_remote
 from mergepipe.storage.stores import Stores
 

@@ -16,12 +16,11 @@ from mergepipe.planning.plan import PLAN_FORMAT, Plan, PlannedModel
 from mergepipe.recipes.fields import LENIENT
 from mergepipe.recipes.recipe_files import reload_recipe
 from mergepipe.recipes.references import reference_text
-from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_recipes, with_known_digests
+from mergepipe.runs.work import CatalogLink
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage import owned
-from mergepipe.storage.contract import Store
-from mergepipe.storage.limits import PLAN_BYTES
+from mergepipe.storage.contract import PLAN_BYTES, Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import os_error
 

@@ -1,37 +1,243 @@
-"""Build the `MergeWork` of a merge from its opened inputs, its plan (if any) and its seed; count what it keeps."""
+"""What a run of a merge is given: its settings, the catalog where there is one, and the `MergeWork` of its inputs."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import sub
+from pathlib import Path
+from typing import Final, TypeVar
 
 import numpy as np
 
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.database import is_catalog_error
+from mergepipe.catalog.statistics_file import STATISTICS_NAME, StatisticsFile, parse_statistics, statistics_path
 from mergepipe.checkpoints.codes import Requantised
-from mergepipe.checkpoints.content_id import content_id
+from mergepipe.checkpoints.content_id import content_digest, content_id
 from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
 from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.engine.tensor_work import ExpertQuantities, KnownQuantities, PlannedAccess, operator_input
-from mergepipe.engine.work import MergeWork, OutputPlan, plan_output
-from mergepipe.errors import OutputError
+from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output
+from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.operators.base import MagnitudeBand, MagnitudeCut, is_calibrated
 from mergepipe.operators.registry import operator_named
-from mergepipe.options import DEFAULT_SHARD_BYTES
+from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.options import (
+    DEFAULT_SHARD_BYTES,
+    MergeOptions,
+    OutputOptions,
+    PathStyle,
+    catalog_home,
+    check_seed,
+    engine_options,
+    home_of,
+)
 from mergepipe.planning.plan import Plan
+from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.reports import KeptShare
-from mergepipe.runs.catalog_link import CatalogLink, KnownStatistics
 from mergepipe.runs.inputs import Inputs, PairStatistics
-from mergepipe.snapshots.shards import SINGLE_NAME, SUFFIX
-from mergepipe.storage.contract import Store
+from mergepipe.runs.model_card import BaseModelIds, parse_base_model_ids
+from mergepipe.runs.progress import Resume
+from mergepipe.runs.small_files import EVERY_SMALL_FILE, SmallFileChoice
+from mergepipe.snapshots.manifest import BESIDE, FILE_SUFFIXES
+from mergepipe.snapshots.shards import SINGLE_NAME, SUFFIX, index_name
+from mergepipe.storage.contract import STATISTICS_BYTES, Store, is_file
 from mergepipe.storage.location import Location
+
+# --- the settings of a run, and how the options of a call give them ---
+
+
+_OTHER_SUFFIXES: Final = (*FILE_SUFFIXES, ".bin", ".pt", ".pth", ".ckpt", ".onnx")
+NO_IDS = BaseModelIds()
+
+
+@dataclass(frozen=True, slots=True)
+class MergeSettings:
+    """Settings of one merge run. `home` is the catalog's directory; None runs without a catalog.
+
+    `strictness` says whether what has no effect in a recipe is refused, and what an interrupted run leaves to be read
+    beyond the budget. With a `plan_key` the plan is kept beside the unfinished output, see `stored_plan`. With a
+    `destination` in a bucket the output goes there, and is staged on this machine. With `absolute_paths` the snapshot's
+    files name inputs by their absolute paths. `base_model_ids` are ids on the Hub that the user states.
+    `tried_expert_bytes` were read under budgets of which the result was not good enough. `file` is the name of an
+    output that is one file.
+    """
+
+    engine: EngineOptions
+    seed: int
+    force: bool
+    shard_bytes: int | None
+    home: Path | None
+    resume: Resume = Resume.AUTO
+    allow_dropped: tuple[str, ...] = ()
+    small_files: SmallFileChoice = EVERY_SMALL_FILE
+    strictness: Strictness = USUAL
+    plan_key: str = ""
+    destination: Location | None = None
+    absolute_paths: bool = False
+    base_model_ids: BaseModelIds = NO_IDS
+    tried_expert_bytes: int = 0
+    file: str = ""
+
+    @property
+    def beside(self) -> str:
+        """How the manifest names weight files before their own names."""
+        return BESIDE if self.file else ""
+
+
+def merge_settings(options: MergeOptions) -> MergeSettings:
+    """Return the settings of a merge."""
+    return replace(
+        run_settings(options, options.seed),
+        allow_dropped=options.allow_dropped,
+        small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
+        strictness=Strictness(options.strict, options.lenient),
+    )
+
+
+def run_settings(options: OutputOptions, seed: int) -> MergeSettings:
+    """Return the settings of a run whose plan or manifest says what is merged. Raises as `merge_settings`."""
+    return MergeSettings(
+        engine=engine_options(options),
+        seed=check_seed(seed),
+        force=options.force,
+        shard_bytes=options.shard_bytes,
+        home=catalog_home(options),
+        resume=resume_of(options.resume),
+        strictness=Strictness(strict=options.strict),
+        absolute_paths=options.paths == PathStyle.ABSOLUTE,
+        base_model_ids=parse_base_model_ids(options.base_model_ids),
+    )
+
+
+def resume_of(resume: bool | None) -> Resume:
+    """Return what to do about an interrupted run: resume it if there is one (None), require one, or begin anew."""
+    if resume is None:
+        return Resume.AUTO
+    return Resume.REQUIRED if resume else Resume.NEVER
+
+
+def output_place(
+    out: str | Path | Location, settings: MergeSettings, home: str | Path | None
+) -> tuple[Path, MergeSettings]:
+    """Return where an output is staged or published on this machine; settings name the bucket it goes to, if any."""
+    location = Location.of(out)
+    if location.suffix in FILE_SUFFIXES and location.is_local and not index_name(location.name):
+        return location.without_detours().local_path, replace(settings, file=location.name)
+    if location.suffix in _OTHER_SUFFIXES:
+        message = f"is the name of a file; the output is a folder that holds {SINGLE_NAME}"
+        raise OutputError.of("output.place", location, message, f"write {location.parent / location.stem}")
+    if location.is_local:
+        return location.without_detours().local_path, settings
+    from mergepipe.snapshots.object_upload import check_destination, staging_place
+
+    check_destination(location, force=settings.force)
+    return staging_place(location, home_of(home)), replace(settings, destination=location)
+
+
+# --- use the catalog where there is one: its first failure becomes a notice; look up statistics by content ---
+
+
+T = TypeVar("T")
+
+
+class CatalogLink:
+    """An optional catalog: its first failure becomes a notice, and from then on it is not used.
+
+    Where it is `required`, trouble is an error.
+    """
+
+    def __init__(self, home: Path | None, *, required: bool = False) -> None:
+        self.notices: list[str] = []
+        self._home = home
+        self._required = required
+        self._catalog: Catalog | None = None
+
+    @property
+    def home(self) -> Path | None:
+        """The catalog's directory; None where it is not used."""
+        return self._home
+
+    def use(self, action: Callable[[Catalog], T]) -> T | None:
+        """Call `action` with the catalog, opening it on first use; return None where no catalog is usable."""
+        if self._home is None:
+            return None
+        try:
+            if self._catalog is None:
+                self._catalog = Catalog.open(self._home)
+            return action(self._catalog)
+        except MergePipeError as error:
+            if self._required or not is_catalog_error(error):
+                raise
+            self.notices.append(f"the catalog is not used: {error}")
+            self.close()
+            return None
+
+    def close(self) -> None:
+        """Close the catalog; nothing is recorded afterwards."""
+        self._home = None
+        if self._catalog is not None:
+            catalog, self._catalog = self._catalog, None
+            catalog.close()
+
+
+_NOTHING: Mapping[str, TensorStatistics] = {}
+
+
+class KnownStatistics:
+    """The statistics on record of experts whose content, and their base's, is known; digests are not taken here.
+
+    Those of the `home` folder are an analysis made there, or a file that its owner put there. With `beside`, a file
+    `mergepipe.stats` in an expert's folder counts too, for the content that this very expert has: of other models such
+    a file proves nothing. What is wrong with a file becomes one of `notices`, and the file is not used.
+    """
+
+    def __init__(self, store: Store, home: Path | None, notices: list[str], *, beside: bool) -> None:
+        self._store = store
+        self._home = home
+        self._notices = notices
+        self._beside = beside
+        self._files: dict[Location, StatisticsFile | None] = {}
+
+    def file(self, expert: Checkpoint, base: Checkpoint) -> StatisticsFile | None:
+        """Return what is on record of an expert against a base; None if nothing is."""
+        place = expert.root / STATISTICS_NAME if self._beside else None
+        return self.of_contents(content_digest(expert), content_digest(base), place)
+
+    def of_contents(self, expert: str | None, base: str | None, place: Location | None = None) -> StatisticsFile | None:
+        """Return what is on record of a content against a base's, by their digests; None if nothing is."""
+        if expert is None or base is None:
+            return None
+        home = None if self._home is None else Location.local(statistics_path(self._home, expert, base))
+        files = (self._read(where) for where in (home, place) if where is not None)
+        return next((f for f in files if f is not None and (f.expert.digest, f.base.digest) == (expert, base)), None)
+
+    def tensors(self, expert: Checkpoint, base: Checkpoint) -> Mapping[str, TensorStatistics]:
+        """Return the statistics of an expert's tensors against a base's, by name."""
+        file = self.file(expert, base)
+        return _NOTHING if file is None else file.tensors
+
+    def _read(self, place: Location) -> StatisticsFile | None:
+        if place not in self._files:
+            self._files[place] = None
+            try:
+                if is_file(self._store, place):
+                    self._files[place] = parse_statistics(self._store.read_small(place, STATISTICS_BYTES), place)
+            except MergePipeError as error:
+                self._notices.append(f"statistics are not used: {error}")
+        return self._files[place]
+
 
 ON_OMIT_RENORMALIZE = "renormalize"
 _ONE_FILE = 1 << 62
+
+
+# --- the work of a merge, and what it keeps ---
 
 
 def merge_work(

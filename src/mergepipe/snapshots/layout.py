@@ -32,9 +32,8 @@ from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
 from mergepipe.snapshots.manifest import BESIDE, MANIFEST_NAME, Manifest, OutputTensor
 from mergepipe.snapshots.shards import BLOCKS_NAME, BlockTable, block_digest, block_table_of
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import BLOCK_TABLE_BYTES, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.limits import BLOCK_TABLE_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, read_exact, round_up
 

@@ -17,14 +17,12 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from mergepipe.checkpoints.directory import is_contained
-from mergepipe.core.notices import DroppedTensor
+from mergepipe.core.outcome import DroppedTensor
 from mergepipe.core.records import RecordFormat, Seed, Size, decode, encode
 from mergepipe.core.strict_json import JsonValue, digest_of, shown
 from mergepipe.errors import MergePipeError
-from mergepipe.storage.contract import Store
-from mergepipe.storage.file_version import Digested, FileId
+from mergepipe.storage.contract import MANIFEST_BYTES, Digested, FileId, Store
 from mergepipe.storage.ledger import Purpose, Usage
-from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.location import Location
 
 MANIFEST_NAME = "mergepipe.json"

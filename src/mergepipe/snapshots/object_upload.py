@@ -35,8 +35,7 @@ from mergepipe.errors import (
 from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME, is_composite, parse_manifest, read_composite
 from mergepipe.snapshots.shards import INDEX_NAME
-from mergepipe.storage.contract import Store, files_below
-from mergepipe.storage.limits import MANIFEST_BYTES, OWNER_BYTES
+from mergepipe.storage.contract import MANIFEST_BYTES, OWNER_BYTES, Store, files_below
 from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.owner import SILENCE_SECONDS as STAGING_SILENCE_SECONDS

@@ -39,8 +39,8 @@ from mergepipe.snapshots.work_log import (
     usage_of,
     uses_of,
 )
+from mergepipe.storage.contract import WORK_LOG_BYTES
 from mergepipe.storage.ledger import Usage
-from mergepipe.storage.limits import WORK_LOG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import Owner, is_alive, this_process
 

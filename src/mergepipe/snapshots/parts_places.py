@@ -25,7 +25,7 @@ from mergepipe.snapshots.object_upload import MARKER_NAME, no_conditions
 from mergepipe.snapshots.parts import JOB_NAME, PartsJob, PartsPlace, content_of, gone, parse_job
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage import owned
-from mergepipe.storage.limits import WORK_LOG_BYTES
+from mergepipe.storage.contract import WORK_LOG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.ranges import os_error

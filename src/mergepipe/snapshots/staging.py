@@ -16,7 +16,7 @@ from mergepipe.core.outcome import note_committed
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
 from mergepipe.snapshots.manifest import BESIDE, MANIFEST_NAME, record_folder
 from mergepipe.storage import owned
-from mergepipe.storage.limits import MANIFEST_BYTES
+from mergepipe.storage.contract import MANIFEST_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import (

@@ -24,8 +24,8 @@ from mergepipe.errors import MergePipeError, StorageError
 from mergepipe.snapshots.shards import TensorDigest, packed_digests, root_of, unpacked_digests
 from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.storage import owned
+from mergepipe.storage.contract import WORK_LOG_BYTES
 from mergepipe.storage.ledger import Purpose, Usage
-from mergepipe.storage.limits import WORK_LOG_BYTES
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import LOG_NAME
 from mergepipe.storage.ranges import os_error

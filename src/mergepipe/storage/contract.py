@@ -5,17 +5,141 @@ Stores of remote files make requests: how many, how they are bounded, how they a
 
 from __future__ import annotations
 
+import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import Enum
+from pathlib import Path
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
+from blake3 import blake3
+
+from mergepipe.core.records import Size
 from mergepipe.core.units import positive
 from mergepipe.errors import StorageError
 from mergepipe.storage.ledger import Ledger, Purpose, Usage
 from mergepipe.storage.location import Location
+
+# --- the largest size of each kind of small file that is read into memory as a whole ---
+# Several times that of the largest real file of its kind; a larger one is refused, `storage.too-large`, unread.
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+# -- files of models --
+CONFIG_BYTES: Final = 16 * _MIB  # two names for each of 22,000 classes take 3 MB
+CARD_BYTES: Final = 8 * _MIB  # README.md of a model: prose and tables of results
+TEMPLATE_BYTES: Final = 4 * _MIB  # chat templates that write tools and images have 30 kB
+TOKENIZER_BYTES: Final = 128 * _MIB  # tokenizer.json of 262,000 tokens with their merges has 35 MB
+SIDECARS_BYTES: Final = 256 * _MIB  # of one model together: a tokenizer in three forms has 50 MB
+WEIGHT_INDEX_BYTES: Final = 24 * _MIB  # one line a tensor: 140,000 of 384 experts in 60 layers, with scales, take 14 MB
+ADAPTER_CONFIG_BYTES: Final = 4 * _MIB  # names modules, each at most once
+
+# -- files of training checkpoints --
+TRAINER_JSON_BYTES: Final = 256 * _MIB  # trainer_state.json logs every step
+LATEST_BYTES: Final = 200  # the name of one directory
+PICKLE_BYTES: Final = 256 * _MIB  # .metadata of DCP, data.pkl of torch: one record a tensor and rank
+ZIP_DIRECTORY_BYTES: Final = 128 * _MIB  # a member a tensor: a million of 100 bytes
+SAVE_LOG_BYTES: Final = 256 * _MIB  # one line a save
+PARTIAL_MANIFEST_BYTES: Final = 256 * _MIB  # one record a tensor and shard
+
+# -- files of ours --
+RECIPE_BYTES: Final = 1 * _MIB  # written by hand
+IMPORTANCE_BYTES: Final = 64 * _MIB  # one number a tensor
+PLAN_BYTES: Final = 256 * _MIB  # one record a tensor, with the blocks that are read
+MANIFEST_BYTES: Final = 256 * _MIB  # one record a tensor
+BLOCK_TABLE_BYTES: Final = 1024 * _MIB  # 16 bytes a block of 256 KiB or so: 10**13 elements
+STORE_HEADER_BYTES: Final = 64 * _MIB  # one record a tensor
+WORK_LOG_BYTES: Final = 256 * _MIB  # one digest a block
+STATISTICS_BYTES: Final = 256 * _MIB  # 0.025 % of the experts: those of 10**12 bytes
+OWNER_BYTES: Final = 64 * _KIB  # four short values
+
+_TEMPLATE_NAMES = ("chat_template.json",)
+_CONFIG_NAMES = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+
+
+def sidecar_limit(name: str) -> int:
+    """The size limit of a file that a checkpoint holds beside its weights, by its name."""
+    if name.endswith(".jinja") or name in _TEMPLATE_NAMES:
+        return TEMPLATE_BYTES
+    return CONFIG_BYTES if name in _CONFIG_NAMES else TOKENIZER_BYTES
+
+
+_SECOND_NS = 1_000_000_000
+_PROCESS = os.urandom(8).hex()
+_CONTENT = re.compile(r"sha256:([0-9a-f]{64})")
+
+
+def version_of(path: Path, status: os.stat_result) -> str:
+    """Name the state of a file from its status: times of modification and of change, and the inode's number.
+
+    The time of change cannot be set back by a program, so equal versions of a path mean equal bytes. Where a read-only
+    file system has no such time and repeats that of modification (images of squashfs, erofs, ISO 9660), another image
+    may show equal values: there the version is good in this process only, and equals no recorded one.
+    """
+    version = f"{status.st_mtime_ns}.{status.st_ctime_ns}.{status.st_ino}"
+    repeats = status.st_ctime_ns == status.st_mtime_ns and status.st_ctime_ns % _SECOND_NS == 0
+    return f"{version}.{_PROCESS}" if repeats and _is_read_only(path) else version
+
+
+def sha256_of_version(version: str) -> str | None:
+    """Return the digest of a file's bytes where its version is that (`sha256:` and 64 hex digits), else None."""
+    match = _CONTENT.fullmatch(version)
+    return None if match is None else match[1]
+
+
+def modified_at(path: Path) -> datetime:
+    """The time a file was modified; the epoch if it is unknown or not a valid date."""
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except (OSError, OverflowError, ValueError):
+        return datetime.fromtimestamp(0, UTC)
+
+
+def _is_read_only(path: Path) -> bool:
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class FileId:
+    """A file's name, relative to its model, with the size and version that identify its content.
+
+    Two that are equal, of the same path, are of the same bytes: `version` changes whenever those do. Two that differ in
+    their versions alone are of the same bytes if both tell the same `sha256`; it is None where nobody has taken it, and
+    no part of the comparison.
+    """
+
+    name: str
+    size_bytes: Size
+    version: str
+    header_digest: str  # BLAKE3-128 (32 hex digits) of what describes the content: in safetensors the prefix and header
+    sha256: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sha256", sha256_of_version(self.version) or self.sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """A file as it was written: `blake3` (32 hex digits) digests its bytes, or what its record says that it does."""
+
+    name: str
+    size_bytes: Size
+    blake3: str
+
+    @classmethod
+    def of(cls, name: str, content: bytes) -> Digested:
+        """Return the record of a file with this content."""
+        return cls(name, len(content), blake3(content).hexdigest(16))
 
 
 class FileKind(Enum):
@@ -88,7 +212,7 @@ class RangeFile(Protocol):
 
     @property
     def version(self) -> str:
-        """The version of what was opened, whatever its location leads to by now (see `storage.file_version`)."""
+        """The version of what was opened, whatever its location leads to by now."""
         ...
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:

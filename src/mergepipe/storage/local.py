@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mergepipe.errors import MergePipeError, NotFoundError, StorageError
-from mergepipe.storage.contract import Entry, FileKind, FileStatus, StoreTerms
-from mergepipe.storage.file_version import version_of
+from mergepipe.storage.contract import Entry, FileKind, FileStatus, StoreTerms, version_of
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import (

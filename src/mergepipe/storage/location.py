@@ -9,7 +9,7 @@ from functools import total_ordering
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote
 
-from mergepipe.core.escaping import WrittenAsText
+from mergepipe.core.display import WrittenAsText
 from mergepipe.errors import MergePipeError, RecipeError
 
 OBJECT_SCHEMES = ("s3", "gs", "az")

@@ -14,7 +14,7 @@ from typing import Final
 
 from mergepipe.core.records import RecordFormat
 from mergepipe.errors import MergePipeError
-from mergepipe.storage.limits import OWNER_BYTES
+from mergepipe.storage.contract import OWNER_BYTES
 from mergepipe.storage.owned import (
     STAGING_SUFFIX,
     list_folder,

@@ -159,7 +159,7 @@ def recipe(
         RecipeError: not exactly one of `strategy` and `from_log`; a log without `at`; an unknown strategy.
         NotFoundError: the run has no checkpoint to take units from.
     """
-    from mergepipe.core.escaping import printable
+    from mergepipe.core.display import printable
     from mergepipe.core.units import shown_number
     from mergepipe.tailor.run_recipes import STRATEGIES, composition_from_log_file, find_checkpoints, strategy_recipe
 

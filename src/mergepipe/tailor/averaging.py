@@ -19,8 +19,7 @@ from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
 from mergepipe.snapshots.manifest import MANIFEST_NAME, AverageRecord, SelfCheck, Thoroughness
 from mergepipe.snapshots.shards import ShardLayout, TensorSpec, index_files, plan_shards
-from mergepipe.storage.contract import Store, is_file
-from mergepipe.storage.limits import CONFIG_BYTES
+from mergepipe.storage.contract import CONFIG_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, choose_steps, state_to_copy

@@ -14,8 +14,7 @@ import mergepipe
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
 from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
-from mergepipe.core.display import Displayed, Fact, Table, told
-from mergepipe.core.escaping import yaml_document
+from mergepipe.core.display import Displayed, Fact, Table, told, yaml_document
 from mergepipe.core.records import encode
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import format_bytes, format_seconds, plural
@@ -46,10 +45,8 @@ from mergepipe.snapshots.object_upload import (
 )
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
-from mergepipe.storage.contract import Store, is_file
-from mergepipe.storage.file_version import Digested, FileId
+from mergepipe.storage.contract import TRAINER_JSON_BYTES, Digested, FileId, Store, is_file, sidecar_limit
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.limits import TRAINER_JSON_BYTES, sidecar_limit
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.storage.stores import Stores

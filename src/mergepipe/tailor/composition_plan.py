@@ -18,8 +18,7 @@ from mergepipe.core.blocks import ByteRange, DType, Span
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.recipes.output_tensors import states_layers, with_layers
 from mergepipe.snapshots.manifest import UnitStaleness
-from mergepipe.storage.contract import Store, is_file
-from mergepipe.storage.limits import CONFIG_BYTES
+from mergepipe.storage.contract import CONFIG_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import InertPickler, plan_edited, stale_checksums
 from mergepipe.tailor.assignment import Assignment, StepChoice, choose_steps, layer_count, staleness_of

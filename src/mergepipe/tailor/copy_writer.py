@@ -24,8 +24,7 @@ from mergepipe.core.units import size_option
 from mergepipe.errors import LimitError, UnsupportedError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput
 from mergepipe.operators.registry import operator_named
-from mergepipe.storage.contract import RangeFile, Store
-from mergepipe.storage.file_version import Digested
+from mergepipe.storage.contract import Digested, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from mergepipe.core.blocks import BF16, DTYPES_BY_RECIPE_NAME, F16, F32, DType
-from mergepipe.core.escaping import yaml_document
+from mergepipe.core.display import yaml_document
 from mergepipe.errors import NotFoundError, Problem, RecipeError, did_you_mean
 from mergepipe.recipes.fields import DocumentReader, Findings, describe
 from mergepipe.recipes.references import read_reference

@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from mergepipe.core.escaping import yaml_document
+from mergepipe.core.display import yaml_document
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
-from mergepipe.storage.contract import FileKind, Store, is_file, is_folder
-from mergepipe.storage.limits import SAVE_LOG_BYTES
+from mergepipe.storage.contract import SAVE_LOG_BYTES, FileKind, Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.formats.contract import step_of_name

@@ -12,7 +12,7 @@ from typing import Any
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.core.blocks import F32
-from mergepipe.core.escaping import yaml_document
+from mergepipe.core.display import yaml_document
 from mergepipe.errors import MismatchError, RecipeError
 from mergepipe.options import ExportOptions
 from mergepipe.recipes.yaml_source import parse_yaml

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.runs.inputs import open_model
 from mergepipe.snapshots.manifest import AverageRecord, ComposedCheckpoint, CompositeManifest, SelfCheck, Thoroughness
-from mergepipe.storage.file_version import Digested
+from mergepipe.storage.contract import Digested
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.named_models import named

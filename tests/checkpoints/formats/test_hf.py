@@ -12,7 +12,7 @@ import pytest
 from mergepipe.checkpoints.directory import SIDECAR_NAMES, Weights, choose_weights, open_checkpoint
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
-from mergepipe.storage.file_version import version_of
+from mergepipe.storage.contract import version_of
 from mergepipe.storage.location import Location
 from support.refusals import refuses
 from support.safetensors_bytes import file_bytes, honest_file, record

@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 
 from mergepipe import api
+from mergepipe.cli.app import EXPERT_PART, RecipePath, command
 from mergepipe.cli.printing import PrintOptions, print_report
 from mergepipe.cli.progress import OnProgress
-from mergepipe.cli.registration import EXPERT_PART, RecipePath, command
-from mergepipe.core.display import Displayed
-from mergepipe.core.escaping import json_line
+from mergepipe.core.display import Displayed, json_line
 from mergepipe.core.flags import Flag
 from mergepipe.core.outcome import note_committed
 from mergepipe.options import (

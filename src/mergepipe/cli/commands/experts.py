@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from mergepipe import api
+from mergepipe.cli.app import EXPERT_PART, OutDirectory, OutOption, Without, command
 from mergepipe.cli.progress import OnProgress
-from mergepipe.cli.registration import EXPERT_PART, OutDirectory, OutOption, Without, command
 from mergepipe.core.display import Displayed
 from mergepipe.core.flags import Flag
 from mergepipe.core.outcome import tell_what_is_published

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mergepipe import api
-from mergepipe.cli.registration import command
+from mergepipe.cli.app import command
 from mergepipe.core.display import Displayed
 from mergepipe.core.flags import Flag
 from mergepipe.options import HOME

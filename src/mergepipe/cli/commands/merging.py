@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from mergepipe import api
+from mergepipe.cli.app import OUT_HELP, OutPath, RecipePath, command
 from mergepipe.cli.progress import OnProgress
-from mergepipe.cli.registration import OUT_HELP, OutPath, RecipePath, command
 from mergepipe.core.display import Displayed
 from mergepipe.core.flags import Flag, declared_options
 from mergepipe.errors import RecipeError

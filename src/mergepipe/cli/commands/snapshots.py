@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mergepipe import api
+from mergepipe.cli.app import OutPath, SnapshotName, Without, command
 from mergepipe.cli.printing import PrintOptions, ReportOptions, print_report, report_json
 from mergepipe.cli.progress import OnProgress
-from mergepipe.cli.registration import OutPath, SnapshotName, Without, command
-from mergepipe.core.display import Displayed, Table, text_of, told
-from mergepipe.core.escaping import printable, printable_lines
+from mergepipe.core.display import Displayed, Table, printable, printable_lines, text_of, told
 from mergepipe.core.flags import Flag
 from mergepipe.core.outcome import note_committed
 from mergepipe.core.units import format_bytes

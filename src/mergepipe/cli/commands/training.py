@@ -8,12 +8,11 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from mergepipe.cli.app import OutOption, OutPath, RecipePath, command
 from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
 from mergepipe.cli.printing import DEBUG
 from mergepipe.cli.progress import OnProgress
-from mergepipe.cli.registration import OutOption, OutPath, RecipePath, command
-from mergepipe.core.display import Displayed
-from mergepipe.core.escaping import printable_lines
+from mergepipe.core.display import Displayed, printable_lines
 from mergepipe.core.flags import Flag
 from mergepipe.options import EXPORT, STATE_FROM, STRATEGIES, AverageOptions, ComposeOptions, ExportOptions
 from mergepipe.tailor import api

@@ -41,10 +41,8 @@ from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, Outpu
 from mergepipe.snapshots.staging import Staging, kept_note
 from mergepipe.snapshots.work_log import WORTH_KEEPING, WorkLog
 from mergepipe.storage import owned
-from mergepipe.storage.contract import Store
-from mergepipe.storage.file_version import FileId
+from mergepipe.storage.contract import FileId, Store, sidecar_limit
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.limits import sidecar_limit
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import os_error
 from mergepipe.storage.remote.bucket_folder import BucketFolder

@@ -28,8 +28,7 @@ from mergepipe.errors import OutputError, RecipeError, UnsupportedError
 from mergepipe.reports import BaseMatch
 from mergepipe.snapshots.object_upload import check_apart, staging_place
 from mergepipe.snapshots.staging import check_target
-from mergepipe.storage.contract import FileKind, RangeFile, Store, concurrent_map
-from mergepipe.storage.file_version import FileId
+from mergepipe.storage.contract import FileId, FileKind, RangeFile, Store, concurrent_map
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 

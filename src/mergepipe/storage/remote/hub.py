@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from mergepipe.errors import MergePipeError, NotFoundError
-from mergepipe.storage.contract import Entry, FileStatus, RangeFile, RemoteSettings, StoreTerms
-from mergepipe.storage.file_version import version_of
+from mergepipe.storage.contract import Entry, FileStatus, RangeFile, RemoteSettings, StoreTerms, version_of
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile
 from mergepipe.storage.location import HUB_SCHEME, Location, bare_name

@@ -21,9 +21,8 @@ from typing import Final
 from urllib.parse import quote
 
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
-from mergepipe.storage.contract import Entry, FileKind, FileStatus, RemoteSettings
+from mergepipe.storage.contract import WEIGHT_INDEX_BYTES, Entry, FileKind, FileStatus, RemoteSettings
 from mergepipe.storage.ledger import Ledger
-from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
 from mergepipe.storage.location import WEB_SCHEMES, Location
 from mergepipe.storage.remote.http_client import Address, HeadAnswer, HttpClient, Pin
 from mergepipe.storage.remote.pinned_store import PinnedStore, status_of

@@ -15,8 +15,7 @@ from mergepipe.checkpoints.torch_file import Window, read_torch_zip, read_zip_di
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
-from mergepipe.storage.contract import Store, is_file
-from mergepipe.storage.limits import PICKLE_BYTES
+from mergepipe.storage.contract import PICKLE_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import Size
 from mergepipe.tailor.checkpoint import (

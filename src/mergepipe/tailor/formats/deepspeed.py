@@ -12,8 +12,7 @@ from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import StoredTensor, TorchArchive, read_torch_zip
 from mergepipe.core.blocks import Span, element_count
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
-from mergepipe.storage.contract import Store, is_file, is_folder
-from mergepipe.storage.limits import LATEST_BYTES
+from mergepipe.storage.contract import LATEST_BYTES, Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import (
     EXPORT,

@@ -18,8 +18,7 @@ from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.strict_json import JsonValue, parse_object
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
-from mergepipe.storage.contract import Store, is_file
-from mergepipe.storage.limits import TRAINER_JSON_BYTES
+from mergepipe.storage.contract import TRAINER_JSON_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import WEIGHT, AdamStep, Framework, StoredState, TrainingCheckpoint
 from mergepipe.tailor.formats.contract import (

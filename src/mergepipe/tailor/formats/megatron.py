@@ -7,8 +7,7 @@ import re
 from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
-from mergepipe.storage.contract import Store, is_file, is_folder
-from mergepipe.storage.limits import LATEST_BYTES
+from mergepipe.storage.contract import LATEST_BYTES, Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, WEIGHT, TrainingCheckpoint
 from mergepipe.tailor.formats.contract import TrainingFormat, step_of_name

@@ -15,8 +15,7 @@ from mergepipe.core.records import AsText, RecordFormat, Size, Within
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError
 from mergepipe.snapshots.manifest import MANIFEST_FORMAT_NAME, MANIFEST_VERSION
-from mergepipe.storage.contract import Store, is_file
-from mergepipe.storage.limits import PARTIAL_MANIFEST_BYTES
+from mergepipe.storage.contract import PARTIAL_MANIFEST_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import AdamStep, Framework, Piece, StoredState, TrainingCheckpoint
 from mergepipe.tailor.formats.contract import TrainingFormat

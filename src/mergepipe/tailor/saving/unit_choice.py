@@ -19,7 +19,7 @@ from mergepipe.core.records import AsText, RefusedError, Size, decode, encode
 from mergepipe.core.strict_json import parse_object, shown
 from mergepipe.errors import CorruptError, LimitError, RecipeError, did_you_mean
 from mergepipe.storage import owned
-from mergepipe.storage.limits import SAVE_LOG_BYTES
+from mergepipe.storage.contract import SAVE_LOG_BYTES
 from mergepipe.storage.ranges import os_error, read_descriptor_range, read_small
 from mergepipe.tailor.checkpoint import EXP_AVG_SQ
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
