@@ -25,14 +25,6 @@ from support.torch_bytes import Named as GlobalName
 T = TypeVar("T")
 
 PATH = Location.parse("adapter_config.json")
-KEYS = st.sampled_from(
-    ["peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights"]
-)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=20), inner, max_size=3),
-    max_leaves=6,
-)
 
 
 def outcome(call: Callable[[], T]) -> T | MergePipeError:
@@ -45,15 +37,6 @@ def outcome(call: Callable[[], T]) -> T | MergePipeError:
 
 def parsed(content: bytes) -> AdapterConfig:
     return read_adapter_config(InMemoryStore({PATH: content}), PATH)
-
-
-@given(st.dictionaries(KEYS, VALUES))
-def test_read_adapter_config__survives_any_values(config: dict[str, object]) -> None:
-    found = outcome(lambda: parsed(json.dumps({"peft_type": "LORA", **config}).encode()))
-    if isinstance(found, AdapterConfig):
-        assert found.rank_of("a.b") > 0
-    else:
-        assert (len(str(found).splitlines()), len(str(found)) < 1000) == (1, True)
 
 
 @given(st.text(alphabet="ab.^$|()[]*+?{}\\d-,1", max_size=40))
@@ -83,36 +66,6 @@ def base_at(folder: Path) -> Path:
     header = {"m.q.weight": record(0, 64, shape=[4, 4]), "m.k.weight": record(64, 128, shape=[4, 4])}
     (folder / "model.safetensors").write_bytes(file_bytes(header, bytes(128)))
     return folder
-
-
-NAMES = st.sampled_from(
-    ["m.q.lora_A.weight", "m.q.lora_B.weight", "m.k.weight", "lora_A.weight", "m..lora_B.weight", "q"]
-)
-SHAPES = st.lists(st.integers(0, 5), max_size=3)
-
-
-@given(st.dictionaries(NAMES, SHAPES, min_size=1))
-def test_open_model__survives_any_adapter(
-    tmp_path_factory: pytest.TempPathFactory, shapes: dict[str, list[int]]
-) -> None:
-    root = tmp_path_factory.mktemp("a")
-    base = open_model(MetadataStore(), named(Location.local(base_at(root / "base"))), None)
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        size = 4
-        for length in shape:
-            size *= length
-        header[f"base_model.model.{name}"] = record(end, end + size, shape=shape)
-        end += size
-    (root / "adapter").mkdir()
-    (root / "adapter" / "adapter_model.safetensors").write_bytes(file_bytes(header, bytes(end)))
-    (root / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
-    opened = outcome(lambda: open_model(MetadataStore(), named(Location.local(root / "adapter")), base))
-    if isinstance(opened, MergePipeError):
-        assert str(opened).isprintable()
-    else:
-        deltas = [tensor for tensor in opened.tensors.values() if tensor.is_delta]
-        assert all(tensor.shape == base.tensors[tensor.name].shape for tensor in deltas)
 
 
 def test_open_model__a_pickled_adapter_executes_nothing(tmp_path: Path) -> None:

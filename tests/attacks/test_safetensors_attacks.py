@@ -148,17 +148,11 @@ LIES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_read_header__tells_every_lie_by_its_words(lie: str) -> None:
+def test_read_header__tells_every_lie_by_its_words_in_a_short_printable_line(lie: str) -> None:
     content, words = LIES[lie]
     error = refusal(content)
     assert (error.code, words in str(error)) == ("checkpoint.damaged", True)
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_read_header__a_refusal_is_a_short_printable_line(lie: str) -> None:
-    message = str(refusal(LIES[lie][0]))
-    assert message.isprintable()
-    assert len(message) < 600
+    assert (str(error).isprintable(), len(str(error)) < 600) == (True, True)
 
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
@@ -240,15 +234,6 @@ def check_accepted_or_typed_refusal(content: bytes) -> None:
         assert content[entry.offset : entry.offset + entry.nbytes] == theirs[entry.name]["data"]
 
 
-@settings(deadline=None, max_examples=300)
-@given(st.data())
-def test_read_header__survives_byte_flips(draws: st.DataObject) -> None:
-    content = bytearray(file_bytes({"__metadata__": {"a": "b"}, "a": record(0, 8), "b": record(8, 8)}, bytes(8)))
-    for position in draws.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
-        content[position] = draws.draw(st.integers(0, 255))
-    check_accepted_or_typed_refusal(bytes(content))
-
-
 @settings(deadline=None)
 @given(st.integers(0, len(honest_file("a", "b")) - 1))
 def test_read_header__refuses_every_truncation(length: int) -> None:
@@ -260,19 +245,6 @@ def test_read_header__refuses_every_truncation(length: int) -> None:
 @given(st.sampled_from(["dtype", "shape", "data_offsets", "extra"]), JSON)
 def test_read_header__survives_any_json_in_an_entry(key: str, value: object) -> None:
     check_accepted_or_typed_refusal(one_with(key, value))
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.dictionaries(st.text(max_size=8) | st.just("__metadata__"), JSON, max_size=4), st.binary(max_size=8))
-def test_read_header__survives_any_json_object(header: dict[str, object], tensor_bytes: bytes) -> None:
-    check_accepted_or_typed_refusal(file_bytes(header, tensor_bytes))
-
-
-@settings(deadline=None)
-@given(st.text(max_size=60), st.binary(max_size=8))
-def test_read_header__survives_any_text(text: str, tensor_bytes: bytes) -> None:
-    raw = ("{" + text).encode("utf-8", "replace")
-    check_accepted_or_typed_refusal(file_bytes(raw, tensor_bytes))
 
 
 SIZES = st.integers(0, 3)

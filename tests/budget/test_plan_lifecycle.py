@@ -171,21 +171,6 @@ def _content(home: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_catalog__that_is_locked_stops_plans_but_not_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = make_setting(tmp_path, CASES["linear"])
-    setting.analyze()
-    defaults = "mergepipe.catalog.catalog.Catalog.open.__func__.__kwdefaults__"
-    monkeypatch.setattr(defaults, {"store": None, "timeout_seconds": 0.1})
-    with closing(sqlite3.connect(setting.home / CATALOG_NAME, isolation_level=None)) as holder:
-        holder.execute("PRAGMA locking_mode = EXCLUSIVE")
-        holder.execute("BEGIN EXCLUSIVE")
-        report = session.merge(setting.recipe, tmp_path / "merged", options=MergeOptions(home=setting.home))
-        assert any("catalog is not used" in notice for notice in report.notices)
-        assert weights_digest(tmp_path / "merged") == weights_digest(setting.full())
-        holder.execute("ROLLBACK")
-    assert setting.plan("40%").fallbacks == ()
-
-
 @pytest.mark.parametrize("name", ["ties", "slerp"])
 def test_plan__of_tensors_above_the_memory_cap_reads_nothing_twice(tmp_path: Path, name: str) -> None:
     setting = make_setting(tmp_path, CASES[name], plans=(TensorPlanOf("w", (9 * GRAIN + 1,), F32, (F32,)),))

@@ -239,13 +239,6 @@ def test_containing__goes_through_generations(tmp_path: Path) -> None:
         assert sorted(row.path.name for row in rows) == ["one", "three", "two"]
 
 
-def test_record_snapshot__keeps_the_plan_digest(tmp_path: Path) -> None:
-    with Catalog.open(tmp_path / "home") as catalog:
-        manifest = make_manifest("a", plan_digest="p" * 32)
-        row = catalog.record_snapshot(manifest, tmp_path / "a", created=NOON)
-        assert row.plan_digest == "p" * 32
-
-
 def test_record_snapshot__any_path_and_text_is_stored_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "a'b\"; DROP TABLE models; --\nü"
     manifest = replace(make_manifest("a"), operator="x'; --")

@@ -25,7 +25,7 @@ from mergepipe.catalog.statistics_file import (
     write_statistics,
 )
 from mergepipe.checkpoints.contract import CheckpointKind
-from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.errors import CorruptError, UnsupportedError
 from support.fuzz_seals import seal_statistics_file
 from support.refusals import refuses
 
@@ -160,10 +160,3 @@ def test_write_statistics__by_many_at_once_leaves_one_whole_file(tmp_path: Path)
     assert places == {statistics_path(tmp_path / "home", file.expert.digest, file.base.digest)}
     (path,) = (tmp_path / "home" / "statistics").iterdir()
     assert path.read_bytes() == file.to_bytes()
-
-
-@given(st.binary(max_size=300))
-def test_parse_statistics__any_bytes_end_in_a_value_or_a_typed_error(raw: bytes) -> None:
-    header = len(raw).to_bytes(8, "little") + raw
-    with pytest.raises(MergePipeError):
-        parse_statistics(seal_statistics_file(MAGIC + header), "x")

@@ -13,11 +13,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mergepipe.cli.printing import REPORT_FORMAT
-from mergepipe.options import SWEEP_BUDGETS, PlanOptions
 from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.planning.plan import parse_plan
-from support.command_line import Ran, Runner, Workplace, file_bytes, make_workplace
+from support.command_line import Ran, Runner, Workplace, make_workplace
 
 
 @pytest.fixture
@@ -56,23 +54,11 @@ def schema(name: str) -> dict[str, Any]:
     return content
 
 
-def weights(out: Path) -> bytes:
-    return file_bytes(out)["model.safetensors"]
-
-
 def labels(text: str) -> set[str]:
     return {line.split("  ")[0] for line in text.splitlines()}
 
 
 # --- analyze ---
-
-
-def test_analyze__density_adds_a_cut(work: Workplace, run: Runner) -> None:
-    command = ["analyze", work.family.base, work.family.experts[0], "--json"]
-    run(*command)
-    more = run(*command, "--density", "0.33", "--density", "0.44").json()
-    assert more["experts"][0]["analyzed_tensors"] == 24
-    assert run(*command, "--density", "0.44").json()["experts"][0]["analyzed_tensors"] == 0
 
 
 # --- plan ---
@@ -98,13 +84,6 @@ def test_plan__reads_no_tensor_data(work: Workplace, run: Runner) -> None:
             stream.write(bytes(len(content) - header_bytes))
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert run("plan", work.recipe, "--budget", "50%").exit_code == 0
-
-
-def test_plan__without_statistics_the_fallbacks_are_grouped(work: Workplace, run: Runner) -> None:
-    ran = run("plan", work.recipe, "--budget", "50%", "--select", "norm")
-    lines = [line for line in ran.out.splitlines() if line.startswith("fallback")]
-    assert "expert 'family/expert-1', expert 'family/expert-2'" in lines[0]
-    assert "24 of 24 tensors are spread over the model" in lines[0]
 
 
 @pytest.mark.usefixtures("analyzed")
@@ -141,16 +120,6 @@ def test_plan__only_another_plan_is_replaced(work: Workplace, run: Runner) -> No
 
 
 # --- run and merge under a budget ---
-
-
-@pytest.mark.usefixtures("analyzed")
-def test_run__does_what_was_planned(work: Workplace, run: Runner) -> None:
-    path = stored_plan(work, run)
-    ran = run("run", path, work.out, "--json").json()
-    assert ran["expert_bytes"] + ran["analysis_bytes"] <= ran["planned_bytes"] <= ran["budget_bytes"]
-    merged = work.root / "merged"
-    assert run("merge", work.recipe, merged, "--budget", "50%", "-q").exit_code == 0
-    assert weights(merged) == weights(work.out)
 
 
 def test_run__needs_no_catalog(work: Workplace, run: Runner, analyzed: Path) -> None:
@@ -206,32 +175,7 @@ def test_explain__prints_experts_layers_and_the_tensors_asked_for(work: Workplac
 # --- sweep ---
 
 
-def test_sweep__measures_each_budget_beside_random(work: Workplace, run: Runner) -> None:
-    before = work.names()
-    found = run(
-        "sweep", work.recipe, "--budgets", "10%,50%,100%", "--select", "norm", "--json", "--work", work.root
-    ).json()
-    points = [(point["budget"], point["policy"]) for point in found["points"]]
-    assert points == [(budget, policy) for budget in ("10%", "50%", "100%") for policy in ("norm", "random")]
-    errors = [point["error"] for point in found["points"]]
-    assert errors[0] > errors[2] > errors[4] == 0
-    assert errors[5] == 0
-    assert all(point["expert_bytes"] <= point["planned_bytes"] for point in found["points"])
-    assert work.names() == before | {"home"}
-    assert run("ls", "--json").json() == {"format": REPORT_FORMAT, "snapshots": []}
-
-
 # --- defaults stated twice ---
-
-
-def test_help__states_the_defaults_of_the_options(run: Runner) -> None:
-    for command in ("plan", "merge"):
-        text = " ".join(run(command, "--help").out.split())
-        assert "[default: sample, where that can be]" in text
-        assert f"[default: {PlanOptions().where_omitted}]" in text
-        assert all(policy.value in text for policy in Policy)
-        assert all(rule.value in text for rule in OnOmit)
-    assert f"[default: {','.join(SWEEP_BUDGETS)}]" in " ".join(run("sweep", "--help").out.split())
 
 
 def test_docs__name_every_choice_and_command(run: Runner) -> None:

@@ -90,25 +90,6 @@ def test_show__a_snapshot_the_catalog_does_not_know(work: Workplace, run: Runner
     assert "catalog rebuild" in run("show", work.out).out
 
 
-@pytest.mark.usefixtures("catalog")
-def test_lineage__goes_through_generations(work: Workplace, run: Runner) -> None:
-    recipe = work.root / "second.yml"
-    recipe.write_text(
-        "merge_method: linear\nbase_model: family/base\nmodels:\n- {model: out, parameters: {weight: 1}}\n"
-    )
-    second = work.root / "second"
-    run("merge", recipe, second, "-q")
-    nodes = run("lineage", second, "--json").json()["nodes"]
-    assert [(node["depth"], node["role"]) for node in nodes] == [
-        (0, "snapshot"), (1, "base"), (1, "expert"), (2, "base"), (2, "expert"), (2, "expert"),
-    ]  # fmt: skip
-    assert nodes[2]["sid"] == sid_of(work.out)
-    lines = run("lineage", second).out.splitlines()
-    assert [line[: len(line) - len(line.lstrip("├└─│ "))] for line in lines] == [
-        "", "├─ ", "└─ ", "   ├─ ", "   ├─ ", "   └─ ",
-    ]  # fmt: skip
-
-
 def test_ls__filters_by_model_operator_and_day(work: Workplace, run: Runner) -> None:
     recipe = work.root / "one.yml"
     recipe.write_text(
@@ -157,17 +138,6 @@ def test_lineage__of_a_snapshot_that_is_not_recorded_says_what_to_do(work: Workp
     assert run("lineage", work.out).exit_code == 0
 
 
-# --- the catalog ---
-
-
-def test_catalog_rebuild__moves_a_damaged_catalog_aside(work: Workplace, run: Runner, catalog: Path) -> None:
-    catalog.write_bytes(b"not a database at all" * 100)
-    ran = run("catalog", "rebuild", work.root, "--json")
-    assert ran.exit_code == 0
-    assert Path(ran.json()["moved_aside"]).is_file()
-    assert run("ls", "--json").json()["snapshots"][0]["sid"] == sid_of(work.out)
-
-
 # --- a catalog in trouble ---
 
 
@@ -212,27 +182,3 @@ def test_commands__a_newer_catalog_is_refused(run: Runner, empty_catalog: Path, 
         connection.execute("PRAGMA user_version = 999")
     ran = run(*command)
     assert (ran.exit_code, codes(ran)) == (6, ["catalog.newer"])
-
-
-@pytest.mark.parametrize("command", [each for each in NEEDING if each[0] in ("analyze", "plan")])
-def test_commands__a_home_that_cannot_be_made_is_told(work: Workplace, run: Runner, command: tuple[str, ...]) -> None:
-    (work.root / "file").write_text("in the way")
-    ran = run(*command, "--home", work.root / "file" / "home")
-    assert (ran.exit_code, codes(ran)) == (8, ["catalog.permission"])
-
-
-@pytest.mark.usefixtures("catalog")
-def test_analyze__a_catalog_that_cannot_be_written_is_told(
-    work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tests may run as root, whom no permission stops: SQLite is asked to be read-only instead."""
-    real = sqlite3.connect
-
-    def read_only(path: Path, **options: object) -> sqlite3.Connection:
-        connection: sqlite3.Connection = real(path, **options)  # type: ignore[call-overload]
-        connection.execute("PRAGMA query_only = ON")
-        return connection
-
-    monkeypatch.setattr(sqlite3, "connect", read_only)
-    ran = run("analyze", work.family.base, *work.family.experts, "--density", "0.123", "--quiet")
-    assert (ran.exit_code, codes(ran)) == (8, ["catalog.permission"])

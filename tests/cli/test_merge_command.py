@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from mergepipe import api, errors
-from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, default_memory_bytes
+from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
-from support.command_line import Runner, Workplace, file_bytes
-
-
-def weights(out: Path) -> dict[str, bytes]:
-    return {name: content for name, content in file_bytes(out).items() if name.endswith(".safetensors")}
+from support.command_line import Runner, Workplace
 
 
 def test_merge__progress_goes_to_standard_error_only(work: Workplace, run: Runner) -> None:
@@ -94,26 +89,11 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
     assert resumed == MergeOptions(resume=True)
 
 
-def test_merge__help_states_the_defaults_of_the_options(run: Runner) -> None:
-    text = " ".join(run("merge", "--help").out.split())  # lines break where the widest option lets them
-    assert DEFAULT_SHARD_BYTES == 5_000_000_000
-    assert "[default: 5GB]" in text
-    assert "4GiB, or half of" in text
-    assert default_memory_bytes() <= 4 << 30
-    for option in ("--threads", "--memory", "--seed", "--force", "--shard-size", "--json", "--quiet", "--debug"):
-        assert option in text
-
-
 def test_merge__bad_options_are_told_as_json_too(work: Workplace, run: Runner) -> None:
     ran = run("merge", work.recipe, work.out, "--json", "--memory", "plenty")
     problem = ran.json()["error"]["problems"][0]
     assert (ran.exit_code, problem["code"], problem["where"]) == (2, "option.invalid", "--memory")
     assert ran.error_lines[0].endswith("[option.invalid]")
-
-
-def test_merge__missing_parents_are_made(work: Workplace, run: Runner) -> None:
-    assert run("merge", work.recipe, work.root / "a" / "b" / "out").exit_code == 0
-    assert (work.root / "a" / "b" / "out" / "mergepipe.json").is_file()
 
 
 def test_merge__parents_made_for_a_merge_that_fails_go_away_again(work: Workplace, run: Runner) -> None:

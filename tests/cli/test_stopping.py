@@ -112,14 +112,6 @@ def test_merge__stopped_when_all_is_written_it_is_published_whole(work: Workplac
     assert (work.out / "model.safetensors").read_bytes() == (work.root / "other" / "model.safetensors").read_bytes()
 
 
-def test_merge__directories_made_for_it_go_away_again(work: Workplace) -> None:
-    out = work.root / "a" / "b" / "out"
-    command = ["merge", work.recipe, out, "--quiet"]
-    ran = finish(start_python(SIGNAL_AT_EVENT, int(signal.SIGINT), "open", ".out.mergepipe-", *command))
-    assert ran.exit_code == 130
-    assert not (work.root / "a").exists()
-
-
 @pytest.mark.parametrize(("number", "seconds"), MOMENTS)
 def test_merge__stopped_at_any_time_it_is_there_whole_or_not_at_all(
     work: Workplace, number: signal.Signals, seconds: float

@@ -14,12 +14,10 @@ from packing_cases import SHAPES, PackFamily, halves, tree, write_model
 
 import mergepipe
 from mergepipe.core.strict_json import digest_of
-from mergepipe.deltastore.checkpoint import MOST_DEPTH, next_base
+from mergepipe.deltastore.checkpoint import MOST_DEPTH
 from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.options import MergeOptions
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
 
 N_STEPS = 5
 LENGTH = 3
@@ -159,13 +157,6 @@ def test_chain__that_lies_about_itself_is_refused(copy: Path, changes: dict[str,
     rewrite_header(copy / "step-1", **changes)
     with pytest.raises(CorruptError, match=message):
         mergepipe.load_file(copy / "step-1")
-
-
-def test_chain__whose_stores_name_each_other_ends(copy: Path) -> None:
-    rewrite_header(copy / "step-1", base=str(copy / "step-2"), depth=2)
-    rewrite_header(copy / "step-2", base=str(copy / "step-1"), depth=2)
-    with pytest.raises(CorruptError, match="is at depth 2 of a chain, 1 is needed"):
-        next_base(LocalStore(), Location.local(copy / "step-1"), 1)
 
 
 OPERATIONS: dict[str, Callable[[Path, PackFamily, Path], object]] = {

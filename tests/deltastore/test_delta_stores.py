@@ -36,7 +36,6 @@ from mergepipe.deltastore.index import (
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import (
     CorruptError,
-    MergePipeError,
     MismatchError,
     NotFoundError,
     OutputError,
@@ -367,21 +366,6 @@ def test_open_store__refuses_blocks_of_more_bytes_than_they_have_elements_for(od
     checkpoint = opened(odd)
     with pytest.raises(CorruptError, match="bytes are stored for a block of"):
         _ = checkpoint.tensors[EXTRA].stored
-
-
-@given(seed=st.integers(0, 2**32 - 1))
-def test_unpack__of_any_damage_gives_the_files_or_an_error_of_ours(big: Packed, tmp_path: Path, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    copy = tmp_path / f"copy{seed}"
-    shutil.copytree(big.store, copy)
-    names = [name for name in sorted(OWN_NAMES) if (copy / name).stat().st_size]
-    path = copy / names[rng.integers(len(names))]
-    content = bytearray(path.read_bytes())
-    content[rng.integers(len(content))] ^= 1 << rng.integers(8)
-    path.write_bytes(content)
-    with pytest.raises(MergePipeError):
-        unpack(copy, tmp_path / f"back{seed}", base=big.base)
-    shutil.rmtree(copy)
 
 
 def test_format__the_golden_store_is_read_as_ever(tmp_path: Path) -> None:

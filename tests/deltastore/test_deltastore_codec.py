@@ -241,32 +241,6 @@ def test_decode_numbers__gives_back_what_was_encoded(seed: int, n: int, n_contex
 # --- blocks from others ---
 
 
-@given(seed=seeds, data=st.data())
-def test_decode_block__damaged_pieces_are_refused_or_give_other_values_never_more(
-    seed: int, data: st.DataObject
-) -> None:
-    """Checksums find damage before; this is for a store that was made to lie."""
-    base, expert = pair(seed % 7, 5000, 1e-4)
-    block = encode_block(base, expert, BF16, data.draw(st.sampled_from([cut_of(base, expert), None])))
-    piece = data.draw(st.sampled_from(sorted(p for p, content in block.pieces.items() if len(content))))
-    content = block.pieces[piece].copy()
-    rng = np.random.default_rng(seed)
-    for _ in range(data.draw(st.integers(1, 8))):
-        content[rng.integers(0, min(len(content), data.draw(st.sampled_from([64, 10**9]))))] = rng.integers(0, 256)
-    cut = data.draw(st.integers(0, len(content)) | st.just(len(content)))
-    pieces = {**block.pieces, piece: content[:cut]}
-    context = BlockContext(base, BF16, "test")
-    for level in (Level.HEAD, Level.LOSSLESS):
-        out = np.zeros(5000, np.float32)
-        try:
-            decode_deltas(block.codec, level, pieces, context, out)
-        except CorruptError as error:
-            refused = error
-        else:
-            continue
-        assert refused.code == "store.damaged"
-
-
 @pytest.mark.parametrize("piece", [Piece.HEAD, Piece.REST])
 def test_decode_block__pieces_that_end_early_or_late_are_refused(piece: Piece) -> None:
     base, expert = pair(4, 5000, 1e-3)

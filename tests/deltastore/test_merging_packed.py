@@ -285,11 +285,3 @@ def test_open_model__refuses_a_store_as_the_base_and_a_foreign_base(pair: Pair, 
             Location.local(pair.packed.places[1]),
             open_path(LocalStore(), Location.local(family.places[0])),
         )
-
-
-def test_verify__and_replay_work_with_packed_experts(pair: Pair, folder: Path) -> None:
-    recipe = write_recipe(folder / "recipe.yml", CASES["dare_linear"], pair.packed)
-    mergepipe.merge(recipe, folder / "out", options=MergeOptions(catalog=False))
-    report = mergepipe.verify(folder / "out", deep_fraction=1.0)
-    assert report.replayed
-    assert report.is_sound

@@ -27,11 +27,9 @@ from mergepipe.deltastore.codec.planes import (
     unfold_differences,
 )
 from mergepipe.errors import CorruptError
-from mergepipe.testing.contracts import SPECIAL
 from support.rounding import encode
 
 U8 = DTYPES["U8"]
-FLOATS = [DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")]
 seeds = st.integers(0, 2**32 - 1)
 dtypes = st.sampled_from(sorted(DTYPES.values(), key=lambda dtype: dtype.name))
 
@@ -60,17 +58,6 @@ def test_encode_planes__any_bits_of_any_dtype_come_back(
     expert = as_bytes(words.astype(f"u{dtype.itemsize}"))
     base = np.roll(expert, int(rng.integers(0, 9))) if has_base else None
     assert np.array_equal(decoded(encode_planes(base, expert, dtype), base, len(expert), dtype), expert)
-
-
-@given(seed=seeds, n=st.integers(1, 40_000), dtype=st.sampled_from(FLOATS), odd=st.floats(0, 0.3))
-def test_encode_planes__weights_with_special_values_come_back(seed: int, n: int, dtype: DType, odd: float) -> None:
-    expert = weights(n, dtype, seed).view(f"u{dtype.itemsize}")
-    specials = as_bytes(encode(SPECIAL, dtype)).view(expert.dtype)
-    places = np.flatnonzero(np.random.default_rng(seed).random(n) < odd)
-    base, expert[places] = expert.view(np.uint8).copy(), np.resize(specials, len(places))
-    stored = expert.view(np.uint8)
-    for beside in (None, base):
-        assert np.array_equal(decoded(encode_planes(beside, stored, dtype), beside, len(stored), dtype), stored)
 
 
 PLANES: dict[int, Callable[[np.random.Generator, int], NDArray[Any]]] = {

@@ -205,16 +205,6 @@ def test_verify__makes_a_merge_of_levels_again(place: Place, folder: Path) -> No
     assert set(report.replayed) == set(SIZES)
 
 
-def test_sweep__of_mixed_experts_comes_closer_with_every_budget(place: Place) -> None:
-    points = mergepipe.sweep(
-        place.recipe(AVERAGE), ["10%", "40%", "100%"], select="norm", options=RunOptions(home=place.home)
-    ).points
-    errors = [point.error for point in points if point.policy == "norm" and point.error is not None]
-    assert len(errors) == 3
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] == 0.0
-
-
 def test_plan__of_packed_experts_alone_needs_no_analysis_and_takes_larger_blocks(place: Place, folder: Path) -> None:
     by_norm = PlanOptions(select="norm")
     plan = mergepipe.plan(place.recipe(AVERAGE, "packed", "float32"), "15%", home=folder / "empty", options=by_norm)

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mergepipe
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.gathered_rows import RowMap
 from mergepipe.core.blocks import DTYPES
 from mergepipe.engine.make_part import make_part
@@ -138,11 +137,6 @@ def test_merge_work__of_packed_experts_carries_their_index(root: Path, family: D
     results = [make_pickled(part, tmp_path / "parts") for part in pickled]
     assert files_in(tmp_path / "parts") == case.files
     assert joined(results).usage.by_purpose == case.result.usage.by_purpose
-
-
-def test_checkpoint__unpickles_to_an_equal_value(family: DiskFamily) -> None:
-    checkpoint = open_checkpoint(LocalStore(), Location.local(family.places[1]))
-    assert pickle.loads(pickle.dumps(checkpoint)) == checkpoint
 
 
 def test_make_part__refuses_another_version_of_an_input(tmp_path: Path) -> None:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
@@ -107,47 +102,3 @@ def test_merge__interrupted_from_the_progress_callback_leaves_no_trace(
             on_progress=interrupt,
         )
     check_no_trace(recipe, digest)
-
-
-@contextmanager
-def alarm_after(seconds: float) -> Iterator[None]:
-    """Raise KeyboardInterrupt in this thread after `seconds`, as Ctrl-C would, unless the block is over by then."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@pytest.fixture
-def _no_garbage_callbacks() -> Iterator[None]:
-    """Take out hooks of the test tools in the garbage collector: an exception raised inside one is lost."""
-    hooks = gc.callbacks[:]
-    gc.callbacks.clear()
-    yield
-    gc.callbacks[:] = hooks
-
-
-# The interpreter drops an interrupt that arrives inside a callback of a weak reference: that run then finishes.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.usefixtures("_no_garbage_callbacks")
-def test_merge__interrupted_by_a_signal_leaves_no_trace(recipe: Path) -> None:
-    digest = tree_digest(recipe.parent / "in")
-    interrupted = finished = 0
-    seconds = 0.0002
-    while finished < 3 and interrupted < 100:
-        try:
-            with alarm_after(seconds):
-                run(recipe)
-                finished += 1
-        except KeyboardInterrupt:
-            interrupted += 1
-        check_no_trace(recipe, digest)
-        seconds += 0.0003
-    assert interrupted > 3

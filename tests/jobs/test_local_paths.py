@@ -15,7 +15,6 @@ from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.manifest import file_without_paths
 from support.bucket_outputs import files_below, objects_below, served_bucket
 from support.families import FamilyShape, write_family
-from support.hub_server import written_hub
 from support.training_trees import decoder_shapes, known_states, write_hf
 
 SHAPE = FamilyShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
@@ -126,15 +125,6 @@ def test_push__publishes_no_path_of_this_machine(
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (config["_name_or_path"], config["quantizer"]) == ("expert-1", {"base": "org/name"})
     assert report.files > 0
-
-
-def test_push__publishes_none_on_the_hub(
-    root: Path, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with written_hub(monkeypatch, tmp_path / "hf") as hub:
-        for name in ("merged", "mixed"):
-            mergepipe.push(outputs / name, f"hf://user/{name}", create=True)
-            assert naming(root, hub.model_files(f"user/{name}")) == []
 
 
 @pytest.mark.parametrize(

@@ -267,15 +267,6 @@ def test_lora_apply__refuses_a_configuration_of_mlx_that_does_not_fit(
         applied(write_base(tmp_path / "base"), tmp_path / "out", mlx)
 
 
-def test_merge_lora__svd_at_full_rank_is_cat(tmp_path: Path) -> None:
-    adapters = [write_adapter(tmp_path / "a", 1, OPTIONS["patterns"]), write_adapter(tmp_path / "b", 2, {})]
-    base = write_base(tmp_path / "base")
-    mergepipe.merge_lora(adapters, tmp_path / "cat", weights=(0.5, 2.0))
-    report = mergepipe.merge_lora(adapters, tmp_path / "svd", method="svd", rank=99, weights=(0.5, 2.0))
-    assert report.kept_energy == pytest.approx(1.0)
-    assert_close(applied(base, tmp_path / "x", tmp_path / "cat"), applied(base, tmp_path / "y", tmp_path / "svd"))
-
-
 def test_merge_lora__svd_is_the_best_of_its_rank_and_says_what_it_keeps(tmp_path: Path) -> None:
     adapters = [write_adapter(tmp_path / name, seed, {}, tuple(SHAPES)[:1]) for seed, name in enumerate("ab")]
     report = mergepipe.merge_lora(adapters, tmp_path / "svd", method="svd", rank=3)
@@ -291,14 +282,6 @@ def test_merge_lora__svd_is_the_best_of_its_rank_and_says_what_it_keeps(tmp_path
     np.testing.assert_allclose(made, (left[:, :3] * values[:3]) @ right[:3], rtol=1e-4, atol=1e-4)
     (kept,) = [one.kept_energy for one in report.modules if one.module == name]
     assert kept == pytest.approx(np.sum(values[:3] ** 2) / np.sum(values**2))
-
-
-def test_merge_lora__linear_in_core_space_is_linear_in_full_space(tmp_path: Path) -> None:
-    adapters = [write_adapter(tmp_path / "a", 1, OPTIONS["rslora"]), write_adapter(tmp_path / "b", 2, {})]
-    base = write_base(tmp_path / "base")
-    mergepipe.merge_lora(adapters, tmp_path / "merged", method="linear", weights=(0.3, 0.9))
-    expected = applied(base, tmp_path / "x", *adapters, weights=(0.25, 0.75))  # linear divides by the sum of weights
-    assert_close(expected, applied(base, tmp_path / "y", tmp_path / "merged"))
 
 
 @pytest.mark.parametrize("method", ["ties", "dare_ties", "dare_linear", "sce", "della"])

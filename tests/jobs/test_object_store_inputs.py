@@ -160,13 +160,6 @@ def test_pack__of_objects_and_merge_of_packed_objects(bench: Bench) -> None:
     assert weights(bench.out("packed")) == weights(bench.out("plain"))
 
 
-def test_unpack__of_objects_restores_the_files(bench: Bench) -> None:
-    mergepipe.pack(f"{bench.local}/base", [f"{bench.local}/expert-1"], bench.folder / "packs")
-    bench.store.put_tree(bench.folder / "packs" / "expert-1", BUCKET / "packed")
-    mergepipe.unpack(f"{BUCKET}/packed", bench.out("restored"), base=f"{BUCKET}/base")
-    assert weights(bench.out("restored")) == weights(bench.folder / "expert-1")
-
-
 def test_compose__of_objects_is_that_of_files(tmp_path: Path) -> None:
     store = InMemoryStore()
     for name, step in (("checkpoint-7", 7), ("checkpoint-9", 9)):

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -117,14 +117,6 @@ def test_merge__into_a_bucket_is_the_local_merge(bench: Bench, out: str, method:
     assert str(report.out) == out
     assert report.budget_bytes is None or report.expert_bytes + report.analysis_bytes <= report.budget_bytes
     assert bench.staged() == []
-
-
-def test_run__of_a_plan_into_a_bucket_is_the_local_run(bench: Bench, out: str) -> None:
-    plan = mergepipe.plan(bench.recipe(), "50%", home=bench.folder / "home")
-    options = OutputOptions(home=bench.folder / "home", threads=2)
-    mergepipe.run(plan, bench.folder / "ran", options=replace(options, shard_bytes=SHARD_BYTES))
-    mergepipe.run(plan, out, options=replace(options, shard_bytes=SHARD_BYTES))
-    assert_same(out, bench.folder / "ran")
 
 
 def test_merge__puts_objects_in_an_order_that_shows_nothing_early(

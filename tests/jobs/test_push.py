@@ -166,17 +166,6 @@ def test_push__of_one_snapshot_by_two_at_once_commits_it_once(snapshot: Path, hu
     check_copy(snapshot, dict(hub.model_files(MODEL)))
 
 
-def test_push__over_an_earlier_snapshot_leaves_none_of_its_shards(
-    snapshot: Path, hub: HubServer, tmp_path: Path
-) -> None:
-    push(snapshot, f"hf://{MODEL}", create=True)
-    options = MergeOptions(home=tmp_path / "home", threads=2)
-    mergepipe.merge(snapshot.parent / "recipe.yml", tmp_path / "single", options=options)
-    mergepipe.push(tmp_path / "single", f"hf://{MODEL}", home=tmp_path / "home")
-    names = [name for name in hub.model_files(MODEL) if "safetensors" in name]
-    assert names == ["model.safetensors"]
-
-
 def test_push__among_weights_of_others_is_refused(snapshot: Path, hub: HubServer) -> None:
     hub.commit(MODEL, {"model.safetensors": b"theirs"})
     with refuses(OutputError, "output.not-ours"):
@@ -360,16 +349,6 @@ def test_push__of_an_average_to_the_hub_is_one_commit(average: Path, snapshot: P
     push(snapshot, f"hf://{MODEL}")  # replaces it, and is replaced
     mergepipe.push(average, f"hf://{MODEL}")
     assert [name for name in hub.model_files(MODEL) if "safetensors" in name] == ["model.safetensors"]
-
-
-def test_push__of_an_average_to_a_bucket_can_be_verified(
-    average: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with served_bucket(monkeypatch):
-        report = mergepipe.push(average, "s3://bucket/average")
-        check_average(average, objects_below("s3://bucket/average"))
-        verified = mergepipe.verify("s3://bucket/average", options=RunOptions(home=tmp_path / "home", threads=2))
-        assert (verified.is_sound, verified.sid) == (True, report.sid)
 
 
 def test_push__of_checkpoints_to_resume_from_takes_all_their_files(

@@ -154,13 +154,6 @@ def test_plan__with_the_full_cost_reads_everything(
     assert read_blocks(plan_of(problem, ByteBudget(plan.full_cost_bytes - 1), policy)) < everything(problem)
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_plan__of_nothing_reads_nothing_and_has_no_notice(operator: str) -> None:
-    plan = plan_of(made(operator, 0).problem, ByteBudget(0))
-    assert read_blocks(plan) == set()
-    assert plan.fallbacks == ()
-
-
 def test_usefulness__a_budget_that_reads_nothing_is_refused_and_the_smallest_useful_one_named() -> None:
     ranking = rank_blocks(make().problem, ByteBudget(4095), Policy.NORM, PlanningChoices())
     with pytest.raises(LimitError) as caught:
@@ -210,22 +203,6 @@ def test_plan__does_not_depend_on_the_order_of_mappings(policy: Policy, operator
     other = plan_of(replace(problem, statistics=tuple(shuffled)), request, policy)
     assert one == other
     assert one.digest == other.digest
-
-
-def with_frozen_layer() -> Given:
-    """Expert 1's second layer is the base's."""
-    base, experts = random_arrays(3, 5, DEFAULT_SIZES)
-    second = dict(experts[1])
-    second["layers.1.attn.weight"] = base["layers.1.attn.weight"].copy()
-    return make(arrays=(base, (experts[0], second, experts[2])))
-
-
-def test_plan__never_reads_blocks_that_equal_the_base() -> None:
-    plan = plan_of(with_frozen_layer().problem)
-    layer = next(tensor for tensor in plan.tensors if tensor.name == "layers.1.attn.weight")
-    assert layer.access[1].blocks == ()
-    assert layer.access[1].free == ((0, 2),)
-    assert plan_of(with_frozen_layer().problem, ByteBudget(0)).tensors[3].access[1].free == ((0, 2),)
 
 
 @pytest.mark.parametrize("operator", ["dare_linear", "dare_ties"])
@@ -327,14 +304,6 @@ def test_plan__of_what_is_not_known_spreads_over_experts_and_tensors(operator: s
     assert len(layers) >= 4
     if operator != "ties":
         assert any(0 < sum(tensor == name for _, tensor, _ in read) < 12 for name in SPREAD_SIZES)
-
-
-def test_plan__spends_a_budget_even_if_nothing_is_known() -> None:
-    missing = [(e, name) for e in range(3) for name in DEFAULT_SIZES]
-    problem = make().without_statistics(missing).problem
-    plan = plan_of(problem, ShareBudget(Fraction(1, 2)))
-    assert {name for _, name, _ in read_blocks(plan)} >= {"layers.0.norm.weight", "layers.0.attn.weight"}
-    assert plan.planned_bytes > plan.full_cost_bytes // 4
 
 
 def test_plan__refuses_to_renormalise_fixed_coefficients() -> None:

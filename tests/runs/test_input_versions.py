@@ -178,26 +178,6 @@ def test_merge__refuses_a_directory_that_was_another_one_when_it_was_opened(benc
         bench.scratch(SUM, "out")
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_keeping__commands_name_the_input_of_another_version(bench: Bench, change: str) -> None:
-    bench.scratch(SUM, "first", catalog=False)
-    snapshot = bench.folder / "first"
-    before = bench.digest("first")
-    CHANGES[change](bench.only_file("expert1"))
-    with pytest.raises(ConflictError) as caught:
-        keeping.replay(snapshot, bench.folder / "again")
-    assert "expert1/model.safetensors" in str(caught.value)
-    assert not (bench.folder / "again").exists()
-    assert not keeping.verify(snapshot, deep_fraction=1.0).is_sound
-    (weights,) = snapshot.glob("*.safetensors")
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
-    with pytest.raises(MergePipeError):
-        keeping.repair(snapshot)
-    weights.write_bytes(content)
-    assert bench.digest("first") == before
-
-
 @pytest.mark.parametrize("time", [-(10**18) - 1, -1, 10**19 + 1])
 def test_records__hold_files_of_any_time(bench: Bench, time: int) -> None:
     for model in ("base", "expert1", "expert2"):

@@ -99,20 +99,6 @@ def check_names_no_path(files: dict[str, bytes], folder: Path) -> None:
     assert [name for name, content in files.items() if str(folder).encode() in content] == []
 
 
-@pytest.mark.parametrize(("budget", "options"), [("60%", NO_CATALOG), (None, NO_CATALOG)])
-def test_merge__of_every_kind_publishes_no_path_of_this_machine(
-    family: Path, budget: str | None, options: MergeOptions
-) -> None:
-    mergepipe.merge(recipe_of(family), family / "out", budget=budget, options=options)
-    check_names_no_path(files_below(family / "out"), family)
-    assert mergepipe.verify(family / "out", deep_fraction=1.0, options=RunOptions(catalog=False)).is_sound
-    (family / "moved").mkdir()
-    for name in ("out", "odd", "hub"):
-        (family / name).rename(family / "moved" / name)
-    moved = family / "moved" / "out"
-    assert mergepipe.verify(moved, deep_fraction=1.0, options=RunOptions(catalog=False)).is_sound
-
-
 def test_merge__into_a_bucket_names_inputs_as_if_beside_it(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(family)
     with served_bucket(monkeypatch, "cards"):

@@ -17,7 +17,7 @@ from mergepipe.errors import MergePipeError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from support.torch_bytes import Array, View, torch_bytes
+from support.torch_bytes import View, torch_bytes
 from support.training_trees import KnownStates, decay_groups, decoder_shapes, known_states, write_hf, write_zero3
 
 PARITY = "default: new\ntake: [{from: old, units: [layers even]}]\n"
@@ -163,21 +163,12 @@ def _ranks(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*_optim_states.pt"))
 
 
-def _write_other_optimizer(folder: Path, state_of: Callable[[Array], dict[str, object]]) -> None:
-    known = known_states(decoder_shapes(), step=7)
-    groups = decay_groups(known.shapes)
-    arrays = [known.arrays[name, "exp_avg"] for group in groups for name in group]
-    numbers = [list(range(len(groups[0]))), list(range(len(groups[0]), len(arrays)))]
-    states = {i: state_of(array) for i, array in enumerate(arrays)}
-    content = {"state": states, "param_groups": [{"params": n} for n in numbers]}
-    (folder / "optimizer.pt").write_bytes(torch_bytes(content))
-
-
-def _write_adam_with_maxima(folder: Path) -> None:
+def adam_with_maxima(array: np.ndarray) -> dict[str, object]:
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    _write_other_optimizer(folder, lambda a: {"step": np.array(7, np.float32), **dict.fromkeys(names, a)})
+    return {"step": np.array(7, np.float32), **dict.fromkeys(names, array)}
 
 
+KNOWN = known_states(decoder_shapes(), step=7)
 MIXED: dict[str, tuple[str, Callable[[Path, Path], object], str, str]] = {
     "rank missing": ("zero2", lambda old, _: _ranks(old)[1].unlink(), "checkpoint.mismatch", "file of rank 1"),
     "rank missing, stage 3": ("zero3", lambda old, _: _ranks(old)[1].unlink(), "checkpoint.mismatch", "file of rank 1"),
@@ -188,11 +179,13 @@ MIXED: dict[str, tuple[str, Callable[[Path, Path], object], str, str]] = {
     "file missing": ("dcp", lambda old, _: (old / "__1_0.distcp").unlink(), "storage.not-found", "__1_0.distcp"),
     "no optimizer": ("hf", lambda old, _: (old / "optimizer.pt").unlink(), "checkpoint.mismatch", "only weights"),
     "momentum": (
-        "hf", lambda old, _: _write_other_optimizer(old, lambda a: {"momentum_buffer": a}),
-        "checkpoint.mismatch",
+        "hf", lambda old, _: _write_optimizer(old, KNOWN, lambda a: {"momentum_buffer": a}), "checkpoint.mismatch",
         "exp_avg",
     ),
-    "maxima": ("hf", lambda old, _: _write_adam_with_maxima(old), "checkpoint.mismatch", "only one has max_exp_avg_sq"),
+    "maxima": (
+        "hf", lambda old, _: _write_optimizer(old, KNOWN, adam_with_maxima), "checkpoint.mismatch",
+        "only one has max_exp_avg_sq",
+    ),
 }  # fmt: skip
 
 

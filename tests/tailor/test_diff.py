@@ -54,11 +54,6 @@ def flat(units: object) -> list[float]:
     return [unit[kind] for unit in units for kind in ("weights", "exp_avg", "exp_avg_sq")]
 
 
-def test_diff__of_one_checkpoint_with_itself_is_zero(tmp_path: Path) -> None:
-    make_pair(tmp_path, FORMATS["zero3"])
-    assert set(flat(api.diff(tmp_path / "old", tmp_path / "old").to_json()["units"])) == {0.0}
-
-
 def test_diff__compares_across_stages_and_world_sizes(tmp_path: Path) -> None:
     known = known_states(decoder_shapes())
     write_zero12(tmp_path / "a", known, decay_groups(known.shapes), 2)

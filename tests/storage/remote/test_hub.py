@@ -190,13 +190,6 @@ def test_read__refuses_the_whole_file_for_a_range(hub: HubServer, store: HubStor
     assert refused(lambda: read(store, FILE, 0, 10)).code == "storage.answer"
 
 
-def test_read__resumes_a_cut_body_and_charges_both_attempts(hub: HubServer, store: HubStore) -> None:
-    hub.cdn.faults = [cut(7)]
-    assert read(store, FILE, 0, 100) == WEIGHTS[:100]
-    assert store.ledger.usage()[Purpose.EXPERT] == 100 + 93
-    assert hub.content_bytes == 100
-
-
 @pytest.mark.parametrize(
     "faults",
     [

@@ -23,7 +23,7 @@ from mergepipe.storage.remote.retry import (
     Transfers,
 )
 from mergepipe.storage.remote.web import WebStore
-from support.fault_server import Answer, BucketServer, Link, Request, status
+from support.fault_server import Answer, BucketServer, Link, Request
 from support.refusals import refuses
 from support.remote_stores import PATIENT_SECONDS, Waits, remote_store, root_of, set_environment, transfers
 
@@ -235,15 +235,6 @@ def test_connections__bound_what_is_in_flight_from_all_threads(kind: str, server
     assert b"".join(parts) == server.files["bucket/file"]
     assert server.most_at_once == 3
     assert store.counts.requests >= 8
-
-
-def test_counts__tell_retries_to_progress(server: BucketServer) -> None:
-    store = remote_store("s3")
-    file = store.open(root_of("s3", server) / "file")
-    server.faults = [status(503)]
-    file.read_into(0, memoryview(bytearray(10)), Purpose.EXPERT)
-    assert store.counts.retries == 1
-    assert store.counts.retried_bytes == 10
 
 
 def test_open_store__keeps_its_terms_and_refuses_other_schemes() -> None:
