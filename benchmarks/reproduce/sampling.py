@@ -68,7 +68,7 @@ FORMS = {
     "packed-sample": _Form("sample", "sample", BLOCK_ELEMENTS, is_analyzed=False, is_packed=True),
     "sample-256": _Form("sample, 256 Ki", "sample", 16 * BLOCK_ELEMENTS, is_analyzed=False),
 }
-_DEFAULT, _BY_NORM = "sample-32", "by-norm-16"
+_DEFAULT = "sample-32"
 _UNTOLD = ("sample-16", "sample-64", "sample-256", "random")  # the last is told of these families by `trained`
 _PACKED_TOLD, _PACKED_SHARE = 5, 7.9  # % of the raw bytes that the packed experts of `trained` take
 _TOLD_MERGES = ("ties", "linear", "dare_ties")
@@ -164,7 +164,7 @@ def _kinds(results: Results) -> list[str]:
 
 
 def _page(results: Results) -> Page:
-    body: list[str | Table | Figure] = [_summary(results), _about(results), _family_table(results), _how_to_read()]
+    body: list[str | Table | Figure] = [_about(results), _family_table(results), _how_to_read()]
     for kind in _kinds(results):
         label = _KINDS[kind]
         body += [f"## {label[0].upper()}{label[1:]}", _table(results, kind, is_packed=False), _figure(results, kind)]
@@ -186,7 +186,7 @@ def _meaning(results: Results) -> str:
 
     return (
         f"**At {share} % of the bytes, samples keep {told(_DEFAULT)} of what TIES, linear and DARE-TIES merges gain;"
-        f" blocks chosen by norm keep {told('norm')}.**"
+        f" blocks chosen by norm keep {told('norm')}.** On [longer fine-tunes](rules.md) samples can end below the base."
     )
 
 
@@ -195,22 +195,6 @@ def _range(results: Results, kind: str, share: int, form: str, merges: Iterable[
     found = (_kept(results, kind, merge, form, share) for merge in merges)
     shares = sorted(value.share for value in found if value is not None and value.gain > 0)
     return " to ".join(dict.fromkeys(map(percent, (shares[0], shares[-1])))) if shares else ""
-
-
-def _summary(results: Results) -> Table:
-    """What is kept by kind of fine-tuning and share, of three merges that mean, of one expert and of a sum."""
-    columns = ((_DEFAULT, _TOLD_MERGES), (_BY_NORM, _TOLD_MERGES), ("norm", _TOLD_MERGES), (_DEFAULT, ["one"]),
-               (_DEFAULT, ["sum"]))  # fmt: skip
-    rows = []
-    for kind in _kinds(results):
-        for share in _TOLD_SHARES:
-            cells = [_range(results, kind, share, form, merges) for form, merges in columns]
-            rows += [(_KINDS[kind], f"{share} %", *cells)] if cells[0] else []
-    header = (
-        "gain kept", "bytes", "a sample", "a sample by norms on record", "blocks by norm", "a sample, of one expert",
-        "a sample, of a sum of four",
-    )  # fmt: skip
-    return Table(header, tuple(rows))
 
 
 def _about(results: Results) -> str:
@@ -223,8 +207,8 @@ def _about(results: Results) -> str:
     return (
         "The models are those of [fine-tunes of a public language model](trained.md), each on one domain"
         f" ({trainings}). A [sample](../guide/budget.md#what-is-a-sampled-budget) knows of the experts at most their"
-        " norms; blocks by norm and at random were planned from `analyze`. Every merge is one draw. On [longer"
-        " fine-tunes](rules.md) samples keep less; of larger models nothing follows from here."
+        " norms; blocks by norm and at random were planned from `analyze`. Every merge is one draw. Of larger"
+        " models nothing follows from here."
     )
 
 
@@ -249,8 +233,20 @@ def _family_table(results: Results) -> Table:
             own = [pair for entry in entries for losses in entry["own_losses"] for pair in losses.items()]
             gained = [mean(base[name]) - mean(values) for name, values in own]
             ranges = (f"{min(norms):.4f} to {max(norms):.4f}", f"{min(gained):.3f} to {max(gained):.3f}")
-            rows.append((_KINDS[kind], str(len(entries)), *ranges))
-    return Table(("kind", "seeds", "relative delta norm", "nats each gains on its domain"), tuple(rows))
+            others = (
+                [_range(results, kind, share, _DEFAULT, [merge]) for share in _TOLD_SHARES] for merge in ("one", "sum")
+            )
+            rows.append((_KINDS[kind], str(len(entries)), *ranges, *(", ".join(filter(None, told)) for told in others)))
+    kept = f"kept by samples of {' and '.join(map(str, _TOLD_SHARES))} %, of"
+    header = (
+        "kind",
+        "seeds",
+        "relative delta norm",
+        "nats each gains on its domain",
+        f"{kept} one expert",
+        f"{kept} a sum",
+    )
+    return Table(header, tuple(rows))
 
 
 def _table(results: Results, kind: str, *, is_packed: bool) -> Table:
