@@ -25,7 +25,7 @@ from mergepipe.planning.budget import (
 )
 from mergepipe.planning.candidates import REASON_MISSING, REASON_NO_CUT, REASON_OTHER_SIZE
 from mergepipe.planning.plan import NOTHING_READ, Plan
-from mergepipe.planning.planner import Ranking, plan_merge, rank_blocks
+from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningProblem, sample_cost_bytes
 from mergepipe.planning.selection import ItemOrder
 from support.oracle import order_of_ranks, reaching
@@ -42,7 +42,8 @@ def plan_of(
     policy: Policy = Policy.NORM,
     options: PlanningChoices = PlanningChoices(),  # noqa: B008 - frozen
 ) -> Plan:
-    return plan_merge(problem, request, policy, options)
+    ranking = rank_blocks(problem, request, policy, options)
+    return ranking.plan(ranking.budget_bytes)
 
 
 def read_blocks(plan: Plan) -> Read:

@@ -17,7 +17,6 @@ from mergepipe.recipes.recipe import (
     Setting,
     TokenizerSource,
     value_at,
-    with_intermediate_paths,
 )
 from mergepipe.recipes.recipe_files import load_recipes, reload_recipe, reload_recipes
 from mergepipe.recipes.references import reference_text
@@ -246,26 +245,13 @@ def test_load_recipes__puts_documents_in_the_order_of_their_needs(folder: Path) 
     assert last.intermediates() == ("second", "first")
 
 
-def test_located__says_where_intermediate_models_lie(folder: Path) -> None:
-    last = with_intermediate_paths(
-        load_all(folder, CHAIN)[-1], {"first": Location.local(folder / "a"), "second": Location.local(folder / "b")}
-    )
-    assert [model.key for model in last.inputs()] == [
-        (Location.local(folder / "b"), None, 0),
-        (Location.local(folder / "a"), Location.local(folder / "lora"), 0),
-        (Location.local(folder / "a"), None, 0),
-    ]
-
-
 def test_recipe__text_of_a_document_reloads_to_it(folder: Path) -> None:
     recipes = load_all(folder, CHAIN)
     assert recipes[0].source_text.startswith("# two experts into one\nname: first\n")
     a, b, lora = (Location.local(folder / name) for name in ("a", "b", "lora"))
     places = {"second": str(b), "first": str(a), "first+lora": f"{a}+{lora}"}
     again = reload_recipe(recipes[-1].source_text, LocalStore(), places)
-    assert [model.key for model in again.inputs()] == [
-        model.key for model in with_intermediate_paths(recipes[-1], {"second": b, "first": a}).inputs()
-    ]
+    assert [model.key for model in again.inputs()] == [(b, None, 0), (a, lora, 0), (a, None, 0)]
     joined = "---\n".join(recipe.source_text for recipe in recipes)
     everywhere = {name: str(folder / name) for name in ("a", "b", "lora")}
     assert [recipe.name for recipe in reload_recipes(joined, LocalStore(), everywhere)] == ["first", "second", None]

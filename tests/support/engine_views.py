@@ -16,7 +16,7 @@ from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.saving.frameworks import EngineView, LocalCounter, LocalShard, Ranks
-from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, write_partial
+from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, open_partial
 from support.training_trees import KnownStates
 
 _Value = TypeVar("_Value")
@@ -110,7 +110,9 @@ def write_whole_partial(folder: Path, known: KnownStates, *, lacks: str = "") ->
     def write(ranks: Ranks) -> int:
         view = known_view(known, ranks.rank, 2)
         units = tuple(unit for unit in view.units.parameters if str(unit) != lacks)
-        return write_partial(PartialJob(view, units, known.step, folder, no_extra_files), ranks)
+        return open_partial(PartialJob(view, units, known.step, folder, no_extra_files), ranks, copies=False).write(
+            ranks
+        )
 
     results = on_ranks(2, write)
     assert all(isinstance(result, int) for result in results), results

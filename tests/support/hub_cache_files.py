@@ -7,7 +7,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mergepipe.storage.remote.hub_listing import git_blob_id
+
+def git_blob_id(content: bytes) -> str:
+    """The name that git gives to a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def write_hub_cache(

@@ -19,8 +19,8 @@ from urllib.parse import quote, unquote
 
 import pytest
 
-from mergepipe.storage.remote.hub_listing import git_blob_id
 from support.fault_server import Answer, Fault, FaultServer, Link, Request, no_fault
+from support.hub_cache_files import git_blob_id
 
 _API = re.compile(r"api/models/([^/]+/[^/]+)/(revision|tree)/(.+)", re.DOTALL)
 _RESOLVE = re.compile(r"([^/]+/[^/]+)/resolve/([^/]+)/(.+)", re.DOTALL)

@@ -48,7 +48,7 @@ from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.formats.verl import VERL_FORMAT
 from mergepipe.tailor.recipes import load_composition
 from mergepipe.tailor.saving.frameworks import Ranks
-from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, write_partial
+from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, open_partial
 from mergepipe.tailor.selection import EMBED, Unit, layer
 from support.engine_views import known_view, on_ranks
 from support.faults import Fault, open_descriptors, replaced, short_reads, short_writes, system_error, worker_threads
@@ -430,7 +430,7 @@ def partial(folder: Path, known: KnownStates, units: tuple[Unit, ...]) -> None:
 
     def write(ranks: Ranks) -> int:
         job = PartialJob(known_view(known, ranks.rank, 2), units, known.step, folder, no_extra_files)
-        return write_partial(job, ranks)
+        return open_partial(job, ranks, copies=False).write(ranks)
 
     assert all(isinstance(result, int) for result in on_ranks(2, write))
 
@@ -480,7 +480,9 @@ def trainer_partial(folder: Path, known: KnownStates, rates: tuple[float, ...], 
             known_view(known, ranks.rank, 1), origin=HF_FORMAT, framework=Framework.TRANSFORMERS, stage=None,
             flat_groups=(), options=tuple({"lr": rate} for rate in rates),
         )  # fmt: skip
-        return write_partial(PartialJob(view, tuple(view.units.parameters), known.step, folder, extra), ranks)
+        return open_partial(
+            PartialJob(view, tuple(view.units.parameters), known.step, folder, extra), ranks, copies=False
+        ).write(ranks)
 
     assert all(isinstance(result, int) for result in on_ranks(1, write))
 

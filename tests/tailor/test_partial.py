@@ -18,7 +18,7 @@ from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, read
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.reports import inspect_checkpoints
 from mergepipe.tailor.saving.frameworks import Ranks
-from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, write_partial
+from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, open_partial
 from mergepipe.tailor.selection import EMBED, Unit, layer
 from support.engine_views import known_view, on_ranks
 from support.stores import MetadataStore
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
     def write(ranks: Ranks) -> int:
         view = known_view(KNOWN, ranks.rank, 2)
-        return write_partial(PartialJob(view, UNITS, KNOWN.step, out, no_extra_files), ranks)
+        return open_partial(PartialJob(view, UNITS, KNOWN.step, out, no_extra_files), ranks, copies=False).write(ranks)
 
     results = on_ranks(2, write)
     assert all(isinstance(result, int) for result in results), results

@@ -26,7 +26,7 @@ from mergepipe.tailor.formats.dcp import DCP_FORMAT, unpack_piece
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.saving.frameworks import EngineView, Ranks
-from mergepipe.tailor.saving.partial_run import PartialJob, write_partial
+from mergepipe.tailor.saving.partial_run import PartialJob, open_partial
 from support.engine_views import known_view, on_ranks
 from support.stores import MetadataStore
 from support.torch_bytes import torch_bytes
@@ -67,7 +67,9 @@ def save_partially(folder: Path, known: KnownStates, change: Callable[[EngineVie
     def write(ranks: Ranks) -> int:
         view = change(known_view(known, ranks.rank, 2))
         given = extra if ranks.rank == 0 else lambda _: []
-        return write_partial(PartialJob(view, tuple(view.units.parameters), known.step, folder, given), ranks)
+        return open_partial(
+            PartialJob(view, tuple(view.units.parameters), known.step, folder, given), ranks, copies=False
+        ).write(ranks)
 
     assert all(isinstance(result, int) for result in on_ranks(2, write))
 

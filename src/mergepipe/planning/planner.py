@@ -47,19 +47,13 @@ SPREAD = "it was analysed by larger blocks; `mergepipe analyze --block-elements 
 NO_DENSITY = "the operator has no density"
 
 
-def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Plan:
-    """Choose which blocks of the experts are read under the budget `request`.
+def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Ranking:
+    """Rank everything that can be read under the budget `request`, for plans of the blocks of the experts.
 
     Laws: the planned cost is at most the budget; nothing that is left out would fit as well, but of a sample, which
     takes positions in their order; a budget of the full cost reads everything; the same problem gives the same plan on
     any machine.
     """
-    ranking = rank_blocks(problem, request, policy, options)
-    return ranking.plan(ranking.budget_bytes)
-
-
-def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Ranking:
-    """Rank everything that can be read; see `plan_merge`."""
     samples = policy is Policy.SAMPLE
     candidates = find_candidates(problem, samples=samples)
     renormalizes = all(rule.influence.renormalizes for rule in candidates.rules)

@@ -78,7 +78,7 @@ class ModelInput:
     """One model a recipe names: `text` as written, `path` absolute, `parameters` as written (no defaults).
 
     `adapter` is the folder of an adapter that is applied to it. `intermediate` names the document of the recipe that
-    makes the model; `path` is then a placeholder until `with_intermediate_paths`. `is_delta`: the recipe says that
+    makes the model; `path` is then a placeholder. `is_delta`: the recipe says that
     its tensors are differences from the base. `repeat` counts earlier entries of the same list that name the same.
     `numbers` is the file that holds its weights, element by element, read as differences are.
     """
@@ -295,16 +295,6 @@ class Recipe:
 
 def _of_slices(slices: tuple[OutputSlice, ...]) -> Iterator[ModelInput]:
     return (source.model for piece in slices for source in piece.sources)
-
-
-def with_intermediate_paths(recipe: Recipe, places: Mapping[str, Location]) -> Recipe:
-    """Return the recipe with its intermediate models at the paths that `places` maps their names to."""
-
-    def placed(model: ModelInput) -> ModelInput:
-        place = places.get(model.intermediate) if model.intermediate is not None else None
-        return model if place is None else replace(model, path=place)
-
-    return with_changed_models(recipe, placed)
 
 
 def with_changed_models(recipe: Recipe, change: Callable[[ModelInput], ModelInput]) -> Recipe:

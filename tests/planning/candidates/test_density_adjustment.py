@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mergepipe.operators.statistics import COMMON_DENSITIES
 from mergepipe.planning.budget import AdjustPolicy, PlanningChoices, Policy, ShareBudget
-from mergepipe.planning.planner import adjusted_density, plan_merge
+from mergepipe.planning.planner import adjusted_density, rank_blocks
 from support.planning_problems import make
 
 SHARES = st.floats(0.001, 1.0)
@@ -46,7 +46,8 @@ def test_plan__uses_the_adjusted_density_and_says_so(
     operator: str, density: float, share: Fraction, adjusted: float
 ) -> None:
     given = make(operator, parameters={"weight": 1.0, "density": density}).with_content_ids()
-    plan = plan_merge(given.problem, ShareBudget(share), Policy.NORM, PlanningChoices(adjust=AdjustPolicy(0.1)))
+    ranking = rank_blocks(given.problem, ShareBudget(share), Policy.NORM, PlanningChoices(adjust=AdjustPolicy(0.1)))
+    plan = ranking.plan(ranking.budget_bytes)
     densities = [
         float(each["density"]) for tensor in plan.tensors for each in plan.parameters[tensor.parameters].experts
     ]
@@ -61,7 +62,8 @@ def test_plan__uses_the_adjusted_density_and_says_so(
 
 
 def test_plan__adjusts_nothing_unless_asked() -> None:
-    plan = plan_merge(make("ties").problem, ShareBudget(Fraction(1, 50)), Policy.NORM, PlanningChoices())
+    ranking = rank_blocks(make("ties").problem, ShareBudget(Fraction(1, 50)), Policy.NORM, PlanningChoices())
+    plan = ranking.plan(ranking.budget_bytes)
     assert plan.adjustments == ()
     assert plan.parameters[0].experts[0]["density"] == 0.2
 

@@ -13,8 +13,8 @@ from mergepipe.storage.contract import Entry, FileKind
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.hub import HubCache
 from mergepipe.storage.remote.hub_api import HubSettings, hub_settings
-from mergepipe.storage.remote.hub_listing import HubFile, ModelListing, git_blob_id, is_contained, parse_model_info
-from support.hub_cache_files import write_hub_cache
+from mergepipe.storage.remote.hub_listing import HubFile, ModelListing, is_contained, parse_model_info
+from support.hub_cache_files import git_blob_id, write_hub_cache
 from support.refusals import refuses
 
 MODEL = Location.parse("hf://org/name")

@@ -15,7 +15,7 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.run_recipes import composition_from_log_file
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks, SingleRank
-from mergepipe.tailor.saving.partial_run import PartialJob, PartialRun, no_extra_files, write_partial
+from mergepipe.tailor.saving.partial_run import PartialJob, PartialRun, no_extra_files, open_partial
 from mergepipe.tailor.saving.unit_choice import (
     LOG_NAME,
     ChangeTracker,
@@ -142,10 +142,10 @@ def test_save__mends_a_log_that_a_crash_cut_short(tmp_path: Path) -> None:
 
 def test_write_partial__never_replaces(tmp_path: Path) -> None:
     job = PartialJob(known_view(at_step(2)), (layer(0),), 2, tmp_path / "partial-2", no_extra_files)
-    write_partial(job, SingleRank())
+    open_partial(job, SingleRank(), copies=False).write(SingleRank())
     before = stored(tmp_path / "partial-2")
     with pytest.raises(ConflictError):
-        write_partial(replace(job, view=known_view(at_step(3))), SingleRank())
+        open_partial(replace(job, view=known_view(at_step(3))), SingleRank(), copies=False).write(SingleRank())
     assert stored(tmp_path / "partial-2") == before
     assert [path.name for path in tmp_path.iterdir()] == ["partial-2"]
 

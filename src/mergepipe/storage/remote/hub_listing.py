@@ -203,11 +203,6 @@ def parse_model_info(model: str, where: Location, answer: object) -> ModelListin
     return listing
 
 
-def git_blob_id(content: bytes) -> str:
-    """The name that git gives to a file's content."""
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
 def is_contained(path: str) -> bool:
     """Whether a file's path stays inside its model, is written in one way only, and is as long as paths are."""
     is_sized = 0 < len(path) <= MOST_PATH_CHARACTERS and path.count("/") <= MOST_FOLDERS

@@ -98,16 +98,11 @@ class PartialJob:
     write_extra: Callable[[Path], Iterable[Path]]
 
 
-def write_partial(job: PartialJob, ranks: Ranks) -> int:
-    """Save, called on every rank; return the bytes of all files. Published only after everything is durable.
-
-    All ranks must see one file system. Memory: the largest local shard, and a write chunk of 8 MiB.
-    """
-    return open_partial(job, ranks, copies=False).write(ranks)
-
-
 def open_partial(job: PartialJob, ranks: Ranks, *, copies: bool) -> OpenedPartial:
-    """Begin a save: write the small files, which hold the state of now, and with `copies` copy the rest to the host."""
+    """Begin a save: write the small files, which hold the state of now, and with `copies` copy the rest to the host.
+
+    All ranks call it, and see one file system. Memory: the largest local shard, and a write chunk of 8 MiB.
+    """
     with ExitStack() as stack:
         staging = Staging(job.out, force=False) if ranks.rank == 0 else None
         opened = _agree(ranks, lambda: str(stack.enter_context(staging).path) if staging is not None else "")
@@ -133,7 +128,7 @@ class OpenedPartial:
     _stack: ExitStack
 
     def write(self, ranks: Ranks) -> int:
-        """Write the rest and publish, from any thread; see `write_partial`."""
+        """Write the rest and publish, from any thread; return the bytes of all files."""
 
         def write(staged: Path) -> _Written:
             shard = _write_shard(self.job, staged, ranks.rank)
