@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.core.blocks import BF16, F32, F64, GRAIN_ELEMENTS, ByteRange, DType, Span
+from mergepipe.core.blocks import BF16, F32, F64, GRAIN_ELEMENTS, DType, Span
 from mergepipe.engine.segments import (
     FEWEST_BUFFERS,
     JobShape,
@@ -182,19 +182,19 @@ def check_reads(layout: SegmentLayout, tasks: list[MergeTask], raw_bytes: int, a
     in_buffer = sorted((read.buffer_offset, read.buffer_offset + read.nbytes) for read in layout.reads)
     assert all(stop <= start for (_, stop), (start, _) in pairwise(in_buffer))
     assert all(stop <= raw_bytes for _, stop in in_buffer)
-    covered: dict[tuple[Location, Purpose], list[ByteRange]] = defaultdict(list)
+    covered: dict[tuple[Location, Purpose], list[range]] = defaultdict(list)
     for read in layout.reads:
         assert read.nbytes > 0
         assert read.buffer_offset % PAGE_BYTES == 0
         assert (read.offset % alignments[read.file], read.nbytes % alignments[read.file]) == (0, 0)
-        covered[(read.file, read.purpose)].append(ByteRange(read.offset, read.offset + read.nbytes))
-    needed: dict[tuple[Location, Purpose], list[ByteRange]] = defaultdict(list)
+        covered[(read.file, read.purpose)].append(range(read.offset, read.offset + read.nbytes))
+    needed: dict[tuple[Location, Purpose], list[range]] = defaultdict(list)
     for entry, span, purpose, place in needed_ranges(layout, tasks):
         if span.n_elements == 0:
             continue
         start, size = entry.offset + span.start * entry.dtype.itemsize, span.n_elements * entry.dtype.itemsize
         grid = alignments[entry.file]
-        needed[(entry.file, purpose)].append(ByteRange(start // grid * grid, round_up(start + size, grid)))
+        needed[(entry.file, purpose)].append(range(start // grid * grid, round_up(start + size, grid)))
         (read,) = [
             r
             for r in layout.reads
@@ -207,11 +207,11 @@ def check_reads(layout: SegmentLayout, tasks: list[MergeTask], raw_bytes: int, a
     assert all(len(_union(ranges)) == len(ranges) for ranges in covered.values())  # what touches is one request
 
 
-def _union(ranges: list[ByteRange]) -> list[ByteRange]:
-    joined: list[ByteRange] = []
+def _union(ranges: list[range]) -> list[range]:
+    joined: list[range] = []
     for each in sorted(ranges, key=lambda r: r.start):
         if joined and each.start <= joined[-1].stop:
-            joined[-1] = ByteRange(joined[-1].start, max(joined[-1].stop, each.stop))
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, each.stop))
         else:
             joined.append(each)
     return joined

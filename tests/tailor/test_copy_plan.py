@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.core.blocks import BF16, DTYPES, F16, F32, F64, ByteRange, DType, Span
+from mergepipe.core.blocks import BF16, DTYPES, F16, F32, F64, DType, Span
 from mergepipe.errors import CorruptError, LimitError, UnsupportedError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
@@ -293,9 +293,9 @@ def test_stale_checksums__names_the_touched_members_alone(tmp_path: Path) -> Non
     content = path.read_bytes()
     at = content.index(arrays[1].tobytes())
     store = MetadataStore()
-    found = stale_checksums(store, Location.local(path), [ByteRange(at + 4, at + 8)])
+    found = stale_checksums(store, Location.local(path), [range(at + 4, at + 8)])
     assert [(c.start, c.stop) for c in found] == [(at, at + 28)]
     crc = zlib.crc32(arrays[1].tobytes()).to_bytes(4, "little")
     assert [content[place : place + 4] for c in found for place in c.places] == [crc, crc]
-    assert stale_checksums(store, Location.local(path), [ByteRange(at - 1, at)]) == ()
+    assert stale_checksums(store, Location.local(path), [range(at - 1, at)]) == ()
     assert stale_checksums(store, Location.local(path), []) == ()

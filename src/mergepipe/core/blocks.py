@@ -1,4 +1,4 @@
-"""Dtypes, block grids, byte ranges and element spans: the units in which all rooms describe tensors."""
+"""Dtypes, block grids and element spans: the units in which all rooms describe tensors."""
 
 from __future__ import annotations
 
@@ -94,22 +94,6 @@ def promoted_dtype(first: DType, second: DType) -> DType:
     if first.itemsize == second.itemsize:
         return F32
     return max(first, second, key=lambda dtype: dtype.itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """Half-open range of bytes `[start, stop)` of one file."""
-
-    start: int
-    stop: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.stop:
-            raise ValueError(f"not a byte range: [{self.start}, {self.stop})")
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)

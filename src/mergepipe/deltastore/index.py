@@ -32,7 +32,7 @@ from mergepipe.deltastore.codec.levels import (
     Piece,
     can_be_base_of,
 )
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Digested, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, read_exact
@@ -79,12 +79,8 @@ class PackedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptFile:
+class KeptFile(Digested):
     """A file of the original that is stored unchanged, under the same name."""
-
-    name: str
-    size_bytes: Size
-    blake3: str
 
     def __post_init__(self) -> None:
         _check_name(self.name)

@@ -19,7 +19,7 @@ from mergepipe.checkpoints.torch_file import (
     read_zip_directory,
     walk_tensors,
 )
-from mergepipe.core.blocks import BF16, F16, F32, F64, ByteRange, DType, element_count
+from mergepipe.core.blocks import BF16, F16, F32, F64, DType, element_count
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
@@ -300,13 +300,13 @@ _ZIP_START = b"PK\x03\x04"
 
 
 def stale_checksums(
-    store: Store, file: Location, patched: Iterable[ByteRange], windows: Sequence[Window] = ()
+    store: Store, file: Location, patched: Iterable[range], windows: Sequence[Window] = ()
 ) -> tuple[Checksum, ...]:
     """Return the checksums of the members that any patched range touches; none for files that have none.
 
     `windows` are the archives inside a file that is not one archive itself.
     """
-    ranges = sorted(((r.start, r.stop) for r in patched if r.nbytes), key=lambda r: r[0])
+    ranges = sorted(((r.start, r.stop) for r in patched if r), key=lambda r: r[0])
     if not ranges:
         return ()
     if not windows:

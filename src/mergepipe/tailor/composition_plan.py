@@ -14,7 +14,7 @@ from mergepipe.checkpoints.directory import stat_regular
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import Window, read_torch_zip, walk_tensors
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
-from mergepipe.core.blocks import ByteRange, DType, Span
+from mergepipe.core.blocks import DType, Span
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.recipes.output_tensors import states_layers, with_layers
 from mergepipe.snapshots.manifest import UnitStaleness
@@ -145,7 +145,7 @@ def plan_file(store: Store, file: SkeletonFile, patches: PatchCollector, overlay
     edits = {**overlay.edits_of(file.path), **patches.edits.get(file.path, {})}
     if edits:
         return plan_edited(store, file, file_patches, edits)
-    touched = [ByteRange(patch.offset, patch.stop) for patch in file_patches]
+    touched = [range(patch.offset, patch.stop) for patch in file_patches]
     windows = patches.windows.get(file.path, {})  # the archives inside a file that is none itself
     checksums = stale_checksums(store, file.path, touched, tuple(windows.values()))
     return patched_file(file.name, file.path, file.size_bytes, file_patches, checksums)
