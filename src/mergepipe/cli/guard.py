@@ -23,13 +23,6 @@ if TYPE_CHECKING:
 BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for a program that SIGPIPE ended
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """The context that every command is given: it tells when the user wants to stop."""
-
-    interrupts: Interrupts
-
-
 def run_guarded(arguments: Sequence[str], interrupts: Interrupts, program: str = "mergepipe") -> int:
     """Run the command that `arguments` name; return its exit code.
 
@@ -97,7 +90,7 @@ def _run(arguments: Sequence[str], interrupts: Interrupts, program: str) -> int:
 
         command = build_mergekit_command()
     try:
-        with command.make_context(program, list(arguments), obj=Session(interrupts)) as context:
+        with command.make_context(program, list(arguments), obj=interrupts) as context:
             command.invoke(context)
     except typer.Exit as ended:
         return ended.exit_code

@@ -15,7 +15,7 @@ from mergepipe.core.display import printable
 from mergepipe.core.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from mergepipe.cli.guard import Session
+    from mergepipe.cli import Interrupts
     from mergepipe.reports import Progress
 
 WINDOW_SECONDS = 5.0
@@ -276,14 +276,14 @@ def progress_bar() -> Iterator[OnProgress]:
 
 
 @contextlib.contextmanager
-def progress_shown(session: Session, *, silent: bool) -> Iterator[OnProgress]:
+def progress_shown(interrupts: Interrupts, *, silent: bool) -> Iterator[OnProgress]:
     """Show progress while the context lasts; what it gives is called with each report, and is where a run can stop."""
     from mergepipe.kernels.compiled import listen_to_compilation
 
     with choose_display(silent=silent) as display, listen_to_compilation(display.compile):
 
         def on_progress(progress: Progress) -> None:
-            session.interrupts.report()
+            interrupts.report()
             display.update(progress)
 
         yield on_progress

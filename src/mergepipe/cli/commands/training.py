@@ -114,4 +114,4 @@ def diff(context: typer.Context, first: Checkpoint, second: Checkpoint) -> Displ
 
     Relative changes `|B - A| / |A|`. Reads every byte of both once, in bounded memory.
     """
-    return api.diff(first, second, on_bytes=lambda *_: context.obj.interrupts.report())
+    return api.diff(first, second, on_bytes=lambda *_: context.obj.report())
