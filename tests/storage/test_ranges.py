@@ -19,7 +19,6 @@ from mergepipe.checkpoints.open_files import read_matrix, read_span
 from mergepipe.core.blocks import F32, Span
 from mergepipe.deltastore.index import as_expert
 from mergepipe.deltastore.pack.encode_pass import read_sample
-from mergepipe.deltastore.tensor import PlainFetch
 from mergepipe.errors import CorruptError
 from mergepipe.jobs.diff import norm
 from mergepipe.storage.contract import RangeFile
@@ -139,9 +138,6 @@ CALLERS: dict[str, Callable[[Path], object]] = {
         {Location.local(path): LocalStore().open(Location.local(path))},
     ),
     "norm": lambda path: norm(LocalStore(), open_checkpoint(LocalStore(), Location.local(path)), ignore),
-    "plain tensor": lambda path: PlainFetch(ENTRY, opened(path))(
-        Span(0, N_ELEMENTS), np.empty(ENTRY.nbytes, np.uint8), Purpose.EXPERT
-    ),
     "band sample": lambda path: read_sample(ENTRY, LocalStore().open(Location.local(path)), Purpose.ANALYSIS),
     "packed index": lambda path: as_expert(LocalStore(), Location.local(path), 5000),
     "training state": read_state,

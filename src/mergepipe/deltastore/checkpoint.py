@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, Readable, TensorEntry
+from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
 from mergepipe.checkpoints.directory import SIDECAR_NAMES, open_checkpoint, stat_regular
 from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.blocks import DType, Span
@@ -77,36 +77,28 @@ class ChainedTensor(ComputedTensor):
         """Bytes requested to fetch `span` on its own, in whole pages, of all stores of the chain."""
         return self.packed.cost_bytes(span) + self.base.cost_bytes(self._whole_blocks(span))
 
-    def opened(self, files: Mapping[Location, RangeFile]) -> ChainedFetch:
-        """Make the fetch over open files; it keeps nothing between calls."""
-        return ChainedFetch(self, files)
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Make the fetch over open files; it keeps nothing between calls.
+
+        All that it reads is charged to its purpose, but for the first store's base. Memory: the elements of the span's
+        blocks, once for each store of the chain.
+        """
+        fetch_base, fetch_packed = self.base.opened(files), self.packed.opened_on_base(files)
+
+        def fetch(span: Span, out: RawBytes, purpose: Purpose) -> None:
+            size, blocks = self.dtype.itemsize, self._whole_blocks(span)
+            base = np.empty(blocks.n_elements * self.base.dtype.itemsize, np.uint8)
+            fetch_base(blocks, base, purpose)
+            whole = out if blocks == span else np.empty(blocks.n_elements * size, np.uint8)
+            fetch_packed(blocks, BaseBytes(base), whole, purpose)
+            if whole is not out:
+                out[:] = whole[(span.start - blocks.start) * size :][: len(out)]
+
+        return fetch
 
     def _whole_blocks(self, span: Span) -> Span:
         start = span.start // BLOCK_ELEMENTS * BLOCK_ELEMENTS
         return Span(start, min(-(-span.stop // BLOCK_ELEMENTS) * BLOCK_ELEMENTS, self.n_elements))
-
-
-class ChainedFetch:
-    """Fetches spans of one chained tensor. Safe to call from many threads.
-
-    Memory: the elements of the span's blocks, once for each store of the chain.
-    """
-
-    def __init__(self, tensor: ChainedTensor, files: Mapping[Location, RangeFile]) -> None:
-        self._tensor = tensor
-        self._fetch_base = tensor.base.opened(files)
-        self._fetch = tensor.packed.opened_on_base(files)
-
-    def __call__(self, span: Span, out: RawBytes, purpose: Purpose) -> None:
-        """Write the elements of `span`; all that is read is charged to `purpose`, but for the first store's base."""
-        size = self._tensor.dtype.itemsize
-        blocks = self._tensor._whole_blocks(span)
-        base = np.empty(blocks.n_elements * self._tensor.base.dtype.itemsize, np.uint8)
-        self._fetch_base(blocks, base, purpose)
-        whole = out if blocks == span else np.empty(blocks.n_elements * size, np.uint8)
-        self._fetch(blocks, BaseBytes(base), whole, purpose)
-        if whole is not out:
-            out[:] = whole[(span.start - blocks.start) * size :][: len(out)]
 
 
 # --- open a delta store as a checkpoint relative to its base; the index is read when it is first needed ---

@@ -13,12 +13,14 @@ from mergepipe.checkpoints.contract import (
     NO_TURNS,
     BaseBytes,
     ComputedTensor,
+    Fetch,
     FetchOnBase,
     LeveledTensor,
     TensorEntry,
     Turns,
     range_cost_bytes,
 )
+from mergepipe.checkpoints.open_files import read_span
 from mergepipe.core.blocks import DTYPES, F32, BlockGrid, DType, Span
 from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.codec.arrays import corrupt, scratch
@@ -76,22 +78,14 @@ class PlainTensor(ComputedTensor):
         """Bytes requested to fetch `span` on its own, in whole pages."""
         return self.entry().cost_bytes(span)
 
-    def opened(self, files: Mapping[Location, RangeFile]) -> PlainFetch:
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Make the fetch over open files; it keeps no bytes."""
-        return PlainFetch(self.entry(), files)
+        entry = self.entry()
 
+        def fetch(span: Span, out: RawBytes, purpose: Purpose) -> None:
+            out[:] = read_span(entry, span, files, purpose)
 
-@dataclass(frozen=True, slots=True)
-class PlainFetch:
-    """Reads spans of an unencoded tensor; holds one at a time."""
-
-    entry: TensorEntry
-    files: Mapping[Location, RangeFile]
-
-    def __call__(self, span: Span, out: RawBytes, purpose: Purpose) -> None:
-        start = self.entry.offset + span.start * self.entry.dtype.itemsize
-        stop = start + span.n_elements * self.entry.dtype.itemsize
-        out[:] = read_exact(self.files[self.entry.file], start, stop, purpose)
+        return fetch
 
 
 # --- encoded tensors as merges read them: fetch the pieces of blocks and decode them, with the base's bytes if any ---

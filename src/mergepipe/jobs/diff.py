@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, Readable
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.open_files import read_span
+from mergepipe.checkpoints.open_files import read_elements
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.reports import ByteProgress, ProgressCallback, SnapshotDiff, TensorChange
 from mergepipe.runs.snapshots import read_manifest_value
@@ -209,11 +209,7 @@ def _elements(files: Mapping[Location, RangeFile], entry: Readable, span: Span) 
     """Decode elements of a tensor into a new array."""
     from mergepipe.kernels.codec import CODE_F64, decode_all
 
-    if isinstance(entry, TensorEntry):
-        raw = read_span(entry, span, files, Purpose.ANALYSIS)
-    else:
-        raw = np.empty(span.n_elements * entry.dtype.itemsize, np.uint8)
-        entry.opened(files)(span, raw, Purpose.ANALYSIS)
+    raw = read_elements(entry, span, files, Purpose.ANALYSIS)
     if entry.dtype.kernel_code == CODE_F64:
         return np.asarray(raw.view(np.float64))
     elements_N = np.empty(span.n_elements, np.float32)

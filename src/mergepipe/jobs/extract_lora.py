@@ -12,10 +12,10 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
+from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_config
 from mergepipe.checkpoints.embedding_rows import embedding_ending
-from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_span
+from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_elements
 from mergepipe.checkpoints.stacked_experts import fused_name, inputs_first
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import F32, DTypeKind, Span
@@ -286,12 +286,7 @@ class _Extraction:
         return values + self._read(tensor, span, Purpose.BASE) if changed.is_delta else values
 
     def _read(self, tensor: Readable, span: Span, purpose: Purpose) -> NDArray[np.float32]:
-        if isinstance(tensor, TensorEntry):
-            raw = read_span(tensor, span, self.files, purpose)
-        else:
-            raw = np.empty(span.n_elements * tensor.dtype.itemsize, np.uint8)
-            tensor.opened(self.files)(span, raw, purpose)
-        return decoded(raw, tensor.dtype.kernel_code)
+        return decoded(read_elements(tensor, span, self.files, purpose), tensor.dtype.kernel_code)
 
     def _is_matrix(self, name: str, tensor: Readable) -> bool:
         """Whether a tensor is the weight of a linear layer."""
