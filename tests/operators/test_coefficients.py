@@ -17,7 +17,7 @@ from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, Recip
 from mergepipe.operators.registry import operator_specs
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from support.disk_families import weights_digest
-from support.training_trees import known_states, write_hf, write_zero12
+from support.training_trees import known_states, write_dcp, write_hf, write_zero12
 
 N_LAYERS, N_EXPERTS = 4, 3
 SHAPES = {
@@ -198,7 +198,30 @@ def test_weight_file__is_refused_where_it_does_not_fit(tmp_path: Path, family: P
     refused("fisher", {"file": str(tmp_path / "smaller.safetensors")}, MismatchError, "shape")
 
 
-@pytest.mark.parametrize("kind", ["hf", "zero"])
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+@pytest.mark.parametrize("method", ["ties", "task_arithmetic", "fisher"])
+def test_weight_file__with_one_number_a_tensor_goes_with_any_rule(
+    tmp_path: Path, family: Path, method: str, suffix: str
+) -> None:
+    numbers = {name: 0.25 * (i - 1) for i, name in enumerate(SHAPES)}
+    path, cases = tmp_path / f"layers.{suffix}", [{"filter": name, "value": 0.5 * n} for name, n in numbers.items()]
+    if suffix == "json":
+        path.write_text(json.dumps(numbers), encoding="utf-8")
+    else:
+        save_file({name: np.array(n, np.float32) for name, n in numbers.items()}, path)
+    weights: dict[str, Any] = {"file": {"file": str(path), "value": 0.5}, "filter": [*cases, {"value": 0.5}]}
+    for name in weights:
+        recipe = write_recipe(tmp_path / f"{name}.yml", family, method, [0.5, 0.5, weights[name], 0.5].__getitem__)
+        mergepipe.merge(recipe, tmp_path / name, options=MergeOptions(home=tmp_path / "home"))
+    assert weights_digest(tmp_path / "file") == weights_digest(tmp_path / "filter")
+    mergepipe.replay(tmp_path / "file", tmp_path / "again")
+    (tmp_path / "lacking.json").write_text(json.dumps({"norm.weight": 1.0}), encoding="utf-8")
+    lacking = write_recipe(tmp_path / "recipe.yml", family, method, lambda _: {"file": str(tmp_path / "lacking.json")})
+    with pytest.raises(RecipeError, match="weight has no value for"):
+        mergepipe.check(lacking)
+
+
+@pytest.mark.parametrize("kind", ["hf", "zero", "dcp"])
 def test_weight_file__may_be_the_second_moments_of_a_training_checkpoint(tmp_path: Path, kind: str) -> None:
     shapes = {
         "model.embed_tokens.weight": (30, 20),
@@ -217,7 +240,7 @@ def test_weight_file__may_be_the_second_moments_of_a_training_checkpoint(tmp_pat
         write_zero12(folder, known, [list(shapes)], world_size=2)
     else:
         folder.mkdir()
-        write_hf(folder, known)
+        write_hf(folder, known) if kind == "hf" else write_dcp(folder, known, world_size=2)
 
     def weight(e: int) -> object:
         return {"file": str(folder)} if e == 1 else 0.25
@@ -225,10 +248,6 @@ def test_weight_file__may_be_the_second_moments_of_a_training_checkpoint(tmp_pat
     recipe = write_recipe(tmp_path / "recipe.yml", tmp_path, "fisher", weight)
     content = json.loads(recipe.read_text())
     recipe.write_text(json.dumps({**content, "models": content["models"][:2]}))
-    if kind == "zero":
-        with pytest.raises(UnsupportedError, match="pieces of the optimizer's state"):
-            mergepipe.check(recipe)
-        return
     mergepipe.merge(recipe, tmp_path / "out", options=MergeOptions(home=tmp_path / "home"))
     found = load_file(tmp_path / "out" / "model.safetensors")
     for name, moment in moments.items():

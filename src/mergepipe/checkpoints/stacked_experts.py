@@ -17,7 +17,7 @@ from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 
-# --- stack tensors of one shape into a tensor, along its first dimensions ---
+# --- put tensors together into one: those of one shape along its first dimensions, or pieces of any length ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Stacked(ComputedTensor):
 
     def __post_init__(self) -> None:
         first = self.parts[0]
-        if any(part.shape != first.shape or part.is_delta != first.is_delta for part in self.parts):
-            raise ValueError(f"{self.name}: parts of different shapes or kinds")
-        if element_count(self.shape) != len(self.parts) * first.n_elements:
-            raise ValueError(f"{self.name}: {len(self.parts)} parts of {first.shape} are not {self.shape}")
+        if any(part.is_delta != first.is_delta for part in self.parts):
+            raise ValueError(f"{self.name}: parts of different kinds")
+        if element_count(self.shape) != sum(part.n_elements for part in self.parts):
+            raise ValueError(f"{self.name}: {len(self.parts)} parts, the first of {first.shape}, are not {self.shape}")
 
     @property
     def dtype(self) -> DType:
@@ -57,13 +57,12 @@ class Stacked(ComputedTensor):
 
     def pieces(self, span: Span) -> Iterator[tuple[Readable, Span]]:
         """Yield the parts that `span` touches, in order, with the span inside each."""
-        part_elements = self.parts[0].n_elements
-        at = span.start
-        while at < span.stop:
-            index = at // part_elements
-            stop = min(span.stop, (index + 1) * part_elements)
-            yield self.parts[index], Span(at - index * part_elements, stop - index * part_elements)
-            at = stop
+        start = 0
+        for part in self.parts:
+            stop = start + part.n_elements
+            if start < span.stop and span.start < stop:
+                yield part, Span(max(span.start, start) - start, min(span.stop, stop) - start)
+            start = stop
 
     def cost_bytes(self, span: Span) -> int:
         wanted = Span(0, self.n_elements) if self.is_unit and span.n_elements else span

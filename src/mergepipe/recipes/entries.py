@@ -9,7 +9,14 @@ from typing import TypeGuard
 
 from mergepipe.operators.spec import BaseRole, OperatorSpec, Scope
 from mergepipe.recipes.fields import DocumentReader, describe, key_elsewhere, parameter_elsewhere, parameter_names
-from mergepipe.recipes.parameters import global_values, is_constant, model_values, quoted_number, read_parameters
+from mergepipe.recipes.parameters import (
+    BY_NORM_TEXT,
+    global_values,
+    is_constant,
+    model_values,
+    quoted_number,
+    read_parameters,
+)
 from mergepipe.recipes.recipe import LayerSource, ModelInput, ModelKey, OutputModule, OutputSlice, Setting
 from mergepipe.recipes.references import read_model, read_reference
 from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
@@ -276,10 +283,8 @@ def _take_numbers(
     at = (*key_path, "parameters", "weight")
     changed: dict[str, Value] = {**entry, "parameters": {**parameters, "weight": weight.get("value", 1.0)}}
     reader.refuse_unknown_keys(weight, NUMBERS_KEYS, at)
-    if not operator.takes_numbers:
-        message = f"{operator.name} takes one weight for a tensor, no file with one for each element"
-        hint = "merge_method: fisher takes it; without normalize it adds the weighted deltas"
-        reader.refuse("recipe.unsupported", (*at, "file"), message, hint)
+    if weight.get("value") == BY_NORM_TEXT or not operator.is_weighted:
+        reader.refuse("recipe.value", at, "the weight follows from norms, or there is none: no file goes with it")
         return changed, None
     file = read_reference(reader, weight["file"], (*at, "file"))
     if file is not None and (file.adapter is not None or file.intermediate is not None):

@@ -15,7 +15,7 @@ from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, MismatchError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.spec import BaseRole
 from mergepipe.recipes.fields import Findings
-from mergepipe.recipes.recipe import ModelInput, ModelKey, OutputModule, OutputSlice, Recipe, Setting
+from mergepipe.recipes.recipe import Cases, ModelInput, ModelKey, OutputModule, OutputSlice, Recipe, Setting
 from mergepipe.recipes.tasks import LayerCount
 
 # --- choose the anchor of each group of models, and the models that must be opened as full weights ---
@@ -185,7 +185,9 @@ class Member:
 
 
 def _member(index: Mapping[ModelKey, int], model: ModelInput, first_layer: int = 0) -> Member:
-    numbers = None if model.numbers is None else index[model.numbers.key]
+    weight = model.parameters.get("weight")
+    is_named = isinstance(weight, Cases) and weight.named is not None
+    numbers = None if model.numbers is None or is_named else index[model.numbers.key]
     return Member(index[model.key], model.parameters, first_layer, numbers)
 
 

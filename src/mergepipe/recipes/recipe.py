@@ -49,10 +49,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """A parameter that depends on the tensor: the first applicable case decides. `where` is its place in the recipe."""
+    """A parameter that depends on the tensor: the first applicable case decides. `where` is its place in the recipe.
+
+    With `named` the value is multiplied by the tensor's number there; tensors without one have no value.
+    """
 
     cases: tuple[Case, ...]
     where: str
+    named: Mapping[str, float] | None = None
 
 
 Setting: TypeAlias = Scalar | Cases
@@ -62,7 +66,10 @@ def value_at(setting: Setting, tensor: str, depth: float) -> Scalar | None:
     """Return the value of `setting` for a tensor at `depth` in [0, 1]; None if no case applies."""
     if not isinstance(setting, Cases):
         return setting
-    return next((case.at(depth) for case in setting.cases if case.holds_for(tensor)), None)
+    value = next((case.at(depth) for case in setting.cases if case.holds_for(tensor)), None)
+    if setting.named is None or value is None:
+        return value
+    return value * setting.named[tensor] if tensor in setting.named else None
 
 
 # --- the recipe as frozen values: validated, and not yet resolved to tensors ---
@@ -295,6 +302,20 @@ class Recipe:
 
 def _of_slices(slices: tuple[OutputSlice, ...]) -> Iterator[ModelInput]:
     return (source.model for piece in slices for source in piece.sources)
+
+
+def with_named_weights(recipe: Recipe, named: Mapping[ModelKey, Mapping[str, float]]) -> Recipe:
+    """Return the recipe with weights multiplied by the numbers of their files, by tensor, where `named` has these."""
+
+    def weighed(model: ModelInput) -> ModelInput:
+        numbers = None if model.numbers is None else named.get(model.numbers.key)
+        if numbers is None:
+            return model
+        weight = model.parameters["weight"]
+        cases = weight if isinstance(weight, Cases) else Cases((Case("", (weight,)),), model.where)
+        return replace(model, parameters={**model.parameters, "weight": replace(cases, named=numbers)})
+
+    return with_changed_models(recipe, weighed)
 
 
 def with_changed_models(recipe: Recipe, change: Callable[[ModelInput], ModelInput]) -> Recipe:

@@ -147,7 +147,7 @@ def _definitions(spec: OperatorSpec) -> Schema:
     """Generate the definitions of one merge method: each parameter, a model's parameters, global parameters."""
     definitions: Schema = {}
     for parameter in spec.parameters:
-        definitions |= _setting(parameter, f"{spec.name}.{parameter.name}", takes_numbers=spec.takes_numbers)
+        definitions |= _setting(parameter, f"{spec.name}.{parameter.name}")
     of_models = tuple(parameter for parameter in spec.parameters if parameter.scope is Scope.MODEL)
     context = _parameters(spec, spec.parameters)
     return {**definitions, f"{spec.name}.own": _parameters(spec, of_models), f"{spec.name}.shared": context}
@@ -166,11 +166,11 @@ def _ref(name: str) -> Schema:
     return {"$ref": f"#/$defs/{name}"}
 
 
-def _setting(spec: ParameterSpec, name: str, *, takes_numbers: bool) -> Schema:
+def _setting(spec: ParameterSpec, name: str) -> Schema:
     """Generate the definitions of a parameter: one value, values over the layers, or either by filters."""
     value, values, case = (f"{name}.{kind}" for kind in ("value", "values", "case"))
     kinds: list[Json] = [_ref(values), _ref(case), _list(_ref(case))]
-    if spec.is_weight and takes_numbers:
+    if spec.is_weight:
         kinds.append(_record(NUMBERS_KEYS, {"file": _REFERENCE, "value": _ref(value)}, ["file"]))
     setting: Schema = {"description": spec.help, "anyOf": kinds}
     by_filter: Schema = {

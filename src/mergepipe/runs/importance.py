@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.core.blocks import BlockGrid, element_count
+from mergepipe.checkpoints.stacked_experts import Stacked
+from mergepipe.core.blocks import BlockGrid, Span, element_count
 from mergepipe.core.strict_json import digest_of, parse_object
 from mergepipe.core.units import plural
 from mergepipe.errors import MismatchError, NotFoundError, UnsupportedError, did_you_mean
 from mergepipe.recipes.tasks import MergeTask
+from mergepipe.snapshots.shards import SUFFIX
 from mergepipe.storage.contract import IMPORTANCE_BYTES, FileId, Store, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG_SQ, WEIGHT, StateReader, StoredState
@@ -57,23 +60,53 @@ def _totals(store: Store, path: Location, tasks: Sequence[MergeTask]) -> dict[st
 
 def open_moments(store: Store, path: Location) -> Checkpoint | None:
     """Open the second moments (`exp_avg_sq`) of a training checkpoint as tensors of numbers; None if it has none."""
-    tensors: dict[str, TensorEntry] = {}
+    tensors: dict[str, Readable] = {}
     for name, stored in _second_moments(store, path).items():
         pieces = unpacked(store, stored).pieces
-        if len(pieces) != 1 or pieces[0].span.n_elements != stored.n_elements:
-            message = f"'{name}' is stored in {len(pieces)} pieces of the optimizer's state"
+        if stored.gaps or any(piece.strips for piece in pieces):
+            message = f"'{name}' is stored by columns, or not all of it"
             raise UnsupportedError.of("model.unsupported", path, message, "write exp_avg_sq to a safetensors file")
-        piece = pieces[0]
-        tensors[name] = TensorEntry(name, stored.dtype, stored.shape, piece.file, piece.offset, piece.nbytes, True)
-    places = sorted({tensor.file for tensor in tensors.values()})
-    files = []
-    for place in places:
-        status = store.stat(place)
-        if status is None:
-            raise NotFoundError.of("model.not-found", place, "the file is gone")
-        digest = digest_of([[t.name, t.offset, t.nbytes] for t in tensors.values() if t.file == place])
-        files.append(FileId(place.name, status.size_bytes, status.version, digest))
+        parts = [
+            TensorEntry(name, stored.dtype, (p.span.n_elements,), p.file, p.offset, p.nbytes, True) for p in pieces
+        ]
+        is_whole = len(parts) == 1
+        tensors[name] = replace(parts[0], shape=stored.shape) if is_whole else Stacked(name, stored.shape, tuple(parts))
+    entries = [entry for tensor in tensors.values() for entry in tensor.stored]
+    files = [
+        _file(store, place, [[e.name, e.offset, e.nbytes] for e in entries if e.file == place])
+        for place in sorted({entry.file for entry in entries})
+    ]
     return Checkpoint(path, path, tensors, tuple(files), (), CheckpointKind.DELTA) if tensors else None
+
+
+def open_named_weights(store: Store, path: Location) -> tuple[Checkpoint, Mapping[str, float]] | None:
+    """Open a JSON object, or a safetensors file, with one number a tensor; None for anything else.
+
+    Returns a checkpoint without tensors, and the numbers by name.
+    """
+    if path.name.endswith(".json"):
+        raw = store.read_small(path, IMPORTANCE_BYTES)
+        numbers: Mapping[str, object] = parse_object(raw, where=path, code="importance.damaged", hint=_HINT)
+        checkpoint = Checkpoint(path, path.parent, {}, (_file(store, path, numbers),), ())
+    elif path.name.endswith(SUFFIX):
+        checkpoint = open_checkpoint(store, path)
+        entries = [entry for entry in checkpoint.tensors.values() if isinstance(entry, TensorEntry)]
+        if any(entry.n_elements != 1 for entry in entries):
+            return None
+        with StateReader(store) as reader:
+            states = [StoredState.whole(entry.name, WEIGHT, entry) for entry in entries]
+            numbers = {s.parameter: values_of(reader.read(s, Span(0, 1)), s.dtype, s.parameter).item() for s in states}
+    else:
+        return None
+    return replace(checkpoint, tensors={}), {name: _checked(path, name, n, -math.inf) for name, n in numbers.items()}
+
+
+def _file(store: Store, place: Location, content: object) -> FileId:
+    """Identify a file that no reader of weights knows; `content` stands for what is taken from it."""
+    status = store.stat(place)
+    if status is None:
+        raise NotFoundError.of("model.not-found", place, "the file is gone")
+    return FileId(place.name, status.size_bytes, status.version, digest_of(content))
 
 
 def _second_moments(store: Store, path: Location) -> Mapping[str, StoredState]:
@@ -99,10 +132,10 @@ def _total(reader: StateReader, store: Store, path: Location, state: StoredState
     return math.sqrt(total * element_count(shape)) if state.kind == EXP_AVG_SQ else total
 
 
-def _checked(path: Location, name: str, number: object) -> float:
-    if isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < math.inf:
+def _checked(path: Location, name: str, number: object, low: float = 0.0) -> float:
+    if isinstance(number, int | float) and not isinstance(number, bool) and low <= number and abs(number) < math.inf:
         return float(number)
-    message = f"tensor '{name}' needs numbers from 0 up, all finite"
+    message = f"tensor '{name}' needs numbers{' from 0 up' if low == 0 else ''}, all finite"
     raise MismatchError.of("importance.mismatch", path, message, _HINT)
 
 

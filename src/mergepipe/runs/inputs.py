@@ -27,7 +27,7 @@ from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.fields import USUAL, Strictness, refuse_notices
 from mergepipe.recipes.output_tensors import weights_needed
-from mergepipe.recipes.recipe import ModelInput, Recipe
+from mergepipe.recipes.recipe import ModelInput, ModelKey, Recipe, with_named_weights
 from mergepipe.recipes.recipe_files import load_recipes
 from mergepipe.recipes.references import with_relative_paths
 from mergepipe.recipes.resolution import REASON_ALLOWED, resolve
@@ -332,18 +332,28 @@ def _opened(
     weighing = {model.numbers.key for model in models if model.numbers is not None}
     whole = weights_needed(recipe)
 
+    named: dict[ModelKey, Mapping[str, float]] = {}
+
     def opened(i: int) -> Checkpoint:
         if i in intermediates:
             return intermediates[i].checkpoint
-        if models[i].key in weighing and is_folder(store, models[i].path):
-            from mergepipe.runs.importance import open_moments  # which loads the readers of training formats
+        if models[i].key in weighing:
+            from mergepipe.runs.importance import open_moments, open_named_weights  # which load the training formats
 
+            if (numbers := open_named_weights(store, models[i].path)) is not None:
+                named[models[i].key] = numbers[1]
+                return numbers[0]
+            if not recipe.operator.takes_numbers:
+                message = f"{recipe.operator.name} takes one weight for a tensor, no file with one for each element"
+                hint = "merge_method: fisher takes it; without normalize it adds the weighted deltas"
+                raise UnsupportedError.of("recipe.unsupported", models[i].where, message, hint)
             if (moments := open_moments(store, models[i].path)) is not None:
                 return moments
         return open_named(models[i], base, as_weights=models[i].key in whole)
 
     with concurrent_map(store, (model.path for model in models if model.intermediate is None)) as map_all:
         checkpoints = (base, *map_all(opened, range(1, len(models))))
+    recipe = with_named_weights(recipe, named)
     alignment = None
     if recipe.tokenizer is not None:
         alignment = align_vocabulary(recipe.tokenizer, checkpoints, store, has_base=recipe.base is not None)
