@@ -225,36 +225,39 @@ class Requantised(ComputedTensor):
                 out[:] = scales[span.start * self.dtype.itemsize :][: len(out)]
                 return
             for rows in _chunks(self.base.rows_of(span), scheme.columns) if span.n_elements else ():
-                raw, values_RC, _ = self._rows(scheme, rows, files, purpose)
-                groups = np.ix_(_groups(rows, scheme.block[0]), _groups(Span(0, scheme.columns), scheme.block[1]))
-                scales_RC = decoded(scales, scheme.scale_kernel).reshape(same_GK.shape)[groups]
-                codes = _encoded(np.divide(values_RC, scales_RC, dtype=np.float32).reshape(-1), scheme.code_kernel)
-                same = same_GK[groups].reshape(-1)
-                codes = np.where(same, raw[0], codes)
+                raw, merged = self._raw(scheme, rows, files, purpose)
+                group_R, values_RC = _groups(rows, scheme.block[0]), self._decoded(scheme, merged)
+                scales_GK = decoded(scales, scheme.scale_kernel).reshape(same_GK.shape)
+                scales_RC, same_RC = (
+                    np.repeat(of_groups[group_R], scheme.block[1], axis=1)[:, : scheme.columns]
+                    for of_groups in (scales_GK, same_GK)
+                )
+                made = _encoded((values_RC / scales_RC).reshape(-1), scheme.code_kernel)
+                errors_RC = decoded(made, scheme.code_kernel).reshape(values_RC.shape) * scales_RC - values_RC
+                errors_RC[same_RC], values_RC[same_RC] = 0, 0
                 first = rows.start * scheme.columns
                 start, stop = max(first, span.start), min(rows.stop * scheme.columns, span.stop)
-                out[start - span.start : stop - span.start] = codes[start - first : stop - first]
-                numbers = values_RC.reshape(-1).astype(np.float64)
-                errors = decoded(codes, scheme.code_kernel) * scales_RC.reshape(-1).astype(np.float64) - numbers
-                squares = np.where(same, 0, np.square((errors, numbers)))[:, start - first : stop - first].sum(axis=1)
+                wanted = slice(start - first, stop - first)
+                codes = np.where(same_RC.reshape(-1), raw[0], made)
+                out[start - span.start : stop - span.start] = codes[wanted]
+                parts = (numbers.reshape(-1)[wanted] for numbers in (errors_RC, values_RC))
                 with lock:
-                    shared["squares"] += squares
+                    shared["squares"] += [np.dot(part, part) for part in parts]
                     shared["left"] -= stop - start
             if not shared["left"]:
                 shared.pop("groups", None)
 
         return fetch
 
-    def _rows(
+    def _raw(
         self, scheme: ScaledFP8, rows: Span, files: Mapping[Location, RangeFile], purpose: Purpose
-    ) -> tuple[list[NDArray[np.uint8]], NDArray[np.float32], NDArray[np.bool_]]:
-        """Read rows (R, C): the base's bytes, the merged numbers, and where these are the base's."""
-        code, size = self.merged.dtype.kernel_code, self.merged.dtype.itemsize
+    ) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint8]]:
+        """Read rows: the base's bytes, and the merged numbers'."""
         raw = [read_span(part, of_part, files, purpose) for part, of_part in self.base.parts_of(rows)]
-        merged = read_elements(self.merged, _whole(rows, scheme.columns), files, purpose)
-        unchanged = _encoded(scheme.decode(rows, raw).reshape(-1), code)
-        same = (merged.reshape(-1, size) == unchanged.reshape(-1, size)).all(axis=1)
-        return raw, decoded(merged, code).reshape(-1, scheme.columns), same.reshape(-1, scheme.columns)
+        return raw, read_elements(self.merged, _whole(rows, scheme.columns), files, purpose)
+
+    def _decoded(self, scheme: ScaledFP8, merged: NDArray[np.uint8]) -> NDArray[np.float32]:
+        return decoded(merged, self.merged.dtype.kernel_code).reshape(-1, scheme.columns)
 
     def _survey(
         self, scheme: ScaledFP8, files: Mapping[Location, RangeFile], purpose: Purpose
@@ -264,10 +267,19 @@ class Requantised(ComputedTensor):
         largest_GK = np.zeros((-(-n_rows // scheme.block[0]), len(starts)), np.float32)
         same_GK = np.ones(largest_GK.shape, np.bool_)
         for rows in _chunks(Span(0, n_rows), scheme.columns):
-            _, values_RC, same_RC = self._rows(scheme, rows, files, purpose)
+            raw, merged = self._raw(scheme, rows, files, purpose)
+            unchanged = _encoded(scheme.decode(rows, raw).reshape(-1), self.merged.dtype.kernel_code)
+            bits = f"u{self.merged.dtype.itemsize}"
+            same_RC = (merged.view(bits) == unchanged.view(bits)).reshape(-1, scheme.columns)
             group_R = _groups(rows, scheme.block[0])
-            np.maximum.at(largest_GK, group_R, np.maximum.reduceat(np.abs(values_RC), starts, axis=1))
-            np.logical_and.at(same_GK, group_R, np.logical_and.reduceat(same_RC, starts, axis=1))
+            first_of_group = np.flatnonzero(np.diff(group_R, prepend=-1))
+            groups = slice(int(group_R[0]), int(group_R[-1]) + 1)
+            for reduce, of_rows, of_groups in (
+                (np.maximum, np.abs(self._decoded(scheme, merged)), largest_GK),
+                (np.logical_and, same_RC, same_GK),
+            ):
+                part_GK = reduce.reduceat(reduce.reduceat(of_rows, first_of_group, axis=0), starts, axis=1)
+                reduce(of_groups[groups], part_GK, out=of_groups[groups])
         scales = (largest_GK / _LARGEST[scheme.code_kernel]).reshape(-1)
         if self.powers_of_two:
             mantissas, exponents = np.frexp(scales)

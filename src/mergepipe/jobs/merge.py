@@ -379,10 +379,11 @@ class MergeRun:
         """Record every output tensor, in output order."""
         beside = self._settings.beside
         file_of = {spec.name: beside + shard.name for shard in self._output.shards for spec in shard.tensors}
+        actions = {task.name: (task.action.value, task.reason) for task in self._output.tasks}
+        plain = self._inputs.plain.resolution.tasks if self._inputs.plain else ()
+        actions |= {task.name: (task.action.value, task.reason) for task in plain}
         return tuple(
-            OutputTensor(
-                task.name, task.dtype.name, task.shape, file_of[task.name], digest.root, task.action.value, task.reason
-            )
+            OutputTensor(task.name, task.dtype.name, task.shape, file_of[task.name], digest.root, *actions[task.name])
             for task, digest in zip(self._output.tasks, digests, strict=True)
         )
 

@@ -320,19 +320,19 @@ def check_recipe(
     """Open the inputs of a recipe and report what its merge would do; see `api.check`."""
     store = Stores()
     inputs = open_inputs(recipe_place, store, allow_dropped, strictness=strictness)
-    recipe, resolution = inputs.recipe, inputs.resolution
-    output = output_of(inputs, shard_bytes)
+    recipe, output, merged = inputs.recipe, output_of(inputs, shard_bytes), inputs.plain or inputs
+    resolution, staged_bytes = merged.resolution, merged.resolution.output_bytes if inputs.plain else 0
     return CheckReport(
         recipe=str(recipe.path),
         operator=recipe.operator.name,
-        models=tuple(_use_of(inputs, index, _shown(model)) for index, model in enumerate(recipe.inputs())),
+        models=tuple(_use_of(merged, index, _shown(model)) for index, model in enumerate(recipe.inputs())),
         merged_tensors=resolution.n_merged,
         copied=tuple(CopiedTensor(task.name, task.reason) for task in resolution.tasks if task.action is Action.COPY),
         dropped=resolution.dropped,
         base_bytes=resolution.base_bytes,
         expert_bytes=resolution.expert_bytes,
-        output_bytes=resolution.output_bytes,
-        disk_bytes=output.total_bytes + sum(map(len, planned_sidecars(inputs, store).values())),
+        output_bytes=inputs.resolution.output_bytes,
+        disk_bytes=output.total_bytes + staged_bytes + sum(map(len, planned_sidecars(inputs, store).values())),
         shards=len(output.shards),
         spectral=spectral_cost(resolution.tasks),
         free_bytes=shutil.disk_usage(Path.cwd()).free,

@@ -240,6 +240,8 @@ def test_like_base__stores_what_changed_as_the_base_does_and_the_rest_bit_for_bi
     assert is_new.any()
     assert report.requantisation_error == pytest.approx(error, rel=0.01)
     assert (report.merged_tensors, report.expert_bytes > 0) == (3, True)
+    checked = mergepipe.check(path)
+    assert (checked.merged_tensors, checked.models[1].tensors, checked.expert_bytes > 0) == (3, 3, True)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG
     assert mergepipe.verify(tmp_path / "out", deep_fraction=1.0, catalog=False).is_sound
     mergepipe.replay(tmp_path / "out", tmp_path / "again", options=OutputOptions(catalog=False))
