@@ -376,7 +376,7 @@ class PursuedRows(ComputedTensor):
     Orthogonal matching pursuit: each row `wanted_N` of the donor's is approximated by at most `n_atoms` of its rows
     `donor_C`, one after another that with the largest inner product with what is left, all with the weights of least
     squares at every step. The same combination of the model's rows `own_C` is the result. Source: Pati et al., 1993;
-    atoms are not normalised, as in mergekit-tokensurgeon. Memory: the donor's rows in float32, and 256 MiB a thread.
+    atoms are not normalised, as in mergekit-tokensurgeon. Memory: the donor's rows in float32, and 256 MiB.
     """
 
     own: Readable
@@ -417,25 +417,22 @@ class PursuedRows(ComputedTensor):
             return _decoded(raw, chosen.dtype, chosen.n_elements).reshape(row_R.size, -1)
 
         def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-            with lock:
-                if not kept:
-                    kept.append(rows(self.donor, self.donor_C, purpose))
-            (atoms_CD,) = kept
-            n_atoms = min(self.n_atoms, len(atoms_CD))
-            step = max(1, _MOST_BASIS_BYTES // (8 * n_atoms * atoms_CD.shape[1]))
-            first = span.start // width
-            values = np.empty((-(-span.stop // width) - first, width), np.float32)
-            for at in range(0, len(values), step):
-                wanted = self.wanted_N[first + at : first + min(at + step, len(values))]
-                chosen_NK, weights_NK = pursued(atoms_CD, rows(self.donor, wanted, purpose), n_atoms)
-                used, place_NK = np.unique(chosen_NK, return_inverse=True)
-                own_UW = rows(self.own, self.own_C[used], purpose).astype(np.float64)
-                for row, (place_K, weight_K) in enumerate(
-                    zip(place_NK.reshape(chosen_NK.shape), weights_NK, strict=True)
-                ):
-                    values[at + row] = weight_K @ own_UW[place_K]
+            with lock:  # one at a time, on all processors
+                kept.extend([] if kept else [rows(self.donor, self.donor_C, purpose)])
+                first, stop = span.start // width, -(-span.stop // width)
+                step = max(1, _MOST_BASIS_BYTES // (8 * self.n_atoms * kept[0].shape[1]))
+                parts = [
+                    made(kept[0], self.wanted_N[at : min(at + step, stop)], purpose) for at in range(first, stop, step)
+                ]
             skipped = span.start - first * width
-            out[:] = values.reshape(-1)[skipped : skipped + span.n_elements].view(np.uint8)
+            out[:] = np.concatenate(parts, dtype=np.float32)[skipped : skipped + span.n_elements].view(np.uint8)
+
+        def made(atoms_CD: NDArray[np.float32], wanted_N: NDArray[np.int64], purpose: Purpose) -> NDArray[np.float64]:
+            chosen_NK, weights_NK = pursued(atoms_CD, rows(self.donor, wanted_N, purpose), self.n_atoms)
+            used, place_NK = np.unique(chosen_NK, return_inverse=True)
+            own_UW = rows(self.own, self.own_C[used], purpose).astype(np.float64)
+            pairs = zip(place_NK.reshape(chosen_NK.shape), weights_NK, strict=True)
+            return np.concatenate([weight_K @ own_UW[place_K] for place_K, weight_K in pairs])
 
         return fetch
 
@@ -443,11 +440,11 @@ class PursuedRows(ComputedTensor):
 def pursued(
     atoms_CD: NDArray[np.float32], targets_ND: NDArray[np.float32], n_atoms: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Approximate targets by `n_atoms` atoms each: return the atoms' numbers and their weights, (N, K) both.
+    """Approximate targets by `n_atoms` atoms each, or all: return the atoms' numbers and their weights, (N, K) both.
 
     An atom that adds nothing to those before it weighs 0. The chosen atoms' orthonormal basis is kept in float64.
     """
-    n_targets, width = targets_ND.shape
+    (n_targets, width), n_atoms = targets_ND.shape, min(n_atoms, len(atoms_CD))
     basis_NKD, left_ND = np.zeros((n_targets, n_atoms, width)), targets_ND.astype(np.float64)
     chosen_NK, weights_NK = np.zeros((n_targets, n_atoms), np.int64), np.zeros((n_targets, n_atoms))
     triangle_NKK, every = np.tile(np.eye(n_atoms), (n_targets, 1, 1)), np.arange(n_targets)
