@@ -18,20 +18,10 @@ from support.source_code import PACKAGE, trees_with
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 LAYERS = (
-    {"errors"},
-    {"core"},
-    {"storage"},
-    {"kernels", "operators"},
-    {"checkpoints"},
-    {"recipes", "catalog", "snapshots"},
-    {"reports"},
-    {"planning", "engine"},
-    {"options"},
-    {"runs", "deltastore", "tailor"},
-    {"jobs"},
-    {"api"},
+    {"errors"}, {"core"}, {"storage"}, {"kernels", "operators"}, {"checkpoints"}, {"recipes", "catalog", "snapshots"},
+    {"reports"}, {"planning", "engine"}, {"options"}, {"runs", "deltastore", "tailor"}, {"jobs"}, {"api"},
     {"cli", "__main__"},
-)
+)  # fmt: skip
 LAYER_OF = {component: number for number, components in enumerate(LAYERS) for component in components}
 FACADE = "__init__"  # lazy names for users; others may take the version from it
 ANYTHING_GOES = "testing"
