@@ -34,14 +34,7 @@ from mergepipe.deltastore.index import (
     index_digest,
 )
 from mergepipe.deltastore.tensor import PackedTensor
-from mergepipe.errors import (
-    CorruptError,
-    MismatchError,
-    NotFoundError,
-    OutputError,
-    RecipeError,
-    UnsupportedError,
-)
+from mergepipe.errors import CorruptError, MismatchError, NotFoundError, OutputError, RecipeError, UnsupportedError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

@@ -9,15 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
-from mergepipe.recipes.recipe import (
-    Case,
-    Cases,
-    EmbeddingSource,
-    Recipe,
-    Setting,
-    TokenizerSource,
-    value_at,
-)
+from mergepipe.recipes.recipe import Case, Cases, EmbeddingSource, Recipe, Setting, TokenizerSource, value_at
 from mergepipe.recipes.recipe_files import load_recipes, reload_recipe, reload_recipes
 from mergepipe.recipes.references import reference_text
 from mergepipe.storage.local import LocalStore
