@@ -100,8 +100,7 @@ FACTS: dict[str, tuple[Displayed, dict[str, list[str]]]] = {
         replace(MERGED, verdict=replace(VERDICT, unspent_bytes=750, unspent_reason="the rest comes in larger pieces")),
         {
             "verdict": [
-                "37.5 % of the experts' bytes are read, by policy 'sample', and moved 2.7 times as far: after short "
-                "fine-tunes that kept most of a gain, after long ones it was worse than the base. "
+                "37.5 % of the experts' bytes are read, by policy 'sample', and moved up to 2.7 times as far. "
                 "What such merges kept of a gain: docs/benchmarks/rules.md."
             ],
             "expert": [

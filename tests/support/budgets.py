@@ -31,7 +31,8 @@ _FLOATS = (BF16, F32, F16, F64)
 class TensorPlanOf:
     """How to make one tensor: its shape, the dtypes of base and experts, and the shares of blocks that coincide.
 
-    `frozen_share` of an expert's blocks equal the base's, `twin_share` equal the first expert's bytes.
+    `frozen_share` of an expert's blocks equal the base's, `twin_share` equal the first expert's bytes. The standard
+    deviation of its deltas is between ten to the `delta_powers`; that of the base is 0.05.
     """
 
     name: str
@@ -40,6 +41,7 @@ class TensorPlanOf:
     expert_dtypes: tuple[DType, ...]
     frozen_share: float = 0.0
     twin_share: float = 0.0
+    delta_powers: tuple[float, float] = (-3, -1)
 
 
 AWKWARD = (
@@ -75,7 +77,7 @@ def _make_tensor(rng: np.random.Generator, plan: TensorPlanOf, n_experts: int) -
     experts: list[NDArray[Any]] = []
     for e in range(n_experts):
         dtype = plan.expert_dtypes[e % len(plan.expert_dtypes)]
-        values_N = base_N + (rng.standard_normal(n) * 10.0 ** rng.uniform(-3, -1)).astype(np.float32)
+        values_N = base_N + (rng.standard_normal(n) * 10.0 ** rng.uniform(*plan.delta_powers)).astype(np.float32)
         first_N = decode(experts[0].tobytes(), plan.expert_dtypes[0]) if experts else values_N
         for span in BlockGrid(n, GRAIN).spans():
             inside = slice(span.start, span.stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -9,7 +10,7 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import F32, RawBlock, has_rare, itemsize_of_code
+from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, RawBlock, has_rare, itemsize_of_code
 from mergepipe.engine.block_reductions import Reduction
 from mergepipe.engine.segments import HoldLimits, JobShape, Piece, SegmentLayout, SegmentShape
 from mergepipe.engine.work import Tap
@@ -20,6 +21,8 @@ from mergepipe.storage.ranges import round_up
 
 SURVEY_SEGMENTS = 8
 SAMPLED_PIECE_ELEMENTS = 64 * 1024
+HARMLESS_CHANGE = 0.02
+"""The relative length of a change from which on a sample of it is scaled less; measured for decision 032."""
 BASE_ALONE = ElementwiseRule(np.zeros(0, np.float32))
 _NONE: frozenset[int] = frozenset()
 
@@ -60,19 +63,38 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A tensor that is sampled: its merged delta is multiplied by `factor`, in float32; other blocks are the base's.
+    """A tensor that is sampled in units of `unit_elements`: what a merge changes is multiplied, in float32.
 
-    Pieces are cut at multiples of `granularity` elements. Memory: a piece, in float32 and with the base's bytes, is
-    384 KiB a thread, or one stretch of `granularity`.
+    Other blocks are the base's. `factor` is one over the probability of the draw; where the change is long it is less
+    (see `factor_of`), for each stretch of elements by itself. Pieces are cut at multiples of `granularity` elements.
+    Memory: a piece, in float32 and with the base's bytes, is 384 KiB a thread, or one stretch of `granularity`.
     """
 
     factor: float
+    unit_elements: int
     granularity: int = 1
+
+    @property
+    def stretch_elements(self) -> int:
+        """Elements that have one factor: units, whose edges are those of pieces, hold whole stretches."""
+        return self.granularity if self.granularity > 1 else math.gcd(self.unit_elements, GRAIN_ELEMENTS)
 
     @property
     def piece_elements(self) -> int:
         """Elements that are merged at once."""
-        return self.granularity * max(1, SAMPLED_PIECE_ELEMENTS // self.granularity)
+        return self.stretch_elements * max(1, SAMPLED_PIECE_ELEMENTS // self.stretch_elements)
+
+    def factor_of(self, change: RawBlock) -> float:
+        """Return `f / (1 + (f - 1) (r / HARMLESS_CHANGE)^2)`, at least 1, of factor `f` and relative length `r`.
+
+        Scaled by `f`, a merge is the full one on average over draws, with a variance of `f - 1` times the square of the
+        change: harmless where the change is short beside the weights, worse than the base where it is long.
+        """
+        from mergepipe.kernels.merge import squares_of
+
+        of_change, of_base = squares_of(change)
+        excess = (self.factor - 1.0) * of_change
+        return max(1.0, self.factor / (1.0 + excess / (HARMLESS_CHANGE**2 * of_base))) if of_base > 0.0 else 1.0
 
 
 class TensorWork:
@@ -252,8 +274,7 @@ def merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> No
 
 
 def merge_scaled(block: RawBlock, function: BlockFunction, sample: Sample) -> None:
-    """Merge a block in float32 and write the base plus the sample's factor times what that changed, rounded once."""
-    rescale = ElementwiseRule(np.array([sample.factor], np.float32))
+    """Merge a block in float32 and write the base plus the sample's factors times what that changed, rounded once."""
     most = min(sample.piece_elements, block.n_elements)
     merged_offset = round_up(most * itemsize_of_code(block.base_code), F32.itemsize)
     room = np.empty(merged_offset + most * F32.itemsize, np.uint8)
@@ -263,7 +284,10 @@ def merge_scaled(block: RawBlock, function: BlockFunction, sample: Sample) -> No
         function(piece._replace(out=room, out_offset=merged_offset, out_code=F32.kernel_code))
         base_bytes = piece.n_elements * itemsize_of_code(block.base_code)
         room[:base_bytes] = piece.raw[piece.base_offset : piece.base_offset + base_bytes]
-        rescale(piece._replace(raw=room, base_offset=0, present_E=only, counted_E=only, offsets_E=offset, codes_E=code))
+        merged = piece._replace(raw=room, base_offset=0, present_E=only, counted_E=only, offsets_E=offset, codes_E=code)
+        for start in range(0, piece.n_elements, sample.stretch_elements):
+            stretch = merged.part(start, min(sample.stretch_elements, piece.n_elements - start))
+            ElementwiseRule(np.array([sample.factor_of(stretch)], np.float32))(stretch)
 
 
 def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawBlock:

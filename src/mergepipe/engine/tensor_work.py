@@ -288,7 +288,7 @@ def tensor_work(work: MergeWork, task: MergeTask) -> TensorWork:
         n_sampled = sum(run.span.n_elements for run in access.runs_of(0, task) if run.is_counted)
         if not n_sampled:
             return TensorWork(task, None, lambda _: BASE_ALONE)
-        sample = Sample(factor, operator.granularity(inputs))
+        sample = Sample(factor, access.block_elements, operator.granularity(inputs))
     reduced, staged = Needs(operator, inputs, known, n_sampled).gather()
     return TensorWork(
         task,

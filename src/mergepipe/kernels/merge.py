@@ -394,6 +394,21 @@ def merge_block(block: RawBlock, rule: Rule, sparse: bool | None, seldom: bool |
 
 
 @kernel
+def squares_of(block: RawBlock) -> tuple[float, float]:
+    """Sum up the squares of the delta of the first expert present, and those of the base, in float64."""
+    base, model, delta = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
+    of_delta, of_base = 0.0, 0.0
+    for start in range(0, block.n_elements, _TILE):
+        m = min(_TILE, block.n_elements - start)
+        decode_base(block, start, m, base)
+        decode_against(block, 0, start, m, base, model, delta)
+        for i in range(m):
+            of_delta += np.float64(delta[i]) * np.float64(delta[i])
+            of_base += np.float64(base[i]) * np.float64(base[i])
+    return of_delta, of_base
+
+
+@kernel
 def merge_rows(
     block: RawBlock, row_elements: int, coefficients_ER: Floats, anchor_scale_R: Floats, lower_ER: Bits32
 ) -> None:

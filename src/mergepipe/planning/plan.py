@@ -205,7 +205,7 @@ class PlannedTensor:
 
     @property
     def factor(self) -> float:
-        """The factor on the merged delta; 1 where no sample was drawn, or the sample is empty."""
+        """The largest factor on the merged delta; 1 where no sample was drawn, or the sample is empty."""
         return 1 / self.probability if self.probability else 1.0
 
     def access_of(self, expert: int) -> Access | None:

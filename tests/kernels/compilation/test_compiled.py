@@ -92,10 +92,8 @@ def test_room_of__is_the_first_folder_of_the_package_or_the_files_own() -> None:
 def test_first_merge__compiles_what_it_needs_alone(tmp_path: Path, dtype: DType, used: set[str]) -> None:
     """A linear merge selects nothing; code of dtypes that it does not have takes half of the time."""
     models = write_family(tmp_path, TINY, 1, dtype=dtype).models
-    recipe = {
-        "merge_method": "linear",
-        "models": [{"model": str(model), "parameters": {"weight": 1}} for model in models],
-    }
+    weighted = [{"model": str(model), "parameters": {"weight": 1}} for model in models]
+    recipe = {"merge_method": "linear", "models": weighted}
     script = f"import mergepipe; mergepipe.merge({recipe!r}, {str(tmp_path / 'out')!r})"
     settings = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "code")}
     subprocess.run([sys.executable, "-c", script], env=settings, check=True)
