@@ -25,6 +25,10 @@ models:
   - {model: family/expert-2, parameters: {weight: 0.4, density: 0.2}}
 dtype: bfloat16
 """
+MIXTURE = """base_model: family/base
+gate_mode: random
+experts: [{source_model: family/expert-1}, {source_model: family/expert-2}]
+"""
 COMPOSITION = """default: run/checkpoint-7
 take:
   - {from: run/checkpoint-3, units: ["layers 0", embed]}
@@ -35,6 +39,7 @@ COMMANDS = """
 check recipe.yml
 analyze family/base family/expert-1 family/expert-2
 merge recipe.yml merged
+moe mixture.yml mixture
 plan recipe.yml --budget 40% -o plan.json
 run plan.json planned
 status plan.json planned
@@ -67,12 +72,7 @@ tailor average run/checkpoint-3 run/checkpoint-7 -o averaged
 tailor export run/checkpoint-7 -o exported --dtype bfloat16
 verify composite
 """.strip()
-MERGEKIT_COMMANDS = """
-mergepipe-yaml --help
-mergepipe-yaml recipe.yml by-other-flags --allow-crimes
-""".strip()
-
-
+MERGEKIT_COMMANDS = ("mergepipe-yaml --help", "mergepipe-yaml recipe.yml by-other-flags --allow-crimes")
 REFUSED = {  # the exit code without the extra that each needs
     "mergepipe push merged s3://bucket/merged": 6,
     "mergepipe search search.yml -o best --evaluate true": 6,
@@ -100,6 +100,7 @@ def write_inputs(root: Path) -> None:
     (root / "recipe.yml").write_text(RECIPE)
     (root / "search.yml").write_text(RECIPE.replace("0.6", "{search: [0.0, 1.0]}"))
     (root / "composition.yml").write_text(COMPOSITION)
+    (root / "mixture.yml").write_text(MIXTURE)
     shapes = decoder_shapes(tied=True)
     for number, step in enumerate((3, 7)):
         folder = root / "run" / f"checkpoint-{step}"
@@ -124,7 +125,7 @@ def run_all(root: Path) -> Iterator[str]:
 
 def all_lines() -> list[str]:
     """What is run, as it is typed in a shell."""
-    return [f"mergepipe {line}" for line in COMMANDS.splitlines()] + MERGEKIT_COMMANDS.splitlines()
+    return [f"mergepipe {line}" for line in COMMANDS.splitlines()] + [*MERGEKIT_COMMANDS]
 
 
 def main() -> int:
