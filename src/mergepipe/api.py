@@ -20,13 +20,15 @@ Jobs are imported when they are called, so that importing this module costs noth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from mergepipe.core.units import positive
-from mergepipe.errors import RecipeError
+from mergepipe.errors import MergePipeError, RecipeError
 from mergepipe.options import (
     APPLY_MEMORY_BYTES,
     SWEEP_BUDGETS,
@@ -84,6 +86,8 @@ if TYPE_CHECKING:
         UnpackReport,
         VerifyReport,
     )
+
+_RECIPE_LINE = re.compile(r"^recipe:\d+ \S+?(: |$)")
 
 
 # --- making models ---
@@ -586,7 +590,11 @@ def apply_lora(
     recipe = apply_recipe(str(base), [str(adapter) for adapter in adapters], made.weights, made.dtype)
     memory_bytes = made.memory_bytes or min(APPLY_MEMORY_BYTES, default_memory_bytes())
     merging = made.common(MergeOptions, allow_dropped=made.allow_unapplied, memory_bytes=memory_bytes)
-    return merge(recipe, out, options=merging, on_progress=on_progress)
+    try:
+        return merge(recipe, out, options=merging, on_progress=on_progress)
+    except MergePipeError as error:  # the lines of a recipe that nobody wrote tell nothing
+        problems = (replace(problem, where=_RECIPE_LINE.sub("", problem.where)) for problem in error.problems)
+        raise type(error)(*problems) from error
 
 
 def merge_lora(
