@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import mergepipe
 from mergepipe import tailor
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.core.blocks import BF16, F32, Span
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.snapshots.manifest import Thoroughness
@@ -34,7 +33,7 @@ from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.recipes import SCHEMES, AverageRequest, OptimizerState, scheme_weights
 from mergepipe.tailor.self_check import ResultCheck
 from support.stores import MetadataStore
-from support.training_trees import STATES, KnownStates, decoder_shapes, known_states, write_hf
+from support.training_trees import STATES, KnownStates, decoder_shapes, known_states, write_hf, write_trainer_files
 
 STEPS = (3, 5, 9)
 KINDS = ("hf", "hf-zero2", "zero1", "zero2-regrouped", "zero3", "zero3-saved", "dcp")
@@ -202,7 +201,7 @@ def test_average__reads_a_flat_group_at_once(tmp_path: Path) -> None:
     """Parameters that follow one another in every checkpoint are one range, with the last rank's padding in it."""
     paths, _ = run_of(tmp_path, "zero3")
     request = AverageRequest(tuple(map(Location.local, paths)), optimizer=OptimizerState.AVERAGE)
-    averaging = open_averaging(UnpackedView(LocalStore()), request)
+    averaging = open_averaging(LocalStore(), request)
     counts = [sum(isinstance(s, AverageRange) for s in plan.segments) for plan in averaging.plan().files]
     n_flat_states = 3 * len(averaging.newest.flat_groups)
     assert {n for n in counts if n} == {n_flat_states}
@@ -223,9 +222,7 @@ def test_self_check__finds_the_same_with_samples_read_ahead(
 ) -> None:
     paths, _ = run_of(tmp_path, kind)
     tailor.average(paths, tmp_path / "out", optimizer=optimizer.value, self_check="off")
-    averaging = open_averaging(
-        UnpackedView(LocalStore()), AverageRequest(tuple(map(Location.local, paths)), optimizer=optimizer)
-    )
+    averaging = open_averaging(LocalStore(), AverageRequest(tuple(map(Location.local, paths)), optimizer=optimizer))
     out = Location.local(tmp_path / "out")
 
     def new_check() -> ResultCheck:
@@ -352,6 +349,20 @@ def test_average__refuses_checkpoints_that_are_no_steps_of_one_run(tmp_path: Pat
         with pytest.raises(MergePipeError) as caught:
             tailor.average(given_paths, tmp_path / "out")
         assert caught.value.code == code
+
+
+def test_average__of_weights_alone_makes_models_ordered_by_their_names(tmp_path: Path) -> None:
+    for step in STEPS[:2]:
+        write_trainer_files(tmp_path / f"checkpoint-{step}", known_states(decoder_shapes(), seed=step, step=step))
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    paths = sorted(tmp_path.iterdir())
+    tailor.average(paths, tmp_path / "out")
+    with pytest.raises(MergePipeError, match="it takes weights alone"):
+        tailor.average(paths, tmp_path / "resumed", optimizer="last")
+    nameless = paths[0].rename(tmp_path / "first")
+    with pytest.raises(MergePipeError) as caught:
+        tailor.average([nameless, paths[1]], tmp_path / "other")
+    assert caught.value.code == "checkpoint.unsupported"
 
 
 def test_average__publishes_nothing_that_differs_from_its_sources(

@@ -123,6 +123,7 @@ def test_open__names_the_optimizer_that_it_does_not_read(tmp_path: Path, name: s
     [
         (("mp_rank_00_001/model_optim_rng.pt",), "Megatron"),
         (("trainer_state.json", "pytorch_model_fsdp_rank0.bin"), "FSDP"),
+        (("trainer_state.json", "mergepipe-store.json"), "mergepipe unpack"),
     ],
 )
 def test_open__names_checkpoints_of_other_programs(tmp_path: Path, files: tuple[str, ...], name: str) -> None:

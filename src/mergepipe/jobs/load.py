@@ -14,8 +14,7 @@ from mergepipe.checkpoints.open_files import decoded, open_files, read_span
 from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.blocks import BlockGrid, DType, DTypeKind, Span
 from mergepipe.core.strict_json import shown
-from mergepipe.deltastore.checkpoint import open_packed
-from mergepipe.deltastore.original_files import check_original_headers
+from mergepipe.deltastore.checkpoint import check_original_headers, open_packed
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.runs.inputs import open_path
 from mergepipe.storage.ledger import Purpose

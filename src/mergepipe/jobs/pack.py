@@ -23,12 +23,19 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, check_unchanged, open_files, read_span
 from mergepipe.core.blocks import BlockGrid, Span, element_count
 from mergepipe.core.units import positive
-from mergepipe.deltastore.checkpoint import MOST_DEPTH, OpenedStore, next_base, open_packed, read_store
+from mergepipe.deltastore.checkpoint import (
+    MOST_DEPTH,
+    OpenedStore,
+    next_base,
+    open_packed,
+    original_checkpoint,
+    read_original_header,
+    read_store,
+)
 from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec
 from mergepipe.deltastore.index import HEADER_NAME, HEADERS_NAME, PackedEntry, digest
-from mergepipe.deltastore.original_files import original_checkpoint, read_original_header
 from mergepipe.deltastore.pack.builder import (
     FILES_OF_BUILDER,
     PackJob,

@@ -16,7 +16,7 @@ from mergepipe.storage.location import Location
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mergepipe.checkpoints.packed import UnpackedView
+    from mergepipe.storage.contract import Store
     from mergepipe.tailor.composition import CompositionReport, OnProgress
     from mergepipe.tailor.recipes import AverageRequest
     from mergepipe.tailor.reports import DiffReport, InspectReport
@@ -188,9 +188,7 @@ def absolute(path: str | Path) -> Location:
     return Location.of(path).normal()
 
 
-def _store() -> UnpackedView:
-    """Make the store that sources are read from, packed ones as their originals."""
-    from mergepipe.checkpoints.packed import UnpackedView
+def _store() -> Store:
     from mergepipe.storage.stores import Stores
 
-    return UnpackedView(Stores())
+    return Stores()

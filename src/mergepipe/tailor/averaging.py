@@ -10,7 +10,6 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.checkpoints.directory import find_sidecars, list_names, open_checkpoint, parse_config
-from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DType, DTypeKind, Span
 from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError
@@ -53,7 +52,7 @@ def average(
 ) -> CompositionReport:
     """Average and publish; see `tailor.api.average` and, of one checkpoint, `tailor.api.export`."""
     started = time.perf_counter()
-    store = UnpackedView(Stores())
+    store = Stores()
     averaging = open_averaging(store, request)
     check_out(out, [source.path for source in averaging.sources], options)
     return publish_average(averaging, request.to_yaml(), out, options, on_progress, started)
@@ -65,8 +64,7 @@ def publish_average(
     """Write an average, compare it with its sources and publish it with the recipe `text`."""
     store, plan = averaging.store, averaging.plan()
     with ResultCheck(store, Thoroughness(options.self_check), averaging.summands, averaging.weights) as check:
-        if not store.has_packed:  # whose blocks are decoded for the average itself, in its order
-            check.read_ahead(averaging.planned_states())
+        check.read_ahead(averaging.planned_states())
 
         def compare(directory: Path, advance: Callable[[], None]) -> SelfCheck:
             return check.compare(made_states(averaging, Location.local(directory), out), advance)
@@ -78,12 +76,12 @@ def publish_average(
 def check_average(request: AverageRequest) -> CompositionReport:
     """Report what an average would do; reads structure and step counters only."""
     started = time.perf_counter()
-    averaging = open_averaging(UnpackedView(Stores()), request)
+    averaging = open_averaging(Stores(), request)
     plan = averaging.plan()
     return CompositionReport(plan, None, None, time.perf_counter() - started, averaging.record)
 
 
-def open_averaging(store: UnpackedView, request: AverageRequest) -> Averaging:
+def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     """Open the checkpoints, oldest first, and give each its weight; reads no tensor data."""
     count = len(request.checkpoints)
     if count < (1 if request.is_model else 2):
@@ -166,7 +164,7 @@ class Averaging:
     Of a running average, which is the first source, `folded` are the steps in the result with their weights there.
     """
 
-    store: UnpackedView
+    store: Store
     request: AverageRequest
     sources: tuple[TrainingCheckpoint, ...]
     weights: tuple[float, ...]

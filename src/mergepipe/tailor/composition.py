@@ -12,7 +12,6 @@ from blake3 import blake3
 
 import mergepipe
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
-from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.display import Displayed, Fact, Table, told, yaml_document
 from mergepipe.core.records import encode
@@ -194,14 +193,14 @@ def _plan(
 def check_recipe(path: Location, options: ComposeOptions) -> CompositionReport:
     """Report what a composition would do; reads structure and step counters only."""
     started = time.perf_counter()
-    _, plan = _plan(UnpackedView(Stores()), path, options)
+    _, plan = _plan(Stores(), path, options)
     return CompositionReport(plan, None, None, time.perf_counter() - started)
 
 
 def compose(path: Location, out: Location, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
     """Compose and publish; see `tailor.api.compose`."""
     started = time.perf_counter()
-    store = UnpackedView(Stores())
+    store = Stores()
     recipe, plan = _plan(store, path, options, out)
 
     def check(directory: Path, advance: Callable[[], None]) -> SelfCheck:
@@ -239,7 +238,7 @@ class Job:
 
 
 def publish(
-    store: UnpackedView, job: Job, options: TailorOptions, on_progress: OnProgress, started: float
+    store: Store, job: Job, options: TailorOptions, on_progress: OnProgress, started: float
 ) -> CompositionReport:
     """Write the planned files, compare them with their sources and publish them, complete or not at all.
 
@@ -266,9 +265,7 @@ def publish(
 class _Run:
     """Fills a staging directory with a composite."""
 
-    def __init__(
-        self, store: UnpackedView, job: Job, options: TailorOptions, on_progress: OnProgress, started: float
-    ) -> None:
+    def __init__(self, store: Store, job: Job, options: TailorOptions, on_progress: OnProgress, started: float) -> None:
         self._store = store
         self._job = job
         self._plan = job.plan
@@ -301,13 +298,11 @@ class _Run:
         self._on_progress("compose", self._done, self._plan.output_bytes)
 
     def _inputs(self) -> tuple[CompositeInput, ...]:
-        """Record every source with the current state of the files read, packed ones with all that they are on."""
-        files = {path for plan in self._plan.files for path in plan.source_files}
-        stored = {path: file for file in files for path in self._store.stored_files(file)}
+        """Record every source with the current state of the files read."""
         assignment = self._plan.assignment
         by_source: dict[int, list[FileId]] = {}
-        for path in sorted(stored):
-            index = _owner(path, stored[path], assignment)
+        for path in sorted({path for plan in self._plan.files for path in plan.source_files}):
+            index = _owner(path, assignment)
             base = assignment.sources[index].path
             self._versions[path] = self._version(path)
             by_source.setdefault(index, []).append(_identify(self._store, base, path))
@@ -436,13 +431,10 @@ def _place(plan: FilePlan, directory: Path) -> Path:
     return path
 
 
-def _owner(path: Location, needed_by: Location, assignment: Assignment) -> int:
-    """Find the source that a file belongs to: the deepest directory around it, or around the file that needs it."""
-    for place in (path, needed_by):
-        around = [(len(s.path.path.parts), i) for i, s in enumerate(assignment.sources) if place.is_relative_to(s.path)]
-        if around:
-            return max(around)[1]
-    return assignment.skeleton_index
+def _owner(path: Location, assignment: Assignment) -> int:
+    """Find the source that a file belongs to: the deepest directory around it."""
+    around = [(len(s.path.path.parts), i) for i, s in enumerate(assignment.sources) if path.is_relative_to(s.path)]
+    return max(around)[1] if around else assignment.skeleton_index
 
 
 # --- tell whether checkpoints are of one run, by what the Trainer records beside them ---

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.core.blocks import F32
 from mergepipe.core.display import yaml_document
 from mergepipe.errors import MismatchError, RecipeError
@@ -130,7 +129,7 @@ class Averager:
 
     def _fold(self, checkpoint: Location) -> bool:
         started = time.perf_counter()
-        store = UnpackedView(Stores())
+        store = Stores()
         record = self._record(store)
         done = record.average.steps if record is not None and record.average is not None else ()
         newest = open_source_checkpoint(store, checkpoint)
@@ -154,7 +153,7 @@ class Averager:
         publish_average(averaging, recipe, self._out, options, lambda *_: None, started)
         return True
 
-    def _record(self, store: UnpackedView) -> CompositeManifest | None:
+    def _record(self, store: Stores) -> CompositeManifest | None:
         """Read the record of the average so far, which must be of these weights; None where there is nothing yet."""
         if store.stat(self._out) is None:
             return None

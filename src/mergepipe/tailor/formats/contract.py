@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mergepipe.checkpoints.directory import STORE_HEADER_NAME
 from mergepipe.checkpoints.inert_values import PickledTensor
 from mergepipe.checkpoints.torch_file import TorchArchive
 from mergepipe.core.blocks import DTYPES, Span
@@ -52,6 +53,10 @@ class ForeignFormat:
 
 _MEGATRON_RANK = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}", re.ASCII)
 _FOREIGN = (
+    ForeignFormat(
+        "a packed checkpoint", lambda names: STORE_HEADER_NAME in names,
+        "unpack it first: mergepipe unpack PACK -o FOLDER",
+    ),
     ForeignFormat(
         "a Megatron checkpoint of its format `torch`",
         lambda names: "model_optim_rng.pt" in names or any(map(_MEGATRON_RANK.fullmatch, names)),
