@@ -24,8 +24,8 @@ FRAMEWORK_PYTEST := MERGEPIPE_TRAIN_PYTHON=$(abspath $(TRAIN_VENV))/bin/python $
 
 # One proof of each kind: composites resumed by the Trainer, by ZeRO-2 and by ZeRO-3 on two ranks, partial saves put together,
 # merges with components loaded by their libraries.
-RESUMES := tests/tailor/test_resuming.py::test_composite__
-SAVES := tests/tailor/saving/test_partial_frameworks.py::test_partial_saving__
+RESUMES := tests/tailor/test_frameworks.py::test_composite__
+SAVES := tests/tailor/test_frameworks.py::test_partial_saving__
 FRAMEWORK_SMOKE := \
 	"$(RESUMES)resumes_with_the_values_of_its_sources[hf]" \
 	"$(RESUMES)resumes_with_the_values_of_its_sources[zero2]" \

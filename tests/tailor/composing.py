@@ -13,9 +13,9 @@ import numpy.typing as npt
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.options import ComposeOptions
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Packing, StoredState
+from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState
 from mergepipe.tailor.composition import CompositionReport, compose
-from mergepipe.tailor.formats.dcp import unpack_piece
+from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.stores import MetadataStore
 from support.training_trees import (
@@ -34,6 +34,7 @@ from support.training_trees import (
 
 Array = npt.NDArray[np.float32]
 Write = Callable[[Path, KnownStates], None]
+NUMPY_TYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 MEMORY_BYTES = 32 << 20
 FULL = ComposeOptions(memory_bytes=MEMORY_BYTES, self_check="full")
 
@@ -106,23 +107,21 @@ def make_pair(folder: Path, write: Write, shapes: Mapping[str, tuple[int, ...]] 
 
 
 def stored_values(state: StoredState) -> Array:
-    """What the bytes of a state say; NaN where no piece is."""
+    """What the bytes of a state say, in float32; NaN where no piece is."""
     flat = np.full(state.n_elements, np.nan, np.float32)
-    for piece in state.pieces:
-        found = unpack_piece(MetadataStore(), piece, state.dtype) if piece.packing is Packing.TORCH_ZIP else piece
-        raw = found.file.local_path.read_bytes()[found.offset : found.offset + found.nbytes]
-        flat[found.span.start : found.span.stop] = np.frombuffer(raw, np.float32)
+    for piece in unpacked(MetadataStore(), state).pieces:
+        raw = piece.file.local_path.read_bytes()[piece.offset : piece.offset + piece.nbytes]
+        flat[piece.span.start : piece.span.stop] = np.frombuffer(raw, NUMPY_TYPES[state.dtype.name]).astype(np.float32)
     return flat.reshape(state.shape)
 
 
 def model_values(folder: Path) -> dict[str, npt.NDArray[np.generic]]:
     """The weights of a model, in numpy's or ml_dtypes' dtypes."""
-    types = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
     arrays = {}
     for name, tensor in open_checkpoint(MetadataStore(), Location.local(folder)).tensors.items():
         (entry,) = tensor.stored
         raw = entry.file.local_path.read_bytes()[entry.offset : entry.offset + entry.nbytes]
-        arrays[name] = np.frombuffer(raw, types[entry.dtype.name]).reshape(entry.shape)
+        arrays[name] = np.frombuffer(raw, NUMPY_TYPES[entry.dtype.name]).reshape(entry.shape)
     return arrays
 
 
