@@ -289,24 +289,33 @@ def test_compose__understands_slices_with_zero_length_ranges(zero2: Pair) -> Non
     assert wrong_values(zero2.out, zero2, old) == []
 
 
+def slices(*ranges: list[int], rest: str = "base_model: old") -> str:
+    entries = ", ".join(f"{{sources: [{{model: new, layer_range: {each}}}]}}" for each in ranges)
+    return f"slices: [{entries}]\nmerge_method: passthrough\n{rest}\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "code"),
+    ("text", "code", "words"),
     [
-        ("slices: []\nmerge_method: linear", "recipe.value"),
-        ("slices: [{sources: [{model: new, layer_range: [3]}]}]\nmerge_method: passthrough", "recipe.value"),
-        ("slices: [{sources: [{model: new, layer_range: [2, 1]}]}]\nmerge_method: passthrough", "recipe.value"),
-        ("slices: [{sources: []}]\nmerge_method: passthrough", "recipe.value"),
-        ("slices: [{sources: [{model: new, layer_range: [9, 9]}]}]\nmerge_method: passthrough", "recipe.units"),
-        ("pre_weights: [{name: model.nrm.weight, model: new}]\nmerge_method: passthrough", "recipe.units"),
-        (
-            "slices: [{sources: [{model: new, layer_range: [0, 0]}]}]\nmerge_method: passthrough\n"
-            "pre_weights: [{name: model.norm.weight, model: old}]",
-            "recipe.conflict",
-        ),
+        ("slices: []\nmerge_method: linear", "recipe.value", "merge_method: passthrough"),
+        (slices([3]), "recipe.value", "needs two layer numbers"),
+        (slices([2, 1]), "recipe.value", "needs two layer numbers"),
+        ("slices: [{sources: []}]\nmerge_method: passthrough", "recipe.value", "exactly one source"),
+        (slices([9, 9]), "recipe.units", "no such unit"),
+        ("pre_weights: [{name: model.nrm.weight, model: new}]\nmerge_method: passthrough", "recipe.units", "nrm"),
+        (slices([0, 0], rest="pre_weights: [{name: model.norm.weight, model: old}]"), "recipe.conflict", "norm"),
+        (slices([0, 3], rest=""), "recipe.incomplete", "embed, norm, lm_head"),
+        (slices([0, 5]), "recipe.units", "has no layer 3"),
+        (slices([0, 2]), "recipe.conflict", "stack 2 layers on a model of 3"),
+        (slices([0, 1], [2, 3]), "recipe.conflict", "layer 2 would become layer 1"),
+        (slices([0, 1], [0, 3]), "recipe.conflict", "layer 0 would become layer 1"),
+        ('default: new\ntake: [{from: old, units: ["layers 1,1"]}]', "recipe.units", "names layer 1 twice"),
+        ("default: new\ntake: [{from: old, units: [layers 1, layers odd]}]", "recipe.conflict", "once more"),
     ],
 )
-def test_compose__explains_what_is_wrong_with_slices(zero2: Pair, text: str, code: str) -> None:
-    assert refused(zero2, text).code == code
+def test_compose__explains_what_is_wrong_with_slices(zero2: Pair, text: str, code: str, words: str) -> None:
+    error = refused(zero2, text)
+    assert (error.code, words in str(error)) == (code, True)
 
 
 def test_compose__refuses_another_dtype_than_the_sources(zero2: Pair) -> None:

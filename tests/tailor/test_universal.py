@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from composing import FORMATS, FULL, Pair, make_pair, stored_values, wrong_values
 from test_pickled_counters import counters, edit, write_fused
-from test_restack import TURNED, assert_restacked, slices
 
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.location import Location
@@ -101,12 +100,6 @@ def test_average__of_native_checkpoints_becomes_universal(tmp_path: Path, kind: 
     for (name, of_kind), state in made.states.items():
         assert np.array_equal(stored_values(state), stored_values(native.states[name, of_kind])), (name, of_kind)
     assert {kind for _, kind in made.states} >= {FP32, "exp_avg", "exp_avg_sq"}
-
-
-def test_compose__exports_layers_in_other_places(tmp_path: Path) -> None:
-    pair = make_pair(tmp_path, FORMATS["zero2"])
-    pair.compose(slices(TURNED), UNIVERSAL)
-    assert_restacked(pair, TURNED, shared_steps=True)
 
 
 def refused(act: Callable[[], object]) -> str:

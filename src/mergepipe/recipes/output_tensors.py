@@ -489,12 +489,6 @@ def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
     return config_bytes(content)
 
 
-def states_layers(config: bytes, layers: LayerCount) -> bool:
-    """Whether the configuration states the number of these layers."""
-    sections = _sections_of(parsed_config(config) or {}, layers.prefix)
-    return any(_layer_keys(section, layers) for section in sections)
-
-
 def _layer_keys(section: Json, layers: LayerCount) -> list[str]:
     """Find the keys that state the number of these layers, such as `num_hidden_layers` or `decoder_layers`."""
     stated_keys = [key for key in _LAYER_KEYS if section.get(key) == layers.before]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from mergepipe.errors import MismatchError, RecipeError, did_you_mean
 from mergepipe.recipes.fields import Findings
-from mergepipe.recipes.tasks import LayerCount
 from mergepipe.snapshots.manifest import StepPolicy, UnitSource, UnitStaleness
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredState, TrainingCheckpoint, differences
 from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
 from mergepipe.tailor.formats.pickle_node import PicklePath
-from mergepipe.tailor.recipes import CompositionRecipe, ExactName, NumberedUnit, StackedLayers, Take
+from mergepipe.tailor.recipes import CompositionRecipe, ExactName, NumberedUnit, Take
 from mergepipe.tailor.selection import (
     EMBED,
     LM_HEAD,
@@ -22,35 +21,8 @@ from mergepipe.tailor.selection import (
     ModelUnits,
     Selector,
     Unit,
-    UnitKind,
-    at_layer,
-    layer,
     select_parameters,
 )
-
-# --- restack layers: the same model with its layers in another order. Pure ---
-
-
-_FIRST = layer(0)
-
-
-def fits_in_place(checkpoint: TrainingCheckpoint, origins: Sequence[int]) -> bool:
-    """Whether the restacked model has the parameters, by name and shape, that the checkpoint has."""
-    shapes, layers = checkpoint.parameters, checkpoint.units.parameters
-
-    def fits(place: int, origin: int) -> bool:
-        stacked = {at_layer(name, place): shapes[name] for name in layers[layer(origin)]}
-        return stacked == {name: shapes[name] for name in layers[layer(place)]}
-
-    return len(origins) == checkpoint.units.n_layers and all(fits(*pair) for pair in enumerate(origins))
-
-
-def layer_count(units: ModelUnits, origins: Sequence[int]) -> LayerCount:
-    """Describe the restacking for the model's configuration."""
-    name = units.parameters[_FIRST][0]
-    prefix = name[: next(i for i, (a, b) in enumerate(zip(name, at_layer(name, 1), strict=True)) if a != b)]
-    return LayerCount(prefix, units.n_layers, tuple(origins))
-
 
 # --- assign each parameter to a source checkpoint, by the recipe and the opened sources. Pure ---
 
@@ -64,17 +36,12 @@ class Assignment:
     """`source_of` maps every parameter to its source's place in `sources`. The skeleton gives everything else:
     structure, scheduler, random states, options of the optimizer. With `state_index` a partial checkpoint takes the
     skeleton's place in all but structure.
-
-    With `layers` the result's layers are these layers of their sources; `origin_of` has the source's name of every
-    parameter that is another layer's there.
     """
 
     sources: tuple[TrainingCheckpoint, ...]
     skeleton_index: int
     source_of: Mapping[str, int]
     state_index: int | None = None
-    layers: tuple[int, ...] | None = None
-    origin_of: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def skeleton(self) -> TrainingCheckpoint:
@@ -89,19 +56,14 @@ class Assignment:
         """Return the source of a parameter."""
         return self.sources[self.source_of[parameter]]
 
-    def origin(self, parameter: str) -> str:
-        """Return the name that a parameter has in its source."""
-        return self.origin_of.get(parameter, parameter)
-
     def keeps(self, name: str) -> bool:
-        """Whether a parameter, or the owner of an alias, is the skeleton's own, in its place."""
-        owner = self.skeleton.units.tied.get(name, name)
-        return self.source_of[owner] == self.skeleton_index and owner not in self.origin_of
+        """Whether a parameter, or the owner of an alias, is the skeleton's own."""
+        return self.source_of[self.skeleton.units.tied.get(name, name)] == self.skeleton_index
 
     def find_state(self, name: str, kind: str) -> StoredState | None:
         """Return the source's state that a parameter or an alias is copied from, if there is one."""
         owner = self.skeleton.units.tied.get(name, name)
-        return state_to_copy(self.source(owner), self.origin(name), kind)
+        return state_to_copy(self.source(owner), name, kind)
 
     def state_of(self, name: str, kind: str) -> StoredState:
         """Return the source's state that a parameter or an alias is copied from; `assign` has seen it there."""
@@ -123,7 +85,7 @@ def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpo
     findings = Findings(RecipeError, MismatchError)
     skeleton = _skeleton(recipe, opened, places, findings)
     findings.raise_any()
-    layers = _layers(recipe, opened[skeleton], findings)
+    _check_depth(recipe, opened[skeleton], findings)
     claims = _ParameterClaims(opened[skeleton].units, findings)
     for take in recipe.takes:
         claims.add(take, places[take.source])
@@ -131,37 +93,22 @@ def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpo
     source_of = claims.complete(default, recipe.path.name)
     _check_dtype(recipe, opened[skeleton], findings)
     state = _state(recipe, opened, places, skeleton)
-    assignment = Assignment(
-        opened, skeleton, MappingProxyType(source_of), state if state != skeleton else None, layers,
-        MappingProxyType(claims.origins),
-    )  # fmt: skip
+    assignment = Assignment(opened, skeleton, MappingProxyType(source_of), state if state != skeleton else None)
     for index in sorted({*source_of.values()} - {skeleton}):
         _check_fit(assignment, opened[index], [n for n, i in source_of.items() if i == index], findings)
     findings.raise_any()
     return assignment
 
 
-def _layers(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: Findings) -> tuple[int, ...] | None:
-    """Return the layer behind each layer of a restacked model; None if it is not restacked."""
-    layers = recipe.stacked_layers
+def _check_depth(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: Findings) -> None:
+    """Refuse slices that leave out the last layers."""
     n_layers = skeleton.units.n_layers
-    if layers is None or layers == tuple(range(n_layers)):
-        return None
-    beyond = [index for index in layers if layer(index) not in skeleton.units.parameters]
-    if beyond:
-        findings.add(
-            RecipeError, "recipe.units", f"{recipe.path.name} slices", f"the model has no layer {beyond[0]}",
-            f"its layers are 0 to {n_layers - 1}",
-        )  # fmt: skip
-        findings.raise_any()
-    if not fits_in_place(skeleton, layers):
+    if 0 < recipe.n_sliced < n_layers:
         findings.add(
             RecipeError, "recipe.conflict", f"{recipe.path.name} slices",
-            f"they stack {len(layers)} layers on a model of {n_layers}: training state keeps its number of layers, and "
-            "the shapes in each", "stack the weights alone: merge the models by this recipe",
+            f"they stack {recipe.n_sliced} layers on a model of {n_layers}: training state keeps its number of layers",
+            "stack the weights alone: merge the models by this recipe",
         )  # fmt: skip
-        findings.raise_any()
-    return layers
 
 
 def _state(
@@ -212,22 +159,15 @@ class _Claim:
 
 
 class _ParameterClaims:
-    """Collects which recipe entry takes which parameter; reports conflicts.
-
-    `origins` are the names that restacked parameters have in their sources.
-    """
+    """Collects which recipe entry takes which parameter; reports conflicts."""
 
     def __init__(self, units: ModelUnits, findings: Findings) -> None:
-        self.origins: dict[str, str] = {}
         self._units = units
         self._findings = findings
         self._claims: dict[str, _Claim] = {}
 
     def add(self, take: Take, source: int) -> None:
         for choice in take.choices:
-            if isinstance(choice, StackedLayers):
-                self._stack(choice, take, source)
-                continue
             try:
                 names, alias = self._resolve(choice, take.where)
             except RecipeError as error:
@@ -238,14 +178,6 @@ class _ParameterClaims:
                 self._claim(
                     name, _Claim(source, take.where, alias, choice.text if isinstance(choice, Selector) else "")
                 )
-
-    def _stack(self, choice: StackedLayers, take: Take, source: int) -> None:
-        for place, origin in enumerate(choice.origins, choice.start):
-            for before in self._units.parameters[layer(origin)]:
-                name = at_layer(before, place)
-                self._claim(name, _Claim(source, take.where, None))
-                if name != before:
-                    self.origins[name] = before
 
     def _resolve(self, choice: Selector | ExactName | NumberedUnit, where: str) -> tuple[tuple[str, ...], str | None]:
         """Return the parameters that a choice selects, and the alias if it named one."""
@@ -341,8 +273,8 @@ def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequen
         if skeleton.units.tied.get(name, name) in wanted:
             stored = assignment.find_state(name, kind)
             problem = _mismatch(stored, state) if stored is not None else "is not there"
-            problems += [f"{kind} of {assignment.origin(name)} {problem}"] if problem else []
-    problems += _lacking_counters(assignment, source, wanted)
+            problems += [f"{kind} of {name} {problem}"] if problem else []
+    problems += _lacking_counters(skeleton, source, wanted)
     if problems:
         more = f", and {len(problems) - 1} more states" if len(problems) > 1 else ""
         lacking = f" (it lacks {source.missing[0]})" if source.missing and not source.is_partial else ""
@@ -352,11 +284,11 @@ def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequen
         )  # fmt: skip
 
 
-def _lacking_counters(assignment: Assignment, source: TrainingCheckpoint, wanted: set[str]) -> Iterator[str]:
+def _lacking_counters(skeleton: TrainingCheckpoint, source: TrainingCheckpoint, wanted: set[str]) -> Iterator[str]:
     counted = {name for step in source.steps for name in step.parameters}
-    for name in (name for step in assignment.skeleton.steps for name in step.parameters):
-        if name in wanted and (origin := assignment.origin(name)) not in counted:
-            yield f"the step counter of {origin} is not there"
+    for name in (name for step in skeleton.steps for name in step.parameters):
+        if name in wanted and name not in counted:
+            yield f"the step counter of {name} is not there"
 
 
 def state_to_copy(source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
@@ -429,7 +361,7 @@ def _regrouped(steps: Sequence[AdamStep], groups: Sequence[Sequence[str]]) -> It
 def _choose(assignment: Assignment, counters: list[dict[str, float]], counter: AdamStep) -> StepChoice:
     used = {assignment.source_of[name] for name in counter.parameters if name in assignment.source_of}
     candidates = [
-        counters[assignment.source_of[name]].get(assignment.origin(name), counter.value)
+        counters[assignment.source_of[name]].get(name, counter.value)
         for name in counter.parameters
         if name in assignment.source_of
     ]
@@ -460,12 +392,4 @@ def _units(assignment: Assignment, by_name: Mapping[str, StepChoice]) -> Iterato
             sources=tuple(UnitSource(str(source.path), source.step, newest - source.step) for source in opened),
             adam_steps=tuple(sorted({choice.value for choice in choices})),
             step_policies=tuple(sorted({choice.policy for choice in choices})),
-            origin=_origin(assignment, unit),
         )
-
-
-def _origin(assignment: Assignment, unit: Unit) -> str:
-    """The layer that a layer is in its source, where that is another."""
-    if assignment.layers is None or unit.kind is not UnitKind.LAYER or assignment.layers[unit.index] == unit.index:
-        return ""
-    return str(layer(assignment.layers[unit.index]))

@@ -164,7 +164,7 @@ def _staleness_row(unit: UnitStaleness) -> tuple[str, ...]:
     paths = ", ".join(PurePosixPath(source.path).name for source in unit.sources)
     return (
         unit.unit,
-        f"{paths} {unit.origin}".rstrip(),
+        paths,
         ", ".join(str(source.step) for source in unit.sources),
         ", ".join(str(source.age) for source in unit.sources),
         ", ".join(f"{step:g}" for step in unit.adam_steps) or "-",

@@ -13,15 +13,13 @@ from types import MappingProxyType
 from mergepipe.checkpoints.directory import stat_regular
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import Window, read_torch_zip, walk_tensors
-from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DType, Span
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
-from mergepipe.recipes.output_tensors import states_layers, with_layers
 from mergepipe.snapshots.manifest import UnitStaleness
-from mergepipe.storage.contract import CONFIG_BYTES, Store, is_file
+from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import InertPickler, plan_edited, stale_checksums
-from mergepipe.tailor.assignment import Assignment, StepChoice, choose_steps, layer_count, staleness_of
+from mergepipe.tailor.assignment import Assignment, StepChoice, choose_steps, staleness_of
 from mergepipe.tailor.checkpoint import Framework, Packing, Piece, SkeletonFile, StoredState, list_skeleton
 from mergepipe.tailor.copy_plan import FilePlan, Literal, Patch, Segment, patch_states, patched_file
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata, unpack_piece
@@ -192,7 +190,7 @@ class StateOverlay:
 def overlay_state(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
     """Plan which small files and values the state replaces; `files` are the skeleton's."""
     if assignment.state_index is None:
-        return _with_layers(store, assignment, StateOverlay(tuple(files)))
+        return StateOverlay(tuple(files))
     _check_state(store, assignment)
     replaced = _with_state_files(store, assignment, files)
     if assignment.skeleton.format not in _OVERLAYS:
@@ -200,20 +198,7 @@ def overlay_state(store: Store, assignment: Assignment, files: Sequence[Skeleton
             "checkpoint.unsupported", assignment.skeleton.path, f"is of format {assignment.skeleton.format}, which "
             "takes no state from a partial checkpoint", "name a complete checkpoint in state_from",
         )  # fmt: skip
-    return _with_layers(store, assignment, _OVERLAYS[assignment.skeleton.format](store, assignment, replaced))
-
-
-def _with_layers(store: Store, assignment: Assignment, overlay: StateOverlay) -> StateOverlay:
-    """Describe a restacked model's layers in the configuration, where the checkpoint holds one."""
-    config = next((file for file in overlay.files if file.name == CONFIG_NAME), None)
-    if assignment.layers is None or config is None:
-        return overlay
-    layers = layer_count(assignment.skeleton.units, assignment.layers)
-    raw = store.read_small(config.path, CONFIG_BYTES)
-    if not states_layers(raw, layers):
-        return overlay
-    content = with_layers(raw, layers, where=config.path)
-    return replace(overlay, contents=MappingProxyType({**overlay.contents, CONFIG_NAME: content}))
+    return _OVERLAYS[assignment.skeleton.format](store, assignment, replaced)
 
 
 def _check_state(store: Store, assignment: Assignment) -> None:

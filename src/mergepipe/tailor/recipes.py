@@ -18,7 +18,7 @@ from mergepipe.recipes.references import read_reference
 from mergepipe.recipes.yaml_source import KeyPath, Value, read_yaml, shortened
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
-from mergepipe.tailor.selection import Selector, parse_selector
+from mergepipe.tailor.selection import Selector, UnitKind, parse_selector
 
 SHORT_KEYS = ("default", "take", "state_from")
 TAKE_KEYS = ("from", "units")
@@ -43,16 +43,7 @@ class ExactName:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class StackedLayers:
-    """Layers `origins` of a source, in this order: they become the result's layers from `start` on."""
-
-    text: str
-    origins: tuple[int, ...]
-    start: int
-
-
-Choice: TypeAlias = Selector | NumberedUnit | ExactName | StackedLayers
+Choice: TypeAlias = Selector | NumberedUnit | ExactName
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +59,8 @@ class Take:
 class CompositionRecipe:
     """A composition as requested. `default` provides units that no take names; `state_from` None means the newest.
 
-    The layers of slices are stacked in the order of the recipe, whatever their places in their sources.
-    `weights_dtype` is what the recipe says of the stored weights, to be checked; None where it says nothing.
+    `weights_dtype` is what the recipe says of the stored weights, to be checked; None where it says nothing. `n_sliced`
+    counts the layers of slices, which are those of the model from its first on; 0 without slices.
     """
 
     path: Location
@@ -78,12 +69,7 @@ class CompositionRecipe:
     takes: tuple[Take, ...]
     state_from: Location | None
     weights_dtype: DType | None
-
-    @property
-    def stacked_layers(self) -> tuple[int, ...] | None:
-        """The layer of its source behind each layer of the result; None where layers keep their places."""
-        stacked = [c for take in self.takes for c in take.choices if isinstance(c, StackedLayers)]
-        return tuple(origin for choice in stacked for origin in choice.origins) if stacked else None
+    n_sliced: int = 0
 
     @property
     def sources(self) -> tuple[Location, ...]:
@@ -190,21 +176,20 @@ def _read_slices(reader: DocumentReader, root: dict[str, Value]) -> CompositionR
         message = f"slices are composed with merge_method: passthrough, found {describe(method)}"
         reader.refuse("recipe.value", ("merge_method",), message)
     takes: list[Take] = []
-    n_layers = 0
+    n_sliced = 0
     for index, entry in enumerate(_entries(reader, root, "slices")):
         for take in _slice(reader, entry, ("slices", index)):
-            takes.append(_placed(take, n_layers))
-            n_layers += sum(len(choice.origins) for choice in take.choices if isinstance(choice, StackedLayers))
+            takes.append(take)
+            layers = [number for choice in take.choices if isinstance(choice, Selector) for number in choice.layers]
+            if layers and layers[0] != n_sliced:
+                message = f"layer {layers[0]} would become layer {n_sliced}: training state keeps the order of layers"
+                hint = "stack the weights alone: merge the models by this recipe"
+                reader.refuse("recipe.conflict", ("slices", index), message, hint)
+            n_sliced = layers[-1] + 1 if layers else n_sliced
     for key in ("pre_weights", "post_weights"):
         for index, entry in enumerate(_entries(reader, root, key)):
             takes += _weight(reader, entry, (key, index))
-    return _recipe(reader, root, _optional_source(reader, root, "base_model"), takes)
-
-
-def _placed(take: Take, start: int) -> Take:
-    """Place a slice's layers from layer `start` of the result on."""
-    choices = (replace(c, start=start) if isinstance(c, StackedLayers) else c for c in take.choices)
-    return replace(take, choices=tuple(choices))
+    return replace(_recipe(reader, root, _optional_source(reader, root, "base_model"), takes), n_sliced=n_sliced)
 
 
 def _entries(reader: DocumentReader, root: dict[str, Value], key: str) -> list[Value]:
@@ -234,15 +219,17 @@ def _slice(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
     return [Take(source, (choice,), reader.source.where(*place))] if source is not None and choice is not None else []
 
 
-def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> StackedLayers | NumberedUnit | None:
+def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> Selector | NumberedUnit | None:
     ends = value if isinstance(value, list) else []
     first, last = (ends[0], ends[1]) if len(ends) == 2 else (None, None)
     is_range = isinstance(first, int) and isinstance(last, int) and not isinstance(first, bool)
     if not is_range or not isinstance(first, int) or not isinstance(last, int) or not 0 <= first <= last <= 10**6:
         reader.refuse("recipe.value", at, "needs two layer numbers, the second excluded, as [0, 16]")
         return None
-    text = f"layer_range [{first}, {last}]"
-    return NumberedUnit(text, first) if first == last else StackedLayers(text, tuple(range(first, last)), 0)
+    text, layers = f"layer_range [{first}, {last}]", range(first, last)
+    if not layers:
+        return NumberedUnit(text, first)
+    return Selector(text, lambda unit, _: unit.kind is UnitKind.LAYER and unit.index in layers, tuple(layers))
 
 
 def _weight(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:

@@ -64,12 +64,6 @@ def unit_named(text: str) -> Unit:
     raise ValueError(f"{shown(text)} names no unit")
 
 
-def at_layer(parameter: str, index: int) -> str:
-    """Return the name that a parameter of a layer has in layer `index`; other names are returned as they are."""
-    match = _STACK.match(parameter)
-    return f"{match['stack']}.{index}.{parameter[match.end() :]}" if match else parameter
-
-
 _PLAIN_UNITS = {str(unit): unit for unit in (EMBED, NORM, LM_HEAD)}
 _INDEX = re.compile(r"\d{1,6}", re.ASCII)
 _STACK_WORDS = ("layers", "layer", "h", "blocks", "block")
