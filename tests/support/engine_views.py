@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.saving.frameworks import EngineView, LocalCounter, LocalShard, Ranks
 from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, open_partial
+from mergepipe.tailor.selection import Unit
 from support.training_trees import KnownStates
 
 _Value = TypeVar("_Value")
@@ -104,15 +106,28 @@ def on_ranks(world_size: int, act: Callable[[Ranks], _Result]) -> list[_Result |
         return list(pool.map(one, range(world_size)))
 
 
-def write_whole_partial(folder: Path, known: KnownStates, *, lacks: str = "") -> None:
-    """Write a partial checkpoint of every unit of a model, or all but one, from two ranks."""
+def write_partial(
+    folder: Path,
+    known: KnownStates,
+    units: Sequence[Unit] = (),
+    *,
+    lacks: str = "",
+    world_size: int = 2,
+    change: Callable[[EngineView], EngineView] = lambda view: view,
+    files: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:
+    """Write a partial checkpoint of some units, or of all but one; rank 0 writes small files beside its shard."""
+
+    def write_extra(staged: Path) -> list[Path]:
+        for name, content in files.items():
+            (staged / name).write_bytes(content)
+        return [staged / name for name in files]
 
     def write(ranks: Ranks) -> int:
-        view = known_view(known, ranks.rank, 2)
-        units = tuple(unit for unit in view.units.parameters if str(unit) != lacks)
-        return open_partial(PartialJob(view, units, known.step, folder, no_extra_files), ranks, copies=False).write(
-            ranks
-        )
+        view = change(known_view(known, ranks.rank, world_size))
+        saved = tuple(units) or tuple(unit for unit in view.units.parameters if str(unit) != lacks)
+        extra = no_extra_files if ranks.rank else write_extra
+        return open_partial(PartialJob(view, saved, known.step, folder, extra), ranks, copies=False).write(ranks)
 
-    results = on_ranks(2, write)
+    results = on_ranks(world_size, write)
     assert all(isinstance(result, int) for result in results), results

@@ -12,10 +12,14 @@ import numpy.typing as npt
 
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.options import ComposeOptions
+from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState
+from mergepipe.tailor.archives import plan_edited
+from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, SkeletonFile, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition import CompositionReport, compose
 from mergepipe.tailor.composition_plan import unpacked
+from mergepipe.tailor.copy_writer import Copier
+from mergepipe.tailor.formats.pickle_node import PicklePath
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.stores import MetadataStore
 from support.training_trees import (
@@ -106,6 +110,16 @@ def make_pair(folder: Path, write: Write, shapes: Mapping[str, tuple[int, ...]] 
     return pair
 
 
+def checkpoint_at(path: Path) -> TrainingCheckpoint:
+    """Open a checkpoint through a store that gives metadata alone."""
+    return open_training_checkpoint(MetadataStore(), Location.local(path))
+
+
+def step_of(checkpoint: TrainingCheckpoint, parameter: str) -> AdamStep | None:
+    """The step counter that serves a parameter; None for a frozen one."""
+    return next((step for step in checkpoint.steps if parameter in step.parameters), None)
+
+
 def stored_values(state: StoredState) -> Array:
     """What the bytes of a state say, in float32; NaN where no piece is."""
     flat = np.full(state.n_elements, np.nan, np.float32)
@@ -127,7 +141,7 @@ def model_values(folder: Path) -> dict[str, npt.NDArray[np.generic]]:
 
 def wrong_values(out: Path, pair: Pair, from_old: Collection[str]) -> list[str]:
     """States of the composite that are not those of their source. Copies of weights hold the source's master."""
-    made = open_training_checkpoint(MetadataStore(), Location.local(out))
+    made = checkpoint_at(out)
     assert made.missing == ()
     wrong = []
     for (name, kind), state in made.states.items():
@@ -136,6 +150,14 @@ def wrong_values(out: Path, pair: Pair, from_old: Collection[str]) -> list[str]:
         wrong += [] if np.array_equal(stored_values(state), wanted) else [f"{kind} of {name}"]
     assert {name for name, _ in made.states} == set(pair.new.shapes)
     return wrong
+
+
+def edit(path: Path, edits: dict[PicklePath, object]) -> None:
+    """Change values in the pickle of an archive."""
+    status = path.stat()
+    plan = plan_edited(MetadataStore(), SkeletonFile(path.name, Location.local(path), status.st_size), [], edits)
+    Copier(LocalStore(), 32 << 20, lambda _: None).write_all([(plan, path.with_name("edited"))])
+    path.with_name("edited").replace(path)
 
 
 def tree(folder: Path) -> dict[str, tuple[bytes, int, int]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from composing import FORMATS, hidden, stored_values, tree
+from composing import FORMATS, checkpoint_at, hidden, stored_values, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,10 +29,8 @@ from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_plan import AverageRange, ElementRange, FilePlan, joined, patch_states
 from mergepipe.tailor.copy_writer import Copier
-from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.recipes import SCHEMES, AverageRequest, OptimizerState, scheme_weights
 from mergepipe.tailor.self_check import ResultCheck
-from support.stores import MetadataStore
 from support.training_trees import STATES, KnownStates, decoder_shapes, known_states, write_hf, write_trainer_files
 
 STEPS = (3, 5, 9)
@@ -128,8 +126,8 @@ def test_average__makes_a_model_that_merges_take(tmp_path: Path) -> None:
 def test_average__writes_a_checkpoint_to_resume_from(tmp_path: Path, kind: str, optimizer: str) -> None:
     paths, knowns = run_of(tmp_path, kind)
     tailor.average(paths, tmp_path / "out", weights="ema", alpha=0.5, optimizer=optimizer, memory_bytes=32 << 20)
-    made = open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "out"))
-    newest = open_training_checkpoint(MetadataStore(), Location.local(paths[0]))
+    made = checkpoint_at(tmp_path / "out")
+    newest = checkpoint_at(paths[0])
     assert (made.missing, made.step, made.states.keys()) == ((), STEPS[-1], newest.states.keys())
     assert {s.value for s in made.steps} == {float(STEPS[-1])}
     for (name, kind_of_state), state in made.states.items():

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import FORMATS, Pair, make_pair, wrong_values
+from composing import FORMATS, Pair, checkpoint_at, make_pair, wrong_values
 
 from mergepipe import tailor
 from mergepipe.errors import MergePipeError
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
-from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.torch_bytes import View, torch_bytes
 from support.training_trees import KnownStates, decay_groups, decoder_shapes, known_states, write_hf, write_zero3
 
@@ -27,10 +24,6 @@ def refusal(call: Callable[[], object]) -> MergePipeError:
     with pytest.raises(MergePipeError) as caught:
         call()
     return caught.value
-
-
-def opened(path: Path) -> object:
-    return open_training_checkpoint(LocalStore(), Location.local(path))
 
 
 def edit_json(path: Path, **changes: object) -> None:
@@ -79,7 +72,7 @@ def test_open__refuses_model_files_of_different_steps(tmp_path: Path) -> None:
         write_zero3(tmp_path / name, known, decay_groups(known.shapes), 2)
     file = "zero_pp_rank_1_mp_rank_00_model_states.pt"
     shutil.copy(tmp_path / "a" / file, tmp_path / "b" / file)
-    error = refusal(lambda: opened(tmp_path / "b"))
+    error = refusal(lambda: checkpoint_at(tmp_path / "b"))
     assert (error.code, "is of step 7" in str(error), "of step 9" in str(error)) == ("checkpoint.damaged", True, True)
 
 
@@ -114,7 +107,7 @@ FOREIGN_STATES: dict[str, Callable[[np.ndarray], dict[str, object]]] = {
 def test_open__names_the_optimizer_that_it_does_not_read(tmp_path: Path, name: str) -> None:
     known = known_states(decoder_shapes())
     _write_optimizer(tmp_path / "at", known, FOREIGN_STATES[name])
-    error = refusal(lambda: opened(tmp_path / "at"))
+    error = refusal(lambda: checkpoint_at(tmp_path / "at"))
     assert (error.code, name in str(error)) == ("checkpoint.unsupported", True)
 
 
@@ -130,7 +123,7 @@ def test_open__names_checkpoints_of_other_programs(tmp_path: Path, files: tuple[
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_bytes(b"")
-    error = refusal(lambda: opened(tmp_path))
+    error = refusal(lambda: checkpoint_at(tmp_path))
     assert (error.code, name in str(error)) == ("checkpoint.unsupported", True)
 
 
@@ -141,7 +134,7 @@ def test_open__refuses_flat_groups_with_padding_between_parameters(tmp_path: Pat
         torch_bytes({"optimizer_state_dict": optimizer})
     )
     (tmp_path / "mp_rank_00_model_states.pt").write_bytes(torch_bytes({"global_steps": known.step}))
-    error = refusal(lambda: opened(tmp_path))
+    error = refusal(lambda: checkpoint_at(tmp_path))
     assert (error.code, "padded between parameters" in str(error)) == ("checkpoint.unsupported", True)
 
 

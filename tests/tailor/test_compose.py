@@ -15,7 +15,18 @@ from sys import modules
 from typing import Any
 
 import pytest
-from composing import FORMATS, FULL, SHARED_STEPS, Pair, hidden, make_pair, stored_values, tree, wrong_values
+from composing import (
+    FORMATS,
+    FULL,
+    SHARED_STEPS,
+    Pair,
+    checkpoint_at,
+    hidden,
+    make_pair,
+    stored_values,
+    tree,
+    wrong_values,
+)
 
 from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.errors import (
@@ -44,13 +55,11 @@ from mergepipe.tailor.copy_plan import CopyRange
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT
 from mergepipe.tailor.formats.pickle_node import Node
-from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.formats.verl import VERL_FORMAT
 from mergepipe.tailor.recipes import load_composition
-from mergepipe.tailor.saving.frameworks import Ranks
-from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, open_partial
-from mergepipe.tailor.selection import EMBED, Unit, layer
-from support.engine_views import known_view, on_ranks
+from mergepipe.tailor.saving.frameworks import EngineView
+from mergepipe.tailor.selection import EMBED, layer
+from support.engine_views import write_partial
 from support.faults import Fault, open_descriptors, replaced, short_reads, short_writes, system_error, worker_threads
 from support.stores import MetadataStore
 from support.torch_bytes import Member, zip_bytes
@@ -98,7 +107,7 @@ def archives(path: Path) -> list[bytes]:
         return [path.read_bytes()]
     if path.suffix != ".distcp":
         return []
-    made = open_training_checkpoint(MetadataStore(), Location.local(path.parent))
+    made = checkpoint_at(path.parent)
     pieces = [p for s in made.states.values() for p in s.pieces] + [p for s in made.steps for p in s.cells]
     assert all(p.packing is Packing.TORCH_ZIP for p in pieces)
     return [path.read_bytes()[p.offset : p.offset + p.nbytes] for p in pieces if p.file.local_path == path]
@@ -124,9 +133,9 @@ def test_compose__never_changes_or_links_a_source(pair: Pair) -> None:
 
 def test_compose__takes_state_from_the_newest_or_as_asked(pair: Pair) -> None:
     newest = pair.compose(PARITY).plan.assignment.skeleton
-    assert (newest.step, open_training_checkpoint(MetadataStore(), Location.local(pair.out)).step) == (9, 9)
+    assert (newest.step, checkpoint_at(pair.out).step) == (9, 9)
     asked = pair.compose(PARITY + "state_from: old\n", replace(FULL, force=True)).plan.assignment.skeleton
-    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
+    made = checkpoint_at(pair.out)
     counts_itself = made.format not in (DCP_FORMAT, VERL_FORMAT)  # there the newest counter is the step
     assert (asked.step, made.step) == (7, 7 if counts_itself else 9)
     assert wrong_values(pair.out, pair, [name for name in pair.old.shapes if from_old(name)]) == []
@@ -136,11 +145,7 @@ def test_compose__takes_state_from_the_newest_or_as_asked(pair: Pair) -> None:
 def test_compose__counts_steps_as_its_policy_says(tmp_path: Path, kind: str) -> None:
     pair = make_pair(tmp_path, FORMATS[kind])
     report = pair.compose(PARITY)
-    found = {
-        name: s.value
-        for s in open_training_checkpoint(MetadataStore(), Location.local(pair.out)).steps
-        for name in s.parameters
-    }
+    found = {name: s.value for s in checkpoint_at(pair.out).steps for name in s.parameters}
     wanted = {n: 7.0 if from_old(n) and kind not in SHARED_STEPS else 9.0 for n in pair.old.shapes}
     assert found == wanted
     policies = {policy for unit in report.plan.staleness for policy in unit.step_policies}
@@ -388,7 +393,7 @@ def test_compose__is_the_same_with_short_reads_and_writes(pair: Pair) -> None:
 
 def test_compose__notices_bytes_that_were_written_wrongly(zero2: Pair) -> None:
     name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    states = open_training_checkpoint(MetadataStore(), Location.local(zero2.folder / "new")).states
+    states = checkpoint_at(zero2.folder / "new").states
     offset = states["model.embed_tokens.weight", "exp_avg"].pieces[0].offset
 
     def flip(pwrite: Callable[..., int]) -> Callable[..., int]:
@@ -434,22 +439,12 @@ def test_compose__stops_when_the_caller_does(zero2: Pair) -> None:
 # --- partial sources
 
 
-def partial(folder: Path, known: KnownStates, units: tuple[Unit, ...]) -> None:
-    """A partial checkpoint of our own, written by two ranks."""
-
-    def write(ranks: Ranks) -> int:
-        job = PartialJob(known_view(known, ranks.rank, 2), units, known.step, folder, no_extra_files)
-        return open_partial(job, ranks, copies=False).write(ranks)
-
-    assert all(isinstance(result, int) for result in on_ranks(2, write))
-
-
 @pytest.fixture
 def with_partial(tmp_path: Path) -> Pair:
     """A complete checkpoint `old`, and units of `new` in a partial one."""
     pair = make_pair(tmp_path, lambda p, k: write_zero3(p, k, [list(k.shapes)], 2))
     shutil.rmtree(tmp_path / "new")
-    partial(tmp_path / "new", pair.new, (EMBED, layer(1)))
+    write_partial(tmp_path / "new", pair.new, (EMBED, layer(1)))
     return pair
 
 
@@ -477,23 +472,16 @@ def test_compose__needs_the_full_base_of_a_partial_checkpoint(with_partial: Pair
 
 def trainer_partial(folder: Path, known: KnownStates, rates: tuple[float, ...], *names: str) -> None:
     """A partial checkpoint of a plain Trainer run, all units, with small files of the given names."""
+    options = tuple({"lr": rate} for rate in rates)
+    texts = {name: f"{name} at {known.step}" for name in names}
+    texts |= {name: json.dumps({"global_step": known.step}) for name in names if name.endswith("json")}
 
-    def extra(staged: Path) -> list[Path]:
-        for name in names:
-            content = json.dumps({"global_step": known.step}) if name.endswith("json") else f"{name} at {known.step}"
-            (staged / name).write_text(content)
-        return [staged / name for name in names]
+    def change(view: EngineView) -> EngineView:
+        trainer = Framework.TRANSFORMERS
+        return replace(view, origin=HF_FORMAT, framework=trainer, stage=None, flat_groups=(), options=options)
 
-    def write(ranks: Ranks) -> int:
-        view = replace(
-            known_view(known, ranks.rank, 1), origin=HF_FORMAT, framework=Framework.TRANSFORMERS, stage=None,
-            flat_groups=(), options=tuple({"lr": rate} for rate in rates),
-        )  # fmt: skip
-        return open_partial(
-            PartialJob(view, tuple(view.units.parameters), known.step, folder, extra), ranks, copies=False
-        ).write(ranks)
-
-    assert all(isinstance(result, int) for result in on_ranks(1, write))
+    files = {name: text.encode() for name, text in texts.items()}
+    write_partial(folder, known, world_size=1, change=change, files=files)
 
 
 STATE_NAMES = ("trainer_state.json", "scheduler.pt", "rng_state.pth")
@@ -514,7 +502,7 @@ def test_compose__resumes_at_the_step_of_a_partial_checkpoint(trainer: Pair) -> 
     report = trainer.compose("default: old\ntake: [{from: new, units: [layers all]}]\nstate_from: new\n")
     old = [n for n in trainer.old.shapes if ".layers." not in n]
     assert wrong_values(trainer.out, trainer, old) == []
-    assert open_training_checkpoint(MetadataStore(), Location.local(trainer.out)).step == 9
+    assert checkpoint_at(trainer.out).step == 9
     assert [(trainer.out / name).read_text() for name in STATE_NAMES[1:]] == ["scheduler.pt at 9", "rng_state.pth at 9"]
     root = read_torch_zip(MetadataStore(), Location.local(trainer.out / "optimizer.pt")).root
     rates = [group.get("lr").value for group in Node(root, "optimizer.pt").get("param_groups").elements()]
@@ -544,7 +532,7 @@ def test_compose__refuses_a_partial_state_that_is_not_whole(
 
 def test_compose__rounds_copies_of_weights_where_a_source_has_the_master_alone(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, lambda p, k: write_zero12(p, k, [list(k.shapes)], 2))
-    full = open_training_checkpoint(MetadataStore(), Location.local(pair.folder / "old"))
+    full = checkpoint_at(pair.folder / "old")
     masters = {key: state for key, state in full.states.items() if key[1] != "weight"}
     partial_source = replace(full, states=masters, missing=("weight: not saved",))
     assert state_to_copy(partial_source, "lm_head.weight", "weight") == masters["lm_head.weight", "fp32"]
@@ -552,9 +540,7 @@ def test_compose__rounds_copies_of_weights_where_a_source_has_the_master_alone(t
         Location.local(pair.recipe("default: new\ntake: [{from: old, units: [lm_head]}]\n")), LocalStore()
     )
     opened = {
-        Location.local(pair.folder / "new"): open_training_checkpoint(
-            MetadataStore(), Location.local(pair.folder / "new")
-        ),
+        Location.local(pair.folder / "new"): checkpoint_at(pair.folder / "new"),
         Location.local(pair.folder / "old"): partial_source,
     }
     plan = plan_composition(MetadataStore(), assign(recipe, opened))
@@ -566,7 +552,7 @@ def test_compose__rounds_copies_of_weights_where_a_source_has_the_master_alone(t
 
 def test_stored_values__differ_between_the_two_sources(pair: Pair) -> None:
     """The other tests compare something."""
-    old, new = (open_training_checkpoint(MetadataStore(), Location.local(pair.folder / n)) for n in ("old", "new"))
+    old, new = (checkpoint_at(pair.folder / n) for n in ("old", "new"))
     same: Mapping[str, bool] = {
         f"{n} {k}": bool((stored_values(s) == stored_values(new.states[n, k])).all())
         for (n, k), s in old.states.items()

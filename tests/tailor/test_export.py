@@ -17,7 +17,7 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.tailor.model_names import names_without_wrappers
-from support.engine_views import write_whole_partial
+from support.engine_views import write_partial
 from support.training_trees import (
     KnownStates,
     decay_groups,
@@ -43,7 +43,7 @@ WRITERS: dict[str, Callable[[Path, KnownStates], None]] = {
     "universal-2": write_universal("zero2"),
     "universal-3": write_universal("zero3"),
     "weights": write_trainer_files,
-    "partial": write_whole_partial,
+    "partial": write_partial,
 }
 
 
@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_export__refuses_in_one_line_and_writes_nothing(tmp_path: Path, name: str) -> None:
     kind, damage, code, message = REFUSED[name]
-    write = partial(write_whole_partial, lacks="norm") if kind == "lacks-norm" else FORMATS[kind]
+    write = partial(write_partial, lacks="norm") if kind == "lacks-norm" else FORMATS[kind]
     write(tmp_path / "at-9", known_states(decoder_shapes(), step=9))
     damage(tmp_path / "at-9")
     with pytest.raises(MergePipeError) as caught:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import stored_values
+from composing import checkpoint_at, step_of, stored_values
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +22,6 @@ from mergepipe.tailor.formats.contract import TrainingFormat
 from mergepipe.tailor.formats.dcp import read_dcp, unpack_piece
 from mergepipe.tailor.formats.deepspeed import read_zero
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from support.adam_steps import step_of
 from support.stores import MetadataStore
 from support.torch_bytes import Call, Named, torch_bytes
 from support.training_trees import (
@@ -68,7 +67,7 @@ def test_read_zero__stages_one_and_two_give_what_was_partitioned(
     folder = tmp_path_factory.mktemp("zero") / "tag"
     known, groups = named_groups(shapes)
     write_zero12(folder, known, groups, world_size)
-    checkpoint = open_training_checkpoint(MetadataStore(), Location.local(folder))
+    checkpoint = checkpoint_at(folder)
     assert wrong(checkpoint, known, "fp32", "exp_avg", "exp_avg_sq", "weight") == []
     assert (checkpoint.missing, checkpoint.world_size, checkpoint.step) == ((), world_size, 7)
     assert checkpoint.flat_groups == tuple(map(tuple, groups))
@@ -81,7 +80,7 @@ def test_read_zero__stage_three_gives_what_was_partitioned(
     folder = tmp_path_factory.mktemp("zero") / "tag"
     known, groups = named_groups(shapes)
     write_zero3(folder, known, groups, world_size)
-    checkpoint = open_training_checkpoint(MetadataStore(), Location.local(folder))
+    checkpoint = checkpoint_at(folder)
     assert wrong(checkpoint, known, "fp32", "exp_avg", "exp_avg_sq") == []
     assert (checkpoint.missing, checkpoint.stage, "weight" in checkpoint.kinds) == ((), 3, False)
 
@@ -99,7 +98,7 @@ def zero(folder: Path, known: KnownStates, *, world_size: int = 3) -> Path:
 def test_open_training_checkpoint__follows_latest(tmp_path: Path, known: KnownStates) -> None:
     zero(tmp_path / "run" / "step7", known)
     (tmp_path / "run" / "latest").write_text("step7")
-    checkpoint = open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "run"))
+    checkpoint = checkpoint_at(tmp_path / "run")
     assert (checkpoint.path.name, checkpoint.root.name) == ("run", "step7")
 
 
@@ -114,13 +113,13 @@ def test_open_training_checkpoint__follows_latest(tmp_path: Path, known: KnownSt
 def test_open_training_checkpoint__refuses_a_latest_that_leads_elsewhere(tmp_path: Path, tag: str, code: str) -> None:
     (tmp_path / "latest").write_text(tag)
     with pytest.raises((CorruptError, NotFoundError)) as caught:
-        open_training_checkpoint(MetadataStore(), Location.local(tmp_path))
+        checkpoint_at(tmp_path)
     assert caught.value.code == code
 
 
 def test_open_training_checkpoint__lists_what_it_looked_for(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
-        open_training_checkpoint(MetadataStore(), Location.local(tmp_path))
+        checkpoint_at(tmp_path)
     marks = ("mergepipe-partial.json", ".metadata", "trainer_state.json with optimizer.pt", "latest (DeepSpeed ZeRO)")
     assert [mark for mark in marks if mark not in str(caught.value)] == []
 
@@ -143,7 +142,7 @@ def test_training_format__of_one_file_is_recognised_opened_and_composed(
     recipe.write_text("default: run\n")
     report = tailor.compose(recipe, out)
     assert report.plan.assignment.skeleton.format == "one-file"
-    made = open_training_checkpoint(MetadataStore(), Location.local(out))
+    made = checkpoint_at(out)
     assert (made.format, wrong(made, known, "fp32", "exp_avg", "exp_avg_sq", "weight")) == ("one-file", [])
 
 
@@ -170,7 +169,7 @@ def test_read_zero__refuses_ranks_of_another_run(tmp_path: Path, known: KnownSta
     name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     (folder / name).write_bytes((other / name).read_bytes())
     with pytest.raises(CorruptError, match="partition counts"):
-        open_training_checkpoint(MetadataStore(), Location.local(folder))
+        checkpoint_at(folder)
 
 
 def test_read_zero__refuses_partitions_of_another_length(tmp_path: Path, known: KnownStates) -> None:
@@ -179,7 +178,7 @@ def test_read_zero__refuses_partitions_of_another_length(tmp_path: Path, known: 
     name = "mp_rank_00_model_states.pt"
     (folder / name).write_bytes((other / name).read_bytes())
     with pytest.raises(CorruptError) as caught:
-        open_training_checkpoint(MetadataStore(), Location.local(folder))
+        checkpoint_at(folder)
     assert caught.value.code == "checkpoint.damaged"
 
 
@@ -187,7 +186,7 @@ def test_read_zero__refuses_model_parallel_files(tmp_path: Path, known: KnownSta
     folder = zero(tmp_path / "a", known)
     (folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt").write_bytes(b"")
     with pytest.raises(UnsupportedError, match="tensor, pipeline or expert parallel"):
-        open_training_checkpoint(MetadataStore(), Location.local(folder))
+        checkpoint_at(folder)
 
 
 @pytest.mark.parametrize("stage", [0, 4, "2", None, 3])
@@ -197,14 +196,14 @@ def test_read_zero__refuses_a_stage_that_does_not_fit(tmp_path: Path, known: Kno
     content = torch_bytes({"optimizer_state_dict": {"zero_stage": enum, "single_partition_of_fp32_groups": []}})
     (folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(content)
     with pytest.raises(UnsupportedError):
-        open_training_checkpoint(MetadataStore(), Location.local(folder))
+        checkpoint_at(folder)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_read_hf_checkpoint__gives_what_was_written(tmp_path: Path, tied: bool) -> None:
     known = known_states(decoder_shapes(tied=tied))
     write_hf(tmp_path / "checkpoint-7", known, tied=tied)
-    checkpoint = open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "checkpoint-7"))
+    checkpoint = checkpoint_at(tmp_path / "checkpoint-7")
     assert wrong(checkpoint, known, "weight", "exp_avg", "exp_avg_sq") == []
     assert {step_of(checkpoint, n) is not None for n in known.shapes} == {True}
     assert (checkpoint.step, checkpoint.missing, bool(checkpoint.units.tied)) == (7, (), tied)
@@ -217,13 +216,13 @@ def test_read_hf_checkpoint__refuses_the_optimizer_of_another_model(tmp_path: Pa
     for other, code in (("b", "checkpoint.mismatch"), ("c", "checkpoint.mismatch")):
         (tmp_path / "a" / "optimizer.pt").write_bytes((tmp_path / other / "optimizer.pt").read_bytes())
         with pytest.raises(MismatchError) as caught:
-            open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "a"))
+            checkpoint_at(tmp_path / "a")
         assert caught.value.code == code
 
 
 def test_open_training_checkpoint__says_that_weights_have_no_optimizer(tmp_path: Path, known: KnownStates) -> None:
     write_trainer_files(tmp_path, known)
-    opened = open_training_checkpoint(MetadataStore(), Location.local(tmp_path))
+    opened = checkpoint_at(tmp_path)
     assert (opened.format, opened.step, opened.has_state) == ("weights-only", known.step, False)
     assert opened.missing == ("the optimizer's state: only weights are here",)
 
@@ -238,9 +237,7 @@ def trainer_with_zero(folder: Path, known: KnownStates) -> Path:
 def test_open_training_checkpoint__reads_a_trainer_directory_with_deepspeed_inside(
     tmp_path: Path, known: KnownStates
 ) -> None:
-    checkpoint = open_training_checkpoint(
-        MetadataStore(), Location.local(trainer_with_zero(tmp_path / "checkpoint-7", known))
-    )
+    checkpoint = checkpoint_at(trainer_with_zero(tmp_path / "checkpoint-7", known))
     assert wrong(checkpoint, known, "weight", "export", "fp32", "exp_avg", "exp_avg_sq") == []
     assert (checkpoint.framework.value, checkpoint.stage) == ("transformers", 2)
 
@@ -249,7 +246,7 @@ def test_open_training_checkpoint__refuses_two_different_steps(tmp_path: Path, k
     folder = trainer_with_zero(tmp_path / "checkpoint-7", known)
     write_trainer_files(folder, replace(known, step=8))
     with pytest.raises(CorruptError, match="the Trainer is at step 8, DeepSpeed at step 7"):
-        open_training_checkpoint(MetadataStore(), Location.local(folder))
+        checkpoint_at(folder)
 
 
 @given(st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=6), st.integers(1, 4))
@@ -259,7 +256,7 @@ def test_read_dcp__gives_what_was_written(
     folder = tmp_path_factory.mktemp("dcp") / "step"
     known, _ = named_groups([shapes])
     write_dcp(folder, known, world_size)
-    checkpoint = open_training_checkpoint(MetadataStore(), Location.local(folder))
+    checkpoint = checkpoint_at(folder)
     assert wrong(checkpoint, known, "weight", "exp_avg", "exp_avg_sq") == []
     assert ({s.value for s in checkpoint.steps}, checkpoint.missing, checkpoint.step) == ({7.0}, (), 7)
 
@@ -274,7 +271,7 @@ def test_read_dcp__refuses_files_outside_of_the_checkpoint(tmp_path: Path, known
     new = b"X" + len(name).to_bytes(4, "little") + name.encode()
     metadata.write_bytes(metadata.read_bytes().replace(old, new))
     with pytest.raises(CorruptError, match="outside of the checkpoint"):
-        open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "run" / "a"))
+        checkpoint_at(tmp_path / "run" / "a")
 
 
 def test_unpack_piece__refuses_another_items_place(tmp_path: Path, known: KnownStates) -> None:

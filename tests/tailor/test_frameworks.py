@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from composing import FULL, NUMPY_TYPES, stored_values
+from composing import FULL, NUMPY_TYPES, checkpoint_at, step_of, stored_values
 
 from mergepipe import tailor
 from mergepipe.options import ComposeOptions
@@ -28,10 +28,7 @@ from mergepipe.tailor.composition import CompositionReport, compose
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT, ORDERS, defined_order, trainer_order
-from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.saving.unit_choice import LOG_NAME, read_journal
-from support.adam_steps import step_of
-from support.stores import MetadataStore
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
@@ -92,10 +89,6 @@ def copy_run(trained: Callable[[str], tuple[Path, Truth, Truth]], tmp_path: Path
     return lambda kind: shutil.copytree(trained(kind)[0], tmp_path / "run")
 
 
-def opened(place: Path) -> TrainingCheckpoint:
-    return open_training_checkpoint(MetadataStore(), Location.local(place))
-
-
 def is_state(key: str) -> bool:
     return "/" in key and not key.startswith(("after/", "loss/"))
 
@@ -136,7 +129,7 @@ def test_open_training_checkpoint__holds_what_the_framework_loads(
 ) -> None:
     out, *truths = trained(kind)
     for step, truth in zip((OLD, NEW), truths, strict=True):
-        checkpoint = opened(out / folder(kind, step))
+        checkpoint = checkpoint_at(out / folder(kind, step))
         wrong, compared = wrong_values(checkpoint, truth)
         assert (wrong, compared >= 87, checkpoint.step, checkpoint.missing) == ([], True, step, ())
         is_tied = kind.endswith("-tied")
@@ -347,9 +340,9 @@ def test_partial_saving__in_the_background_holds_every_value_of_its_step(tmp_pat
 def check_values(kind: str, out: Path) -> None:
     log = read_journal(out / "run")
     assert [(r.step, r.is_full) for r in log.records] == [(2, True), (4, False), (6, False)]
-    full = opened(out / "run" / str(log.records[0].folder))
+    full = checkpoint_at(out / "run" / str(log.records[0].folder))
     for record in log.records:
-        checkpoint = opened(out / "run" / str(record.folder))
+        checkpoint = checkpoint_at(out / "run" / str(record.folder))
         found = (checkpoint.format, checkpoint.framework, checkpoint.stage, checkpoint.world_size)
         assert found == ORIGINS[kind]
         names = {name for unit in record.units for name in checkpoint.units.parameters[unit]}
@@ -372,7 +365,7 @@ def test_partial_saving__composes_to_what_the_engine_held_at_each_units_step(
     out = saved(kind)
     shutil.copytree(out / "run", tmp_path / "run")
     report = compose_log(kind, tmp_path / "run", 6)
-    checkpoint = opened(tmp_path / "run" / folder(kind, 99))
+    checkpoint = checkpoint_at(tmp_path / "run" / folder(kind, 99))
     shared_step = checkpoint.format == ZERO_FORMAT  # one counter serves units of different age
     steps = {unit.unit: unit.sources[0].step for unit in report.plan.staleness}
     assert ([*steps], {*steps.values()}) == ([str(unit) for unit in checkpoint.units.parameters], {4, 6})
@@ -386,7 +379,7 @@ def test_partial_saving__composes_to_what_the_engine_held_at_each_units_step(
 def test_partial_saving__agrees_between_ranks_on_what_to_save(tmp_path: Path, strategy: str) -> None:
     run(SCRIPT, "partial", "hf-zero2", tmp_path, "--strategy", strategy)
     for record in read_journal(tmp_path / "run").records[1:]:
-        checkpoint = opened(tmp_path / "run" / str(record.folder))
+        checkpoint = checkpoint_at(tmp_path / "run" / str(record.folder))
         names = {name for unit in record.units for name in checkpoint.units.parameters[unit]}
         wrong, compared = wrong_values(checkpoint, np.load(tmp_path / f"truth-{record.step}.npz"), names)
         assert (wrong, compared) == ([], 4 * len(names))
@@ -416,7 +409,7 @@ def test_partial_saving__killed_in_the_middle_leaves_what_was_saved_before(
     hidden = list(saves.glob(".partial-6.*"))  # swept away by the next save of that step
     assert len(hidden) == 1 or (place == "shard" and not hidden)  # if rank 0 lived on, it cleaned up
     record = read_journal(saves).records[-1]
-    checkpoint = opened(saves / "partial-4")
+    checkpoint = checkpoint_at(saves / "partial-4")
     names = {name for unit in record.units for name in checkpoint.units.parameters[unit]}
     wrong, _ = wrong_values(checkpoint, np.load(tmp_path / "truth-4.npz"), names)
     assert (record.step, wrong) == (4, [])

@@ -8,15 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import Pair, make_pair, model_values, stored_values, wrong_values
+from composing import Pair, checkpoint_at, make_pair, model_values, stored_values, wrong_values
 from test_pickled_counters import counters
 from test_universal import PARITY, from_old
 
 from mergepipe.errors import MergePipeError
-from mergepipe.storage.location import Location
 from mergepipe.tailor import api
-from mergepipe.tailor.formats.registry import open_training_checkpoint
-from support.stores import MetadataStore
 from support.torch_bytes import torch_bytes
 from support.training_trees import (
     KnownStates,
@@ -44,7 +41,7 @@ def test_compose__takes_fsdp_checkpoints(tmp_path: Path, *, full: bool, of_train
     pair = make_pair(tmp_path, partial(write_of_trainer if of_trainer else write_fsdp, full=full))
     pair.compose(PARITY)
     old = from_old(pair)
-    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
+    made = checkpoint_at(pair.out)
     assert (made.format, made.step, wrong_values(pair.out, pair, old)) == ("accelerate-fsdp", 9, [])
     assert (str(made.framework), "export" in made.kinds) == (("transformers", True) if of_trainer else ("torch", False))
     assert counters(pair) == {name: 7.0 if name in old else 9.0 for name in pair.new.shapes}
@@ -76,7 +73,7 @@ def test_export__needs_no_optimizer(tmp_path: Path, name: str) -> None:
 def test_compose__writes_both_names_of_a_tied_weight(tmp_path: Path, *, full: bool) -> None:
     pair = make_pair(tmp_path, partial(write_fsdp, full=full, tied=TIED), decoder_shapes(tied=True))
     pair.compose("default: new\ntake: [{from: old, units: [embed]}]\n")
-    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
+    made = checkpoint_at(pair.out)
     assert dict(made.units.tied) == TIED
     names = [name for name, kind in made.states if kind == "weight" and name in (*TIED, *TIED.values())]
     assert len(names) == (1 if full else 2)  # whole state dicts store both names once

@@ -12,18 +12,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from composing import hidden
+from composing import checkpoint_at, hidden
 from safetensors.numpy import load_file
 
 from mergepipe import tailor
 from mergepipe.core.blocks import Span
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
 from mergepipe.tailor import Averager
 from mergepipe.tailor.checkpoint import WEIGHT, StateReader
 from mergepipe.tailor.composition_plan import unpacked
-from mergepipe.tailor.formats.registry import open_training_checkpoint
 
 torch = pytest.importorskip("torch")
 dcp: Any = pytest.importorskip("torch.distributed.checkpoint")
@@ -109,7 +107,7 @@ def test_export__puts_chunks_of_a_grid_together(
     (made,) = load_file(tmp_path / "out" / "model.safetensors").values()
     wanted = array if dtype == "float32" else array.astype(ml_dtypes.bfloat16)
     assert made.tobytes() == wanted.tobytes()
-    opened = open_training_checkpoint(LocalStore(), Location.local(tmp_path / "step-3"))
+    opened = checkpoint_at(tmp_path / "step-3")
     with StateReader(LocalStore()) as reader:
         state = unpacked(LocalStore(), opened.states["w", WEIGHT])
         for first, last in np.sort(np.random.default_rng(2).integers(0, array.size, (20, 2)), axis=1):

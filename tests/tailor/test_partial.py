@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from composing import checkpoint_at
 
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, read_partial_manifest
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.reports import inspect_checkpoints
-from mergepipe.tailor.saving.frameworks import Ranks
-from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, open_partial
 from mergepipe.tailor.selection import EMBED, Unit, layer
-from support.engine_views import known_view, on_ranks
+from support.engine_views import known_view, write_partial
 from support.stores import MetadataStore
 from support.training_trees import decoder_shapes, known_states, write_zero3
 
@@ -32,27 +31,16 @@ UNITS = (EMBED, layer(1))
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two units, written by two ranks."""
-    out = tmp_path / "partial-7"
-
-    def write(ranks: Ranks) -> int:
-        view = known_view(KNOWN, ranks.rank, 2)
-        return open_partial(PartialJob(view, UNITS, KNOWN.step, out, no_extra_files), ranks, copies=False).write(ranks)
-
-    results = on_ranks(2, write)
-    assert all(isinstance(result, int) for result in results), results
-    return out
+    write_partial(tmp_path / "partial-7", KNOWN, UNITS)
+    return tmp_path / "partial-7"
 
 
 def names_of(units: Iterable[Unit]) -> set[str]:
     return {name for unit in units for name in known_view(KNOWN).units.parameters[unit]}
 
 
-def opened(folder: Path) -> TrainingCheckpoint:
-    return open_training_checkpoint(MetadataStore(), Location.local(folder))
-
-
 def test_read_partial__holds_the_saved_units_and_no_other(folder: Path) -> None:
-    checkpoint = opened(folder)
+    checkpoint = checkpoint_at(folder)
     assert {name for name, _ in checkpoint.states} == names_of(UNITS)
     assert checkpoint.kinds == (FP32, EXP_AVG, EXP_AVG_SQ)
     assert (checkpoint.format, checkpoint.stage, checkpoint.world_size, checkpoint.step) == (ZERO_FORMAT, 3, 2, 7)
@@ -61,7 +49,7 @@ def test_read_partial__holds_the_saved_units_and_no_other(folder: Path) -> None:
 
 
 def test_read_partial__has_the_step_counter_of_every_rank(folder: Path) -> None:
-    (counter,) = opened(folder).steps
+    (counter,) = checkpoint_at(folder).steps
     assert (counter.value, set(counter.parameters), len(counter.cells)) == (7.0, names_of(UNITS), 2)
 
 
@@ -77,7 +65,7 @@ def test_read_partial__compares_with_a_full_checkpoint_of_its_run(folder: Path, 
 
 def test_open_training_checkpoint__knows_a_partial_one_with_trainer_files(folder: Path) -> None:
     (folder / "trainer_state.json").write_text('{"global_step": 7}')
-    assert opened(folder).missing[0] == "layer 0: not saved"
+    assert checkpoint_at(folder).missing[0] == "layer 0: not saved"
 
 
 def test_to_json__is_read_back_as_it_was(folder: Path) -> None:
@@ -87,7 +75,7 @@ def test_to_json__is_read_back_as_it_was(folder: Path) -> None:
 
 def test_read_partial__says_what_a_rank_that_is_not_listed_would_have(folder: Path) -> None:
     edit(folder, lambda m: m["shards"].pop())
-    missing = opened(folder).missing
+    missing = checkpoint_at(folder).missing
     assert "part of fp32 of model.embed_tokens.weight" in missing
     assert len(missing) == 4 + 3 * len(names_of(UNITS))
 
@@ -160,13 +148,13 @@ def test_read_partial__refuses(folder: Path, lie: str) -> None:
 
 
 def test_read_partial__refuses_ranks_at_different_steps(folder: Path) -> None:
-    (counter,) = opened(folder).steps
+    (counter,) = checkpoint_at(folder).steps
     cell = counter.cells[1]
     content = bytearray(cell.file.local_path.read_bytes())
     content[cell.offset : cell.offset + 4] = b"\0\0\x80?"
     cell.file.local_path.write_bytes(content)
     with pytest.raises(CorruptError, match=r"the values \[1.0, 7.0\]"):
-        opened(folder)
+        checkpoint_at(folder)
 
 
 def test_read_partial__refuses_a_shard_that_is_a_link_elsewhere(folder: Path, tmp_path: Path) -> None:
@@ -174,4 +162,4 @@ def test_read_partial__refuses_a_shard_that_is_a_link_elsewhere(folder: Path, tm
     shard.rename(tmp_path / "outside")
     shard.symlink_to(tmp_path / "outside")
     with pytest.raises(CorruptError, match="outside of the checkpoint"):
-        opened(folder)
+        checkpoint_at(folder)

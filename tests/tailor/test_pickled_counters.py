@@ -6,28 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from composing import Pair, make_pair, wrong_values
+from composing import Pair, checkpoint_at, edit, make_pair, wrong_values
 
 from mergepipe.checkpoints.torch_file import read_torch_zip
-from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.archives import plan_edited
-from mergepipe.tailor.checkpoint import SkeletonFile
-from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.deepspeed import base_optimizer_path
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
-from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.stores import MetadataStore
 from support.training_trees import KnownStates, decay_groups, write_hf, write_zero3, write_zero12
 
 TAKE_NORMS = "default: new\ntake: [{from: old, units: [layers all, norm, embed]}]\n"
-
-
-def edit(path: Path, edits: dict[PicklePath, object]) -> None:
-    status = path.stat()
-    plan = plan_edited(MetadataStore(), SkeletonFile(path.name, Location.local(path), status.st_size), [], edits)
-    Copier(LocalStore(), 32 << 20, lambda _: None).write_all([(plan, path.with_name("edited"))])
-    path.with_name("edited").replace(path)
 
 
 def write_hf_with_numbers(folder: Path, known: KnownStates) -> None:
@@ -58,7 +46,7 @@ def fused(root: Node, known: KnownStates, stage: int) -> Iterator[tuple[PicklePa
 
 
 def counters(pair: Pair) -> dict[str, float]:
-    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
+    made = checkpoint_at(pair.out)
     return {name: step.value for step in made.steps for name in step.parameters}
 
 

@@ -10,24 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from composing import FULL, Pair, make_pair, stored_values, tree, wrong_values
+from composing import FULL, Pair, checkpoint_at, edit, make_pair, stored_values, tree, wrong_values
 
 from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MergePipeError
-from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.archives import plan_edited
-from mergepipe.tailor.checkpoint import FP32, Framework, SkeletonFile, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import FP32, Framework
 from mergepipe.tailor.composition import CompositionReport
-from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, unpack_piece
 from mergepipe.tailor.formats.pickle_node import Node
-from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.saving.frameworks import EngineView, Ranks
-from mergepipe.tailor.saving.partial_run import PartialJob, open_partial
-from support.engine_views import known_view, on_ranks
+from mergepipe.tailor.saving.frameworks import EngineView
+from support.engine_views import write_partial
 from support.stores import MetadataStore
 from support.torch_bytes import torch_bytes
 from support.training_trees import (
@@ -55,23 +50,12 @@ ZERO = {
 }
 
 
-def save_partially(folder: Path, known: KnownStates, change: Callable[[EngineView], EngineView], *files: str) -> None:
+def save_partially(folder: Path, known: KnownStates, change: Callable[[EngineView], EngineView], *names: str) -> None:
     """A partial save of every unit by two ranks, with small files of the given names."""
-
-    def extra(staged: Path) -> list[Path]:
-        for name in files:
-            content = json.dumps({"global_step": known.step}).encode() if name.endswith("json") else name.encode()
-            (staged / name).write_bytes(torch_bytes({"last": [known.step]}) if name == "scheduler.pt" else content)
-        return [staged / name for name in files]
-
-    def write(ranks: Ranks) -> int:
-        view = change(known_view(known, ranks.rank, 2))
-        given = extra if ranks.rank == 0 else lambda _: []
-        return open_partial(
-            PartialJob(view, tuple(view.units.parameters), known.step, folder, given), ranks, copies=False
-        ).write(ranks)
-
-    assert all(isinstance(result, int) for result in on_ranks(2, write))
+    files = {name: name.encode() for name in names}
+    files |= {name: json.dumps({"global_step": known.step}).encode() for name in names if name.endswith("json")}
+    files |= {name: torch_bytes({"last": [known.step]}) for name in names if name == "scheduler.pt"}
+    write_partial(folder, known, change=change, files=files)
 
 
 STATE_NAMES = ("trainer_state.json", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth")
@@ -102,11 +86,7 @@ def write_trainer_zero(path: Path, known: KnownStates, stage: str, scheduler: ob
     ZERO[stage](path / tag, known, decay_groups(known.shapes))
     (path / "latest").write_text(tag)
     for file in (path / tag).glob("*model_states.pt") if scheduler is not None else ():
-        status = file.stat()
-        found = SkeletonFile(file.name, Location.local(file), status.st_size)
-        plan = plan_edited(MetadataStore(), found, [], {("lr_scheduler",): scheduler})
-        Copier(LocalStore(), 32 << 20, lambda _: None).write_all([(plan, file.with_name("changed"))])
-        file.with_name("changed").rename(file)
+        edit(file, {("lr_scheduler",): scheduler})
 
 
 def refused(pair: Pair, text: str = RECIPE) -> MergePipeError:
@@ -133,7 +113,7 @@ def test_compose__resumes_deepspeed_at_the_step_of_a_partial_checkpoint(tmp_path
     report = pair.compose(RECIPE, FULL)
     old = [name for name in pair.old.shapes if ".layers." not in name]
     assert wrong_values(pair.out, pair, old) == []
-    assert open_training_checkpoint(MetadataStore(), Location.local(pair.out)).step == LATE
+    assert checkpoint_at(pair.out).step == LATE
     assert (ages(report)["layer 1"], ages(report)["embed"]) == (0, LATE - 7)
 
     tag = pair.out / f"global_step{LATE}"
@@ -236,7 +216,7 @@ def test_compose__resumes_dcp_at_the_step_of_a_partial_checkpoint(tmp_path: Path
     assert (report.plan.assignment.state.step, ages(report)["layer 1"], ages(report)["embed"]) == (9, 0, 2)
     assert (pair.out / "rng_state_0.pth").read_text() == "rng_state_0.pth"
     assert tree(tmp_path / "new") == before
-    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
+    made = checkpoint_at(pair.out)
     piece = made.states["model.norm.weight", "weight"].pieces[0]
     assert (made.world_size, unpack_piece(MetadataStore(), piece, made.states["model.norm.weight", "weight"].dtype).file
             == piece.file) == (2, True)  # fmt: skip
@@ -259,14 +239,14 @@ def tied(tmp_path: Path) -> Pair:
 
 
 def test_read_dcp__recognises_tied_weights(tied: Pair) -> None:
-    found = open_training_checkpoint(MetadataStore(), Location.local(tied.folder / "new"))
+    found = checkpoint_at(tied.folder / "new")
     assert (dict(found.units.tied), "lm_head.weight" in found.parameters) == (TIED, False)
     assert "lm_head" not in [str(unit) for unit in found.units.parameters]
 
 
 def test_compose__takes_both_names_of_tied_weights_from_one_source(tied: Pair) -> None:
     tied.compose("default: new\ntake: [{from: old, units: [embed]}]\n")
-    assert (opened(tied).missing, dict(opened(tied).units.tied)) == ((), TIED)
+    assert (checkpoint_at(tied.out).missing, dict(checkpoint_at(tied.out).units.tied)) == ((), TIED)
 
 
 def test_compose__refuses_tied_weights_from_two_sources(tied: Pair) -> None:
@@ -278,10 +258,8 @@ def test_compose__refuses_tied_weights_from_two_sources(tied: Pair) -> None:
     )
     assert refused(tied, text % "new").code == "checkpoint.mismatch"
     tied.compose(text % "old")
-    head, embed = (stored_values(made.states[n, "weight"]) for n in (*TIED, *TIED.values()) for made in [opened(tied)])
+    head, embed = (
+        stored_values(made.states[n, "weight"]) for n in (*TIED, *TIED.values()) for made in [checkpoint_at(tied.out)]
+    )
     assert (head == embed).all()
     assert (embed == tied.old.arrays[TIED["lm_head.weight"], FP32]).all()
-
-
-def opened(pair: Pair) -> TrainingCheckpoint:
-    return open_training_checkpoint(MetadataStore(), Location.local(pair.out))

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import FORMATS, FULL, Pair, make_pair, stored_values, wrong_values
-from test_pickled_counters import counters, edit, write_fused
+from composing import FORMATS, FULL, Pair, checkpoint_at, edit, make_pair, stored_values, wrong_values
+from test_pickled_counters import counters, write_fused
 
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.checkpoint import FP32
 from mergepipe.tailor.composition import compose
-from mergepipe.tailor.formats.registry import open_training_checkpoint
-from support.stores import MetadataStore
 from support.training_trees import KnownStates
 
 UNIVERSAL = replace(FULL, export="universal")
@@ -45,7 +43,7 @@ def write_universal(kind: str) -> Callable[[Path, KnownStates], None]:
 def test_compose__exports_a_universal_checkpoint(tmp_path: Path, kind: str) -> None:
     pair = make_pair(tmp_path, FORMATS[kind])
     pair.compose(PARITY, UNIVERSAL)
-    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
+    made = checkpoint_at(pair.out)
     assert (made.format, made.step, wrong_values(pair.out, pair, from_old(pair))) == ("deepspeed-universal", 9, [])
     assert not (pair.out / "latest").exists()
     assert (pair.out / "latest_universal").exists() == (made.root != made.path)
@@ -81,7 +79,7 @@ def test_compose__exports_counters_that_are_numbers(tmp_path: Path, stage: int) 
 def test_average__reads_universal_checkpoints(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, write_universal("zero2"))
     api.average([tmp_path / "old", tmp_path / "new"], pair.out, weights=(1, 3), optimizer="last", self_check="full")
-    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
+    made = checkpoint_at(pair.out)
     for name in pair.new.shapes:
         mean = 0.25 * pair.old.arrays[name, FP32].astype(np.float64) + 0.75 * pair.new.arrays[name, FP32]
         np.testing.assert_allclose(stored_values(made.states[name, FP32]), mean, rtol=1e-6, atol=1e-6)
@@ -93,9 +91,7 @@ def test_average__of_native_checkpoints_becomes_universal(tmp_path: Path, kind: 
     pair = make_pair(tmp_path, FORMATS[kind])
     api.average([tmp_path / "old", tmp_path / "new"], tmp_path / "mean", weights=(1, 3), optimizer="average")
     pair.compose("default: mean\n", UNIVERSAL)
-    native, made = (
-        open_training_checkpoint(MetadataStore(), Location.local(path)) for path in (tmp_path / "mean", pair.out)
-    )
+    native, made = (checkpoint_at(path) for path in (tmp_path / "mean", pair.out))
     assert (made.format, made.step, made.missing) == ("deepspeed-universal", native.step, ())
     for (name, of_kind), state in made.states.items():
         assert np.array_equal(stored_values(state), stored_values(native.states[name, of_kind])), (name, of_kind)
@@ -121,8 +117,6 @@ def test_open__refuses_universal_checkpoints_that_lie(tmp_path: Path) -> None:
     edit(states / "fp32.pt", {("param",): None})
     assert refused(lambda: api.inspect(tmp_path / "new")) == "checkpoint.damaged"
     (states / "fp32.pt").unlink()
-    assert open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "new")).missing == (
-        "fp32 of model.norm.weight",
-    )
+    assert checkpoint_at(tmp_path / "new").missing == ("fp32 of model.norm.weight",)
     edit(tmp_path / "old" / "zero" / "model.norm.weight" / "step.pt", {(): 8})
     assert refused(lambda: api.inspect(tmp_path / "old")) == "checkpoint.damaged"

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import hidden, make_pair, model_values, stored_values
+from composing import checkpoint_at, hidden, make_pair, model_values, stored_values
 from test_universal import PARITY
 
 from mergepipe import tailor
 from mergepipe.errors import MergePipeError
-from mergepipe.storage.location import Location
-from mergepipe.tailor.formats.registry import open_training_checkpoint
-from support.stores import MetadataStore
 from support.torch_bytes import Call, Named, View, torch_bytes
 from support.training_trees import d_tensor, decoder_shapes, known_states, write_verl
 
@@ -28,7 +25,7 @@ MODEL, OPTIMIZER = "model_world_size_2_rank_1.pt", "optim_world_size_2_rank_1.pt
 def test_open__joins_the_rows_of_all_ranks(tmp_path: Path, world_size: int, replicas: int) -> None:
     known = known_states(decoder_shapes())
     write_verl(tmp_path / "a", known, world_size, replicas=replicas)
-    opened = open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "a"))
+    opened = checkpoint_at(tmp_path / "a")
     values = {key: stored_values(state) for key, state in opened.states.items()}
     wanted = {(name, "weight" if kind == "fp32" else kind): array for (name, kind), array in known.arrays.items()}
     assert [key for key, array in wanted.items() if not np.array_equal(values[key], array)] == []
@@ -39,7 +36,7 @@ def test_open__joins_the_rows_of_all_ranks(tmp_path: Path, world_size: int, repl
 def test_compose__counts_steps_by_parameter(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, write_verl)
     pair.compose(PARITY)
-    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
+    made = checkpoint_at(pair.out)
     assert {step.value for step in made.steps} == {7.0, 9.0}
     assert all(len(step.cells) == 2 for step in made.steps)
 
@@ -91,7 +88,7 @@ def test_export__reads_sharded_tensors_of_fsdp1(tmp_path: Path) -> None:
         flat = {"step": np.array(3, np.float32), "exp_avg": np.zeros(12, np.float32)}
         optimizer = torch_bytes({"state": {0: flat}, "param_groups": []})
         (tmp_path / "a" / f"optim_world_size_2_rank_{rank}.pt").write_bytes(optimizer)
-    opened = open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "a"))
+    opened = checkpoint_at(tmp_path / "a")
     assert (opened.missing, opened.has_state) == (("the optimizer's state by parameter",), False)
     tailor.export(tmp_path / "a", tmp_path / "out")
     assert np.array_equal(model_values(tmp_path / "out")["w"], array)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from composing import checkpoint_at
 
 from mergepipe.errors import ConflictError, MergePipeError, RecipeError, StorageError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.run_recipes import composition_from_log_file
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks, SingleRank
 from mergepipe.tailor.saving.partial_run import PartialJob, PartialRun, no_extra_files, open_partial
@@ -51,7 +51,7 @@ def save_on(world_size: int, run: Path, *steps: int) -> list[SaveRecord]:
 
 
 def stored(folder: Path) -> dict[tuple[str, str], bytes]:
-    states = open_training_checkpoint(LocalStore(), Location.local(folder)).states
+    states = checkpoint_at(folder).states
     return {
         key: b"".join(p.file.local_path.read_bytes()[p.offset : p.offset + p.nbytes] for p in state.pieces)
         for key, state in states.items()
@@ -72,7 +72,7 @@ def test_save__first_all_units_then_those_whose_turn_it_is(tmp_path: Path, world
         folder = tmp_path / str(record.folder)
         assert stored(folder) == known_bytes(at_step(record.step), record.units)
         assert record.saved_bytes == sum(path.stat().st_size for path in folder.iterdir())
-        assert {s.value for s in open_training_checkpoint(LocalStore(), Location.local(folder)).steps} == {record.step}
+        assert {s.value for s in checkpoint_at(folder).steps} == {record.step}
 
 
 def test_save__is_logged(tmp_path: Path) -> None:
