@@ -9,8 +9,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import pytest
 
+from mergepipe import tailor
 from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.errors import MergePipeError
 from mergepipe.options import ComposeOptions
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -172,3 +175,12 @@ def tree(folder: Path) -> dict[str, tuple[bytes, int, int]]:
 def hidden(folder: Path) -> list[str]:
     """What a run left behind."""
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def refuses_export(checkpoint: Path, code: str, message: str) -> None:
+    """An export is refused in one line, and nothing is written."""
+    with pytest.raises(MergePipeError) as caught:
+        tailor.export(checkpoint, checkpoint.parent / "out")
+    assert (caught.value.code, len(caught.value.problems)) == (code, 1)
+    assert message in str(caught.value)
+    assert ((checkpoint.parent / "out").exists(), hidden(checkpoint.parent)) == (False, [])

@@ -6,15 +6,17 @@ import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, F64, DType, Span
-from mergepipe.errors import CorruptError, LimitError, UnsupportedError
+from mergepipe.errors import CorruptError, LimitError, NotFoundError, UnsupportedError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -37,7 +39,7 @@ from mergepipe.tailor.copy_plan import (
     patched_file,
 )
 from mergepipe.tailor.copy_writer import FEWEST_BYTES, ChecksumRenewal, Copier, cast_bytes, values_of
-from support.faults import drop_from_page_cache
+from support.faults import drop_from_page_cache, open_descriptors
 from support.stores import MetadataStore
 from support.torch_bytes import torch_bytes
 
@@ -245,14 +247,6 @@ def test_copier__writes_what_is_planned(tmp_path: Path, is_cold: bool, memory_by
     assert plan.read_bytes <= usage[Purpose.BASE] + usage[Purpose.EXPERT] <= plan.read_bytes + most_rounding
 
 
-def test_copier__notices_a_source_that_ends_early(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"short")
-    plan = FilePlan("out", (CopyRange(Location.local(tmp_path / "a"), 0, 10, is_skeleton=True),))
-    with pytest.raises(CorruptError) as caught:
-        Copier(LocalStore(), FEWEST_BYTES, lambda _: None).write_all([(plan, tmp_path / "out")])
-    assert caught.value.code == "storage.shrunk"
-
-
 def test_copier__refuses_too_little_memory() -> None:
     with pytest.raises(LimitError):
         Copier(LocalStore(), FEWEST_BYTES - 1, lambda _: None)
@@ -299,3 +293,79 @@ def test_stale_checksums__names_the_touched_members_alone(tmp_path: Path) -> Non
     assert [content[place : place + 4] for c in found for place in c.places] == [crc, crc]
     assert stale_checksums(store, Location.local(path), [range(at - 1, at)]) == ()
     assert stale_checksums(store, Location.local(path), []) == ()
+
+
+# --- many files written in one go: the same bytes as one by one, and nothing left open
+
+
+SOURCE_BYTES = 3 << 20
+
+
+def write_sources(folder: Path, count: int) -> list[Location]:
+    paths = [folder / f"source-{i}" for i in range(count)]
+    for seed, path in enumerate(paths):
+        path.write_bytes(np.random.default_rng(seed).bytes(SOURCE_BYTES))
+    return [Location.local(path) for path in paths]
+
+
+@given(data=st.data())
+def test_write_all__writes_what_each_plan_says(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("many")
+    sources = write_sources(folder, 2)
+    files = {source.name: source.local_path.read_bytes() for source in sources}
+    starts, sizes = st.integers(0, SOURCE_BYTES // 2), st.integers(0, SOURCE_BYTES // 2)
+    segments: st.SearchStrategy[Segment] = st.one_of(
+        st.builds(CopyRange, st.sampled_from(sources), starts, sizes, is_skeleton=st.booleans()),
+        st.builds(Literal, st.binary(max_size=9)),
+    )
+    contents = data.draw(st.lists(st.lists(segments, max_size=4).map(tuple), max_size=6))
+    plans = [FilePlan(f"out-{i}", found) for i, found in enumerate(contents)]
+    advanced: list[int] = []
+    before = open_descriptors()
+    copier = Copier(LocalStore(), FEWEST_BYTES, advanced.append)
+    written = copier.write_all([(plan, folder / plan.name) for plan in plans])
+    expected = [b"".join(content_of(segment, files) for segment in plan.segments) for plan in plans]
+    assert [(folder / plan.name).read_bytes() for plan in plans] == expected
+    digests = [(f.name, f.size_bytes, f.blake3) for f in written]
+    assert digests == [(p.name, len(e), blake3(e).hexdigest(16)) for p, e in zip(plans, expected, strict=True)]
+    assert (sum(advanced), open_descriptors()) == (sum(map(len, expected)), before)
+
+
+def test_write_all__opens_a_source_once_however_many_files_read_it(tmp_path: Path) -> None:
+    sources = write_sources(tmp_path, 2)
+    plans = [
+        FilePlan(f"out-{i}", tuple(CopyRange(source, i, 9, is_skeleton=False) for source in sources)) for i in range(20)
+    ]
+    with mock.patch.object(LocalStore, "open", autospec=True, side_effect=LocalStore.open) as opened:
+        Copier(LocalStore(), FEWEST_BYTES, lambda _: None).write_all([(plan, tmp_path / plan.name) for plan in plans])
+    assert [call.args[1].name for call in opened.call_args_list] == ["source-0", "source-1"]
+
+
+def test_write_all__holds_no_more_files_open_than_it_reads_ahead(tmp_path: Path) -> None:
+    sources = write_sources(tmp_path, 12)
+    plans = [FilePlan(f"out-{i}", (CopyRange(s, 0, 9, is_skeleton=False),)) for i, s in enumerate(sources)]
+    before, most = open_descriptors(), 0
+
+    def on_advance(_: int) -> None:
+        nonlocal most
+        most = max(most, len(open_descriptors() - before))
+
+    Copier(LocalStore(), FEWEST_BYTES, on_advance).write_all([(plan, tmp_path / plan.name) for plan in plans])
+    assert 1 < most <= 5  # four sources and one output
+
+
+@pytest.mark.parametrize("bad", [0, 1, 5])
+def test_write_all__that_fails_leaves_nothing_open(tmp_path: Path, bad: int) -> None:
+    (source,) = write_sources(tmp_path, 1)
+    starts = [SOURCE_BYTES - (8 if i == bad else 9) for i in range(6)]
+    plans = [FilePlan(f"out-{i}", (CopyRange(source, at, 9, is_skeleton=False),)) for i, at in enumerate(starts)]
+    before = open_descriptors()
+    copier = Copier(LocalStore(), FEWEST_BYTES, lambda _: None)
+    with pytest.raises(CorruptError) as caught:
+        copier.write_all([(plan, tmp_path / plan.name) for plan in plans])
+    assert caught.value.code == "storage.shrunk"
+    assert open_descriptors() <= before
+    assert not (tmp_path / f"out-{bad}").exists()
+    with pytest.raises(NotFoundError):
+        copier.write_all([(plans[(bad + 1) % 6], tmp_path / "nowhere" / "out")])
+    assert open_descriptors() <= before

@@ -73,11 +73,6 @@ def test_composition_from_log_file__sees_which_saves_hold_tensors_alone(tmp_path
     ).state_from == Location.local(tmp_path / "partial-30")
 
 
-@pytest.mark.parametrize(("at", "steps"), [(10, {10}), (20, {10, 20}), (29, {10, 20}), (30, {20, 30}), (99, {30, 40})])
-def test_compose_from_log__looks_no_further_than_asked(at: int, steps: set[int]) -> None:
-    assert {source.step for source in compose_from_log(LOG, RUN, at).sources} == steps
-
-
 def test_to_yaml__is_the_short_recipe() -> None:
     recipe = yaml.safe_load(compose_from_log(LOG, RUN, 20).to_yaml(Location.local(Path())))
     assert recipe == {

@@ -76,20 +76,6 @@ def test_inspect_checkpoints__says_why_two_do_not_fit(run: Path, other: str, rea
     assert any(reason in r for r in report.reasons)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "reason"),
-    [
-        (decoder_shapes(n_layers=2), "lacks model.layers.2.self_attn.q_proj.weight, "),
-        (decoder_shapes(width=6), "different shapes of model.embed_tokens.weight, "),
-        (dict(reversed(SHAPES.items())), "grouped or ordered differently"),
-    ],
-)
-def test_inspect_checkpoints__compares_parameters(run: Path, shapes: dict[str, tuple[int, ...]], reason: str) -> None:
-    write_zero12(run / "other", known_states(shapes), decay_groups(shapes), 2)
-    report = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2"), Location.local(run / "other")])
-    assert any(reason in r for r in report.reasons)
-
-
 def test_to_json__is_json_and_complete(run: Path) -> None:
     report = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2"), Location.local(run / "dcp")])
     document = json.loads(report_json(report))
