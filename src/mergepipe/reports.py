@@ -385,8 +385,7 @@ class PartsStatus(Displayed):
 class AnalyzedExpert:
     """One expert of an analysis: tensors read now, tensors that can be compared, and those that cannot.
 
-    `statistics` is the file that holds what is known of it; None where nothing can be compared. `packed_bytes` is about
-    what a pack of it on the base would take, if it was read now.
+    `statistics` is the file that holds what is known of it; None where nothing can be compared.
     """
 
     model: str
@@ -394,13 +393,10 @@ class AnalyzedExpert:
     comparable_tensors: int
     incomparable: tuple[str, ...]
     statistics: Path | None = None
-    packed_bytes: int | None = None
 
     def __str__(self) -> str:
         n_known = self.comparable_tensors - self.analyzed_tensors
         parts = [f"{self.analyzed_tensors} read now", f"{n_known} known before"]
-        if self.packed_bytes is not None:
-            parts.append(f"a pack would take about {format_bytes(self.packed_bytes)}")
         if self.incomparable:
             parts.append(f"not comparable: {shorten_names(self.incomparable)}")
         return f"{self.model} ({plural(self.comparable_tensors, 'tensor')}: {', '.join(parts)})"

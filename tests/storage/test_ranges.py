@@ -138,7 +138,9 @@ CALLERS: dict[str, Callable[[Path], object]] = {
         {Location.local(path): LocalStore().open(Location.local(path))},
     ),
     "norm": lambda path: norm(LocalStore(), open_checkpoint(LocalStore(), Location.local(path)), ignore),
-    "band sample": lambda path: read_sample(ENTRY, LocalStore().open(Location.local(path)), Purpose.ANALYSIS),
+    "band sample": lambda path: read_sample(
+        ENTRY, {ENTRY.file: LocalStore().open(Location.local(path))}, Purpose.ANALYSIS
+    ),
     "packed index": lambda path: as_expert(LocalStore(), Location.local(path), 5000),
     "training state": read_state,
     "copied range": copy_range,

@@ -164,25 +164,6 @@ def test_patched_file__replaces_the_patches_alone(patches: list[tuple[int, bytes
     assert plan.size_bytes == 40
 
 
-@pytest.mark.parametrize(
-    ("member", "apart", "n_segments"), [((0, 100), 0, 3), ((0, 41), 0, 5), ((50, 100), 0, 5), ((0, 100), 4, 5)]
-)
-def test_patched_file__averages_padding_with_what_lies_around_it(
-    member: tuple[int, int], apart: int, n_segments: int
-) -> None:
-    """Only inside of one member of an archive, and where every source has the same padding."""
-    files = [Location.local(Path(name)) for name in ("one", "two")]
-
-    def average(offset: int, n_elements: int, apart: int = 0) -> AverageRange:
-        parts = (ElementRange(files[0], offset, F32), ElementRange(files[1], offset + apart, F32))
-        return AverageRange(parts, (0.5, 0.5), n_elements, F32)
-
-    patches = [Patch(20, average(120, 5)), Patch(48, average(148, 6, apart))]
-    plan = patched_file("x", files[1], 90, patches, [Checksum(*member, (95,))])
-    assert len(plan.segments) == n_segments
-    assert (plan.size_bytes, average(120, 13) in plan.segments) == (90, n_segments == 3)
-
-
 @pytest.mark.parametrize("offsets", [(0, 3), (37,), (5, 5)])
 def test_patched_file__refuses_patches_that_overlap_or_lie_outside(offsets: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="overlaps or lies outside"):

@@ -104,7 +104,6 @@ def run_analysis(
                 len(subject.comparable),
                 subject.incomparable,
                 None if file is None else statistics_path(home, file.expert.digest, file.base.digest),
-                None if made is None else made.packed_bytes,
             )
             for path, subject, made, file in zip(expert_paths, subjects, made_of, on_record, strict=True)
         ),
@@ -120,12 +119,11 @@ def run_analysis(
 
 @dataclass(frozen=True, slots=True)
 class _Analyzed:
-    """The statistics of one expert, the checkpoints whose contents they are of, with digests, and a pack's size."""
+    """The statistics of one expert, the checkpoints whose contents they are of, with digests."""
 
     statistics: StatisticsFile
     expert: Checkpoint
     base: Checkpoint
-    packed_bytes: int | None
 
 
 def _analyze(
@@ -151,13 +149,6 @@ def _analyze(
         passing = _DigestTap(checkpoints, work.tasks, files, engine.memory_bytes)
         analysis.run_analysis(work, files, store, engine, Observer(lambda _: report_progress(), gather, passing.tap))
         checkpoints = passing.finish()
-        from mergepipe.deltastore.pack.encode_pass import estimate_packed_bytes  # with the compiler
-        from mergepipe.deltastore.pack.job import reason_against
-
-        packed_bytes = [
-            None if reason_against(expert) else estimate_packed_bytes(base, expert, files, Purpose.ANALYSIS)
-            for expert in checkpoints[1:]
-        ]
         check_unchanged(store, checkpoints)
     digested = [
         with_digests(checkpoint, read_digests(store, checkpoint, engine.threads, report_progress))
@@ -169,7 +160,6 @@ def _analyze(
             StatisticsFile(contents[model], contents[0], work.block_elements, work.densities, gathered[model]),
             digested[model],
             digested[0],
-            packed_bytes[model - 1],
         )
         for model in range(1, len(digested))
     ]

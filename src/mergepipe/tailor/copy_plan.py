@@ -43,13 +43,6 @@ class ElementRange:
             return ElementRange(self.file, self.offset, self.dtype, self.strips, self.first + n_elements)
         return ElementRange(self.file, self.offset + n_elements * self.dtype.itemsize, self.dtype)
 
-    def is_followed_by(self, other: ElementRange, n_elements: int) -> bool:
-        """Whether the other range is this one from that many elements later on."""
-        place = (self.offset, self.first + n_elements)
-        if not self.strips:
-            place = (self.offset + n_elements * self.dtype.itemsize, 0)
-        return (other.offset, other.first) == place and (self.file, self.dtype) == (other.file, other.dtype)
-
     def reads(self, n_elements: int) -> tuple[tuple[Location, int, int], ...]:
         """List what is read for some elements: file, offset, bytes; of strips, whole rows."""
         itemsize = self.dtype.itemsize
@@ -85,12 +78,10 @@ class AverageRange:
         parts = tuple(part.further(start) for part in self.parts)
         return AverageRange(parts, self.weights, n_elements, self.wanted)
 
-    def continues_in(self, other: AverageRange, gap: int = 0) -> bool:
-        """Whether the other is the average of what comes `gap` elements behind this one in every file."""
-        if (self.weights, self.wanted, len(self.parts)) != (other.weights, other.wanted, len(other.parts)):
-            return False
-        distance = self.n_elements + gap
-        return all(a.is_followed_by(b, distance) for a, b in zip(self.parts, other.parts, strict=True))
+    def continues_in(self, other: AverageRange) -> bool:
+        """Whether the other is the average of what follows this one in every file."""
+        further = tuple(part.further(self.n_elements) for part in self.parts)
+        return (self.weights, self.wanted, further) == (other.weights, other.wanted, other.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,46 +203,21 @@ def patched_file(
 ) -> FilePlan:
     """Plan a copy of `original` with some ranges replaced.
 
-    Padding between two averages that go on behind it in every source is averaged with them, in one range: it is short
-    and in a member of an archive, whose checksum is among `checksums`, with them.
-
     Law: the segments cover `[0, size_bytes)` in order.
     """
     segments: list[Segment] = []
     position = 0
-    members = sorted((checksum.start, checksum.stop) for checksum in checksums)
     for patch in sorted(patches, key=lambda p: p.offset):
         gap = patch.offset - position
         if gap < 0 or patch.stop > size_bytes:
             raise ValueError(f"{name}: a patch at [{patch.offset}, {patch.stop}) overlaps or lies outside")
-        if 0 < gap <= _LONGEST_PADDING_BYTES and _is_inside(members, position, patch.offset):
-            segments.append(
-                _padding(segments[-1], patch.segment, gap) or CopyRange(original, position, gap, is_skeleton=True)
-            )
-        elif gap:
+        if gap:
             segments.append(CopyRange(original, position, gap, is_skeleton=True))
         segments.append(patch.segment)
         position = patch.stop
     if position < size_bytes:
         segments.append(CopyRange(original, position, size_bytes - position, is_skeleton=True))
     return FilePlan(name, tuple(joined(segments)), tuple(checksums))
-
-
-_LONGEST_PADDING_BYTES = 1024
-
-
-def _is_inside(members: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
-    """Whether bytes, and those around them, are of one member."""
-    place = bisect_left(members, (start, 0)) - 1
-    return place >= 0 and stop < members[place][1]
-
-
-def _padding(before: Segment, behind: Segment, nbytes: int) -> AverageRange | None:
-    """Return the average of what lies between two averages in every source; None where they are apart otherwise."""
-    if not isinstance(before, AverageRange) or not isinstance(behind, AverageRange) or nbytes % before.wanted.itemsize:
-        return None
-    gap = nbytes // before.wanted.itemsize
-    return before.cut(before.n_elements, gap) if before.continues_in(behind, gap) else None
 
 
 def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
