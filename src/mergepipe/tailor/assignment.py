@@ -11,8 +11,8 @@ from mergepipe.recipes.fields import Findings
 from mergepipe.snapshots.manifest import StepPolicy, UnitSource, UnitStaleness
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredState, TrainingCheckpoint, differences
-from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
 from mergepipe.tailor.formats.pickle_node import PicklePath
+from mergepipe.tailor.formats.weights import WEIGHTS_FORMAT
 from mergepipe.tailor.recipes import CompositionRecipe, ExactName, NumberedUnit, Take
 from mergepipe.tailor.selection import (
     EMBED,

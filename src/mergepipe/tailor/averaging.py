@@ -35,8 +35,9 @@ from mergepipe.tailor.checkpoint import (
 from mergepipe.tailor.composition import CompositionReport, Job, OnProgress, check_out, check_same_run, publish
 from mergepipe.tailor.composition_plan import CompositionPlan, PatchCollector, StateOverlay, plan_file, unpacked
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, joined, patch_states
-from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT, read_config
+from mergepipe.tailor.formats.hf_trainer import read_config
 from mergepipe.tailor.formats.registry import open_source_checkpoints, open_training_checkpoint
+from mergepipe.tailor.formats.weights import WEIGHTS_FORMAT
 from mergepipe.tailor.model_names import Views, tensor_views
 from mergepipe.tailor.recipes import DEFAULT_ALPHA, AverageRequest, OptimizerState, normalised, scheme_weights
 from mergepipe.tailor.self_check import ResultCheck

@@ -51,14 +51,13 @@ from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice, assign
 from mergepipe.tailor.checkpoint import FP32, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composition_plan import CompositionPlan, plan_composition, unpacked
+from mergepipe.tailor.composition_plan import CompositionPlan, plan_composition, plan_universal, unpacked
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal
 from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_config, read_json
 from mergepipe.tailor.formats.registry import format_named, open_source_checkpoint, open_training_checkpoint
 from mergepipe.tailor.recipes import CompositionRecipe, load_composition
 from mergepipe.tailor.self_check import ResultCheck
-from mergepipe.tailor.universal_plan import plan_universal
 
 OnProgress = Callable[[str, int, int], None]
 _MARGIN_BYTES = 16 << 20

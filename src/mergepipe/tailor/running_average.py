@@ -21,8 +21,8 @@ from mergepipe.storage.stores import Stores
 from mergepipe.tailor.averaging import Averaging, check_whole, publish_average, views_of
 from mergepipe.tailor.checkpoint import WEIGHT, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition import check_out, check_same_run
-from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
 from mergepipe.tailor.formats.registry import open_source_checkpoint
+from mergepipe.tailor.formats.weights import WEIGHTS_FORMAT
 from mergepipe.tailor.recipes import AVERAGE_KEY, DEFAULT_ALPHA, AverageRequest, normalised, scheme_weights
 from mergepipe.tailor.saving.frameworks import current_ranks, trainer_callback_base
 

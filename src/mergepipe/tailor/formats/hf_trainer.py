@@ -10,10 +10,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
-from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, list_names, open_checkpoint
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.directory import list_names, open_checkpoint
 from mergepipe.checkpoints.inert_values import PickledTensor
-from mergepipe.checkpoints.quantised import refuse_quantised
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.strict_json import JsonValue, parse_object
@@ -22,11 +21,9 @@ from mergepipe.storage.contract import TRAINER_JSON_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import WEIGHT, AdamStep, Framework, StoredState, TrainingCheckpoint
 from mergepipe.tailor.formats.contract import (
-    NO_OPTIMIZER,
     TrainingFormat,
     read_counter,
     refuse_foreign_states,
-    step_of_name,
 )
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.selection import model_units
@@ -312,63 +309,4 @@ TRAINER = TrainingFormat(
     state_file=TRAINER_STATE_NAME,
     records_step=True,
     partial_frameworks=frozenset({Framework.TRANSFORMERS}),
-)
-
-
-# --- directories of weights alone, as `save_only_model` leaves them: sources of averages without optimizer state ---
-
-
-WEIGHTS_FORMAT = "weights-only"
-_WEIGHT_NAMES = frozenset(name for files in (SAFETENSORS, TORCH) for name in (files.single, files.index))
-
-
-def _recognise_weights(store: Store, path: Location) -> bool:
-    """Recognise the usual names of weights without an optimizer's; formats that keep more are asked first."""
-    names = list_names(store, path)
-    return bool(_WEIGHT_NAMES & names) and OPTIMIZER_NAME not in names
-
-
-def _read_weights(store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-    """Read weights of one step of a run, without the state that training is resumed with; of tensors, nothing."""
-    model = open_checkpoint(store, path)
-    refuse_quantised(store, model)
-    if model.kind is not CheckpointKind.FULL:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", path, "holds differences from a base, not weights", "name weights"
-        )
-    entries = [entry for tensor in model.tensors.values() for entry in tensor.stored]
-    parameters = {entry.name: entry.shape for entry in entries}
-    return TrainingCheckpoint(
-        path=path,
-        root=path,
-        format=WEIGHTS_FORMAT,
-        framework=Framework.TRANSFORMERS,
-        step=_step(store, path, home),
-        units=model_units(parameters, tied_aliases(read_config(store, path), parameters)),
-        parameters=parameters,
-        states={(entry.name, WEIGHT): StoredState.whole(entry.name, WEIGHT, entry) for entry in entries},
-        missing=(NO_OPTIMIZER,),
-        has_state=False,
-    )
-
-
-def _step(store: Store, path: Location, home: Location) -> int:
-    if is_file(store, path / TRAINER_STATE_NAME):
-        return read_global_step(store, path)
-    step = step_of_name(home.name)
-    if step is None:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", path,
-            f"holds weights alone, and neither {TRAINER_STATE_NAME} nor its name says of "
-            "which step", "name it by its step, as checkpoint-400",
-        )  # fmt: skip
-    return step
-
-
-WEIGHTS = TrainingFormat(
-    WEIGHTS_FORMAT,
-    f"{SAFETENSORS.single} (weights alone)",
-    _recognise_weights,
-    _read_weights,
-    state_file=TRAINER_STATE_NAME,
 )

@@ -15,12 +15,12 @@ from mergepipe.tailor.formats.contract import TrainingFormat, refuse_foreign
 from mergepipe.tailor.formats.dcp import DCP
 from mergepipe.tailor.formats.deepspeed import ZERO
 from mergepipe.tailor.formats.fsdp import FSDP
-from mergepipe.tailor.formats.hf_trainer import TRAINER, WEIGHTS
+from mergepipe.tailor.formats.hf_trainer import TRAINER
 from mergepipe.tailor.formats.megatron import MEGATRON
-from mergepipe.tailor.formats.one_file import ONE_FILE
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, is_partial, open_partial
 from mergepipe.tailor.formats.universal import UNIVERSAL
 from mergepipe.tailor.formats.verl import VERL
+from mergepipe.tailor.formats.weights import ONE_FILE, WEIGHTS
 
 # --- the training formats: each is registered here by one line ---
 
