@@ -11,11 +11,10 @@ from typing import NoReturn
 from unittest.mock import patch
 
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
-from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, StoreTerms
+from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, Store, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import too_large
 from mergepipe.storage.stores import OPENERS
 
 
@@ -40,7 +39,7 @@ class MetadataStore(LocalStore):
 
     def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
         self.reads.append(MetadataRead(location, offset, nbytes))
-        return super().read_metadata(location, offset, nbytes)
+        return LocalStore(self.ledger).read_metadata(location, offset, nbytes)
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
         content = super().read_small(location, limit_bytes)
@@ -95,7 +94,7 @@ class InMemoryFile:
         """Nothing to release."""
 
 
-class InMemoryStore:
+class InMemoryStore(Store):
     """Objects by their paths: no rename, no empty folders, no links, another version with every overwriting.
 
     `requests` records everything that was asked, in order; `script` sees each request before it is served.
@@ -107,7 +106,7 @@ class InMemoryStore:
         ledger: Ledger | None = None,
         script: Script = serve_at_once,
     ) -> None:
-        self.ledger = ledger if ledger is not None else Ledger()
+        self.ledger = ledger or Ledger()
         self.requests: list[StoreRequest] = []
         self.script = script
         self._objects: dict[Location, tuple[int, bytes]] = {}
@@ -145,9 +144,6 @@ class InMemoryStore:
         """Remove an object."""
         del self._objects[path]
 
-    def pin(self, location: Location) -> Location:
-        return location
-
     def open(self, location: Location, *, direct: bool = False) -> RangeFile:
         del direct  # there is no page cache
         self._ask(StoreRequest("open", location))
@@ -176,12 +172,6 @@ class InMemoryStore:
         content = self.get(StoreRequest("read", location, offset, nbytes))
         self.ledger.charge(str(location), Purpose.METADATA, len(content))
         return content
-
-    def read_small(self, location: Location, limit_bytes: int) -> bytes:
-        size_bytes = self.size_bytes(location)
-        if size_bytes > limit_bytes:
-            raise too_large(location, size_bytes, limit_bytes)
-        return self.read_metadata(location, 0, size_bytes)
 
     def get(self, request: StoreRequest, version: str | None = None) -> bytes:
         """Bytes of an object, of one version of it if that is given."""

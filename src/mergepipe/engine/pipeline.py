@@ -40,7 +40,7 @@ from mergepipe.engine.segments import (
 )
 from mergepipe.errors import StorageError
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.storage.contract import RangeFile, Store, abort_requests
+from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import BufferPool, request
@@ -188,7 +188,7 @@ class Pipeline:
             self._coordinate(iter(jobs))
         except BaseException:
             self._stopping.set()
-            abort_requests(self._store)
+            self._store.abort()
             raise
         finally:
             try:

@@ -64,7 +64,7 @@ from mergepipe.snapshots.shards import (
 )
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target, staging_directory
 from mergepipe.storage import owned
-from mergepipe.storage.contract import Digested, Store, request_counts, store_notices, traffic
+from mergepipe.storage.contract import Digested, Store, traffic
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_all_durably, write_durably
@@ -224,7 +224,7 @@ class MergeRun:
         sidecar_bytes = sum(map(len, small_files.contents.values())) + SIDECAR_MARGIN_BYTES
         check_free_space(out, sidecar_bytes + (0 if made else weight_bytes))
         if plan is not None:
-            is_remote = request_counts(self._store).requests > 0  # then retries may use what is left of the budget
+            is_remote = self._store.counts.requests > 0  # then retries may use what is left of the budget
             self._store.ledger.expert_limit_bytes = max(plan.planned_bytes, plan.budget_bytes * is_remote)
         self._tick("merge")  # from here on the caller may hold signals back until the next report
         progress = made or MergeProgress(
@@ -332,7 +332,7 @@ class MergeRun:
         """Report progress."""
         if self._on_progress is not None:
             done_bytes = self._store.ledger.total_bytes()
-            retries = request_counts(self._store).retries
+            retries = self._store.counts.retries
             self._on_progress(Progress(phase, done_bytes, self._total_bytes, notices, self._earlier_bytes, retries))
 
     def _manifest(
@@ -445,7 +445,7 @@ class MergeRun:
             seconds=time.perf_counter() - self._started,
             planned_bytes=None if self._plan is None else self._plan.planned_bytes,
             budget_bytes=None if self._plan is None else self._plan.budget_bytes,
-            notices=(*self._link.notices, *store_notices(self._store), *self._budget_notices()),
+            notices=(*self._link.notices, *self._store.notices, *self._budget_notices()),
             traffic=traffic(self._store, by_purpose),
             verdict=None if self._plan is None else verdict_of(self._plan),
             recipe_notices=self._inputs.notices,

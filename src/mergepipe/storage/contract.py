@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,13 +15,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
-from typing import Final, Protocol, TypeVar, runtime_checkable
+from typing import Final, Protocol, TypeVar
 
 from blake3 import blake3
 
 from mergepipe.core.records import Size
 from mergepipe.core.units import positive
-from mergepipe.errors import StorageError
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.ledger import Ledger, Purpose, Usage
 from mergepipe.storage.location import Location
 
@@ -229,15 +230,30 @@ class RangeFile(Protocol):
     def close(self) -> None: ...
 
 
-class Store(Protocol):
-    """Opens files. The only place that reads checkpoint bytes, so the only place that meters them."""
+class Store(ABC):
+    """Opens files. The only place that reads checkpoint bytes, so the only place that meters them.
+
+    What a store does not say otherwise is that of files without links, revisions and requests over a network.
+    """
+
+    ledger: Ledger
 
     @property
-    def ledger(self) -> Ledger: ...
+    def counts(self) -> RequestCounts:
+        """The requests made so far; none where nothing is asked of another machine."""
+        return NO_REQUESTS
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Return the notices on how files were found, a line each."""
+        return ()
+
+    def abort(self) -> None:  # noqa: B027 - most stores make no requests
+        """Fail the requests in flight soon, as `storage.unavailable` or otherwise; later ones are made as ever."""
+
+    @abstractmethod
     def terms(self, location: Location) -> StoreTerms:
         """Return the terms of reading a location. Asks no other machine."""
-        ...
 
     def pin(self, location: Location) -> Location:
         """The location with the version of its whole folder fixed, where its store has such: a commit for a branch.
@@ -248,16 +264,17 @@ class Store(Protocol):
             NotFoundError: there is no such repository or revision.
             StorageError: the store cannot be reached.
         """
-        ...
+        return location
 
+    @abstractmethod
     def stat(self, location: Location) -> FileStatus | None:
         """Look a location up, links followed; None where there is nothing.
 
         Raises:
             StorageError: `storage.answer`, the store refused to look.
         """
-        ...
 
+    @abstractmethod
     def list(self, location: Location) -> tuple[Entry, ...]:
         """Return the entries directly below a folder, by name.
 
@@ -265,7 +282,6 @@ class Store(Protocol):
             NotFoundError: there is no such folder.
             StorageError: `storage.answer`, the store refused to list it.
         """
-        ...
 
     def real_path(self, location: Location) -> Location | None:
         """Return the target of a location, all links followed, itself where there are none; None where nothing is.
@@ -273,8 +289,9 @@ class Store(Protocol):
         Raises:
             StorageError: `storage.answer`, the store refused to look.
         """
-        ...
+        return None if self.stat(location) is None else location
 
+    @abstractmethod
     def open(self, location: Location, *, direct: bool = False) -> RangeFile:
         """Open `location` for positional reads; `direct` asks for reads that bypass the page cache where that pays.
 
@@ -284,11 +301,17 @@ class Store(Protocol):
             NotFoundError: there is no such file.
             StorageError: it cannot be opened, or is not a regular file.
         """
-        ...
 
     def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
         """Read up to `nbytes` at `offset` (fewer only at the end of the file), charged as metadata."""
-        ...
+        from mergepipe.storage.ranges import read_exact
+
+        file = self.open(location)
+        try:
+            stop = max(offset, min(offset + nbytes, file.size_bytes))
+            return read_exact(file, offset, stop, Purpose.METADATA).tobytes()
+        finally:
+            file.close()
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
         """Read a whole file of at most `limit_bytes`, charged as metadata.
@@ -298,7 +321,10 @@ class Store(Protocol):
             StorageError: it cannot be read, or is not a regular file.
             CorruptError: `storage.too-large`, it is larger; nothing was read.
         """
-        ...
+        size_bytes = self.size_bytes(location)
+        if size_bytes > limit_bytes:
+            raise too_large(location, size_bytes, limit_bytes)
+        return self.read_metadata(location, 0, size_bytes)
 
     def size_bytes(self, location: Location) -> int:
         """Size of the file.
@@ -307,7 +333,21 @@ class Store(Protocol):
             NotFoundError: there is no such file.
             StorageError: it is not a regular file.
         """
-        ...
+        return self._file_status(location).size_bytes
+
+    def _file_status(self, location: Location) -> FileStatus:
+        status = self.stat(location)
+        if status is None:
+            raise NotFoundError.of("storage.not-found", location, "no such file", "check the location")
+        if not status.is_file:
+            raise StorageError.of("storage.not-a-file", location, "is a folder, a file is needed", "name a file in it")
+        return status
+
+
+def too_large(path: object, size_bytes: int, limit_bytes: int) -> MergePipeError:
+    """Make the error for a small file that is larger than any of its kind."""
+    message = f"has {size_bytes} bytes, at most {limit_bytes} are read of a file of this kind"
+    return CorruptError.of("storage.too-large", path, message, "put the right file in its place")
 
 
 def files_below(store: Store, folder: Location) -> Iterator[str]:
@@ -409,35 +449,6 @@ class Traffic:
         }
 
 
-@runtime_checkable
-class RemoteStore(Protocol):
-    """The calls that stores of remote files offer beside `Store`."""
-
-    @property
-    def counts(self) -> RequestCounts:
-        """The requests made so far."""
-        ...
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Return the notices on how files were found, a line each."""
-        ...
-
-    def abort(self) -> None:
-        """Fail the requests in flight soon, as `storage.unavailable` or otherwise; later ones are made as ever."""
-        ...
-
-
-def request_counts(store: Store) -> RequestCounts:
-    """Return the requests of a store so far; none of one that makes none."""
-    return store.counts if isinstance(store, RemoteStore) else NO_REQUESTS
-
-
-def store_notices(store: Store) -> tuple[str, ...]:
-    """Return what a store has to say of how it found files."""
-    return store.notices if isinstance(store, RemoteStore) else ()
-
-
 @contextmanager
 def concurrent_map(store: Store, locations: Iterable[Location]) -> Iterator[Map]:
     """Give a `map` that makes as many calls at once as the stores of some locations take; one where they are free."""
@@ -452,22 +463,12 @@ def concurrent_map(store: Store, locations: Iterable[Location]) -> Iterator[Map]
         yield pool.map
 
 
-def abort_requests(store: Store) -> None:
-    """Give up the requests of a store that are in flight, if it makes any."""
-    if isinstance(store, RemoteStore):
-        store.abort()
-
-
 def traffic(store: Store, usage: Usage) -> Traffic:
     """Sum up the network's part of what a store's ledger counted."""
     by_host: dict[str, int] = defaultdict(int)
     for (file, purpose), nbytes in usage.by_file.items():
         scheme = file.partition("://")[0] if "://" in file else ""
         if scheme and purpose is not Purpose.OUTPUT:
-            by_host[host_of(Location.parse(file))] += nbytes
-    return Traffic(request_counts(store), dict(sorted(by_host.items())))
-
-
-def host_of(location: Location) -> str:
-    """Name the bucket, host or model of a remote location."""
-    return f"{location.scheme}://{location.root}"
+            location = Location.parse(file)
+            by_host[f"{location.scheme}://{location.root}"] += nbytes
+    return Traffic(store.counts, dict(sorted(by_host.items())))

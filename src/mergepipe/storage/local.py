@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mergepipe.errors import MergePipeError, NotFoundError, StorageError
-from mergepipe.storage.contract import Entry, FileKind, FileStatus, StoreTerms, version_of
+from mergepipe.storage.contract import Entry, FileKind, FileStatus, Store, StoreTerms, version_of
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import (
@@ -20,7 +20,6 @@ from mergepipe.storage.ranges import (
     os_error,
     os_errors,
     read_at,
-    read_descriptor_range,
     read_small,
     regular_status,
     stop_read_ahead,
@@ -102,24 +101,16 @@ class LocalFile:
             self._descriptor = -1
 
 
-class LocalStore:
+class LocalStore(Store):
     """Files of the local machine."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
-        self._ledger = ledger if ledger is not None else Ledger()
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._ledger
+        self.ledger = ledger or Ledger()
 
     def terms(self, location: Location) -> StoreTerms:
         """Return the terms of local disks: whole pages, as direct reads need; eight requests at once, at no price."""
         del location  # every disk is read so
         return LOCAL_TERMS
-
-    def pin(self, location: Location) -> Location:
-        """The location itself: folders of this machine have no versions."""
-        return location
 
     def stat(self, location: Location) -> FileStatus | None:
         """Look a location up, links followed; see `Store.stat`."""
@@ -130,7 +121,9 @@ class LocalStore:
             return None
         except OSError as error:
             raise _not_looked_at(error, path) from error
-        return FileStatus(_kind_of(status.st_mode), status.st_size, version_of(path, status))
+        is_folder, is_file = stat.S_ISDIR(status.st_mode), stat.S_ISREG(status.st_mode)
+        kind = FileKind.FOLDER if is_folder else FileKind.FILE if is_file else FileKind.OTHER
+        return FileStatus(kind, status.st_size, version_of(path, status))
 
     def list(self, location: Location) -> tuple[Entry, ...]:
         """Return the entries directly below a folder, by name; see `Store.list`."""
@@ -175,37 +168,17 @@ class LocalStore:
         except OSError as error:
             os.close(descriptor)
             raise os_error(error, path, "opening it") from error
-        return LocalFile(location, descriptor, size, direct=use_direct, ledger=self._ledger)
-
-    def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
-        """Read up to `nbytes` at `offset`, charged as metadata."""
-        path = location.local_path
-        descriptor = open_regular(path)
-        try:
-            with os_errors(path, "reading it"):
-                wanted = max(0, min(nbytes, os.fstat(descriptor).st_size - offset))
-                stop_read_ahead(descriptor)
-                data = read_descriptor_range(descriptor, path, offset, wanted)
-        finally:
-            os.close(descriptor)
-        self._ledger.charge(str(location), Purpose.METADATA, len(data))
-        return data
+        return LocalFile(location, descriptor, size, direct=use_direct, ledger=self.ledger)
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
         """Read a whole file of at most `limit_bytes`, charged as metadata. Raises as `ranges.read_small` does."""
         data = read_small(location.local_path, limit_bytes)
-        self._ledger.charge(str(location), Purpose.METADATA, len(data))
+        self.ledger.charge(str(location), Purpose.METADATA, len(data))
         return data
 
 
 def _not_looked_at(error: OSError, path: Path) -> MergePipeError:
     return StorageError.of("storage.answer", path, f"its status cannot be read: {error.strerror}")
-
-
-def _kind_of(mode: int) -> FileKind:
-    if stat.S_ISREG(mode):
-        return FileKind.FILE
-    return FileKind.FOLDER if stat.S_ISDIR(mode) else FileKind.OTHER
 
 
 def _kind_listed(entry: os.DirEntry[str]) -> FileKind:

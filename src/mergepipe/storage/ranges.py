@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
-from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.contract import RangeFile, too_large
 from mergepipe.storage.ledger import Purpose
 
 PAGE_BYTES = 4096
@@ -286,12 +286,6 @@ def read_up_to(descriptor: int, offset: int, nbytes: int) -> bytes:
         parts.append(part)
         done += len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def too_large(path: object, size_bytes: int, limit_bytes: int) -> MergePipeError:
-    """Make the error for a small file that is larger than any of its kind."""
-    message = f"has {size_bytes} bytes, at most {limit_bytes} are read of a file of this kind"
-    return CorruptError.of("storage.too-large", path, message, "put the right file in its place")
 
 
 # --- what only some systems can do ---

@@ -17,9 +17,6 @@ from mergepipe.storage.contract import (
     RequestCounts,
     Store,
     StoreTerms,
-    abort_requests,
-    request_counts,
-    store_notices,
 )
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.local import LocalStore
@@ -39,36 +36,32 @@ OPENERS: Final[dict[str, str | OpenStore]] = {
 """Openers of stores by scheme: a function, or `module:function` of one."""
 
 
-class Stores:
+class Stores(Store):
     """Files wherever they are: a `Store` that dispatches by `Location.scheme`. All its members charge one ledger.
 
     Safe to use from many threads. A member is made on the first use of its scheme, and kept.
     """
 
     def __init__(self, ledger: Ledger | None = None, settings: RemoteSettings | None = None) -> None:
-        self._ledger = ledger if ledger is not None else Ledger()
+        self.ledger = ledger or Ledger()
         self._settings = settings or RemoteSettings()
         self._members: dict[str, Store] = {}
         self._lock = threading.Lock()
 
     @property
-    def ledger(self) -> Ledger:
-        return self._ledger
-
-    @property
     def counts(self) -> RequestCounts:
         """The requests of all members so far."""
-        return sum(map(request_counts, self._known()), NO_REQUESTS)
+        return sum((member.counts for member in self._known()), NO_REQUESTS)
 
     @property
     def notices(self) -> tuple[str, ...]:
         """The notices of all members."""
-        return tuple(notice for member in self._known() for notice in store_notices(member))
+        return tuple(notice for member in self._known() for notice in member.notices)
 
     def abort(self) -> None:
-        """Fail the requests in flight of all members; see `RemoteStore.abort`."""
+        """Fail the requests in flight of all members; see `Store.abort`."""
         for member in self._known():
-            abort_requests(member)
+            member.abort()
 
     def _known(self) -> list[Store]:
         with self._lock:
@@ -78,7 +71,7 @@ class Stores:
         """The store of a location."""
         with self._lock:
             if location.scheme not in self._members:
-                self._members[location.scheme] = _opener(location)(location.scheme, self._ledger, self._settings)
+                self._members[location.scheme] = _opener(location)(location.scheme, self.ledger, self._settings)
             return self._members[location.scheme]
 
     def terms(self, location: Location) -> StoreTerms:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Final
 
-from mergepipe.errors import NotFoundError, StorageError
-from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, RequestCounts, StoreTerms
-from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.contract import FileKind, FileStatus, RangeFile, RequestCounts, Store, StoreTerms
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import read_exact, too_large
 from mergepipe.storage.remote.http_client import HttpClient, Pin
 from mergepipe.storage.remote.retry import REQUEST_COST_BYTES, Source, Transfers
 
@@ -45,30 +43,22 @@ class PinnedFile:
         """Nothing to release: connections belong to the store."""
 
 
-class PinnedStore(ABC):
+class PinnedStore(Store):
     """The common part of stores of remote files. A file keeps its first size and version for the store's life."""
 
     def __init__(self, transfers: Transfers, http: HttpClient | None = None) -> None:
+        self.ledger = transfers.ledger
         self._transfers = transfers
         self._http = http or HttpClient()
         transfers.on_abort(self._http.abort)
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._transfers.ledger
 
     @property
     def counts(self) -> RequestCounts:
         """The requests made so far, retries among them."""
         return self._transfers.counts
 
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Nothing, where every file is the one that was named."""
-        return ()
-
     def abort(self) -> None:
-        """Fail the requests in flight soon; see `RemoteStore.abort`."""
+        """Fail the requests in flight soon; see `Store.abort`."""
         self._transfers.abort()
 
     def terms(self, location: Location) -> StoreTerms:
@@ -77,24 +67,8 @@ class PinnedStore(ABC):
         return StoreTerms(1, self._transfers.connections, REQUEST_COST_BYTES)
 
     @abstractmethod
-    def list(self, location: Location) -> tuple[Entry, ...]:
-        """Return the entries directly below a folder, by name; see `Store.list`."""
-
-    @abstractmethod
-    def stat(self, location: Location) -> FileStatus | None:
-        """Look a location up; see `Store.stat`."""
-
-    @abstractmethod
     def _source(self, location: Location) -> Source:
         """Return the source of a file's bytes, which was looked up before."""
-
-    def real_path(self, location: Location) -> Location | None:
-        """The location itself, None where there is nothing: no remote store has links."""
-        return None if self.stat(location) is None else location
-
-    def pin(self, location: Location) -> Location:
-        """The location itself, where versions are those of single files."""
-        return location
 
     def open(self, location: Location, *, direct: bool = False) -> RangeFile:
         """Open a file for positional reads; see `Store.open`. `direct` means nothing here."""
@@ -102,38 +76,10 @@ class PinnedStore(ABC):
         status = self._file_status(location)
         return PinnedFile(self._source(location), status, self._transfers)
 
-    def size_bytes(self, location: Location) -> int:
-        """Size of a file."""
-        return self._file_status(location).size_bytes
-
-    def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
-        """Read up to `nbytes` at `offset` (fewer only at the end of the file), charged as metadata."""
-        file = self.open(location)
-        try:
-            stop = max(offset, min(offset + nbytes, file.size_bytes))
-            return read_exact(file, offset, stop, Purpose.METADATA).tobytes()
-        finally:
-            file.close()
-
-    def read_small(self, location: Location, limit_bytes: int) -> bytes:
-        """Read a whole file of at most `limit_bytes`, charged as metadata; see `Store.read_small`."""
-        size_bytes = self.size_bytes(location)
-        if size_bytes > limit_bytes:
-            raise too_large(location, size_bytes, limit_bytes)
-        return self.read_metadata(location, 0, size_bytes)
-
     def close(self) -> None:
         """Let workers and connections go."""
         self._transfers.close()
         self._http.close()
-
-    def _file_status(self, location: Location) -> FileStatus:
-        status = self.stat(location)
-        if status is None:
-            raise NotFoundError.of("storage.not-found", location, "no such file", "check the location")
-        if not status.is_file:
-            raise StorageError.of("storage.not-a-file", location, "is a folder, a file is needed", "name a file in it")
-        return status
 
 
 def status_of(entry: Pin | FileKind | None) -> FileStatus | None:
