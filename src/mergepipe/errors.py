@@ -215,6 +215,16 @@ class InterruptedRunError(MergePipeError):
     exit_code = 130
 
 
+def damaged(where: object, message: str, hint: str = "") -> MergePipeError:
+    """Make the error for a file of a checkpoint that contradicts itself or its format."""
+    return CorruptError.of("checkpoint.damaged", where, message, hint)
+
+
+def unsupported(where: object, message: str, hint: str = "") -> MergePipeError:
+    """Make the error for a checkpoint that is sound, and that this version does not read."""
+    return UnsupportedError.of("checkpoint.unsupported", where, message, hint)
+
+
 def did_you_mean(name: str, candidates: Sequence[str]) -> str:
     """Return `"did you mean 'x'?"` for the nearest known name, else what is known, shortened; nothing if nothing is."""
     from difflib import get_close_matches

@@ -268,9 +268,25 @@ class _Search:
         own = self._text(site.module, site.scope, site.message)
         values = self._values(site.module, site.scope, site.code, frozenset())
         paired = self._paired(site)
+        relayed = [] if _says_something(own) or paired else self._relayed(site)
         for index, (code, caller) in enumerate(values):
             message = paired[index] if len(paired) == len(values) else own
-            yield code, message if _says_something(message) else self._told(caller)
+            for text in relayed if relayed and caller is None else [message]:
+                yield code, text if _says_something(text) else self._told(caller)
+
+    def _relayed(self, site: Site) -> list[str]:
+        """The messages that the callers of a function give which makes the error of one code."""
+        if not isinstance(site.message, ast.Name) or not site.scope or isinstance(site.scope[-1], ast.ClassDef):
+            return []
+        function, name = site.scope[-1], site.message.id
+        if name not in _parameters(function):
+            return []
+        callers = [
+            (caller, call, _argument(call, _parameters(function).index(name), name))
+            for caller, call in self.calls[function.name]
+            if _fits(call, function) and (caller is site.module or self._may_call(caller, site.module, function))
+        ]
+        return [self._text(caller, caller.scopes[call], given) for caller, call, given in callers]
 
     def _paired(self, site: Site) -> list[str]:
         """The messages of a place where code and message are chosen together, in the order of the choices."""
@@ -378,7 +394,7 @@ class _Search:
                 assigned = [each for function in reversed(scope) for each in _assigned(function, name)]
                 before = [each for each in assigned if each.lineno < value.lineno and not _mentions(each, name)]
                 if before:
-                    return self._text(module, scope, before[-1])
+                    return self._text(module, scope, max(before, key=lambda each: each.lineno))
         return "…"
 
 

@@ -60,17 +60,7 @@ class _Delta(ComputedTensor):
         @property
         def parts(self) -> tuple[LowRankDelta | None, ...]: ...
 
-    @property
-    def dtype(self) -> DType:
-        return F32
-
-    @property
-    def is_delta(self) -> bool:
-        return True
-
-    @property
-    def is_unit(self) -> bool:
-        return True
+    dtype, is_delta, is_unit = F32, True, True
 
     def cost_bytes(self, span: Span) -> int:
         """All factors are read for any span, once per opened tensor."""

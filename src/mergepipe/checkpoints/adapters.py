@@ -34,11 +34,13 @@ from mergepipe.checkpoints.stored_adapters import (
     MERGE_HINT,
     AdaptedModule,
     StoredAdapter,
+    damaged_adapter,
     read_adapter,
+    unsupported_adapter,
 )
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import CorruptError, MismatchError, UnsupportedError, did_you_mean
+from mergepipe.errors import MergePipeError, MismatchError, did_you_mean
 from mergepipe.storage.contract import CONFIG_BYTES, Store
 from mergepipe.storage.location import Location
 
@@ -47,6 +49,10 @@ from mergepipe.storage.location import Location
 
 _FEWEST_PARTS = 2  # what is left of a name after its prefix is gone must still say something
 _MOST_CANDIDATES = 500
+
+
+def _mismatch(where: object, message: str, hint: str = "") -> MergePipeError:
+    return MismatchError.of("adapter.mismatch", where, message, hint)
 
 
 def base_names(
@@ -66,10 +72,8 @@ def base_names(
             renamed[name] = other
         elif name not in optional:
             candidates = [base_name for base_name in base if base_name.rpartition(".")[2] == name.rpartition(".")[2]]
-            raise MismatchError.of(
-                "adapter.mismatch", where, f"{shown(name)} has no counterpart in the base",
-                did_you_mean(name, candidates[:_MOST_CANDIDATES]),
-            )  # fmt: skip
+            message = f"{shown(name)} has no counterpart in the base"
+            raise _mismatch(where, message, did_you_mean(name, candidates[:_MOST_CANDIDATES]))
     return renamed
 
 
@@ -97,7 +101,7 @@ def _prefix_change(names: Sequence[str], base: Collection[str], where: object) -
         alike = [added for added, count in zip(fitting, n_shared, strict=True) if count == max(n_shared)]
         if len(alike) > 1:
             both = " or ".join(shown(added + rest) for added in alike[:2])
-            raise MismatchError.of("adapter.mismatch", where, f"{shown(longest)} could be the base's {both}")
+            raise _mismatch(where, f"{shown(longest)} could be the base's {both}")
         if alike:
             return removed, alike[0]
     return "", ""
@@ -116,7 +120,7 @@ def open_adapter(store: Store, path: Location, base: Checkpoint, allow_unapplied
     adapter = read_adapter(store, path)
     if adapter.config.kind == KOHYA:
         message = "its names are Kohya's, which do not say which tensors of the base it changes"
-        raise UnsupportedError.of("adapter.unsupported", path, message, "merge such adapters by `mergepipe lora merge`")
+        raise unsupported_adapter(path, message, "merge such adapters by `mergepipe lora merge`")
     opener = _Opener(adapter, base, allow_unapplied)
     tensors = opener.tensors()
     lost = {name.rpartition(".")[0] for name in opener.left_over}
@@ -179,7 +183,7 @@ def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
     if len({*rows.values()}) > 1:
         told = ", ".join(f"{shown(name)} has {n_rows}" for name, n_rows in rows.items())
         message = f"it stores {shown(resized[0])} with another number of rows than the base: {told}"
-        raise MismatchError.of("adapter.mismatch", adapter.path, message, "save embedding and head with the adapter")
+        raise _mismatch(adapter.path, message, "save embedding and head with the adapter")
     return replace(
         weights, tensors=MappingProxyType(tensors), files=files, content_id=None, adapters=accounts,
         resized_by=adapter.path if resized else weights.resized_by,
@@ -194,10 +198,8 @@ def _applied(path: Location, weights: Readable, change: Readable | None) -> Read
     if not isinstance(change, AnyDelta):  # stored in full in another dtype than the model
         return replace(with_rows(change, change, ()), model_dtype=weights.stored_dtype)
     if not _takes_deltas(weights):
-        raise UnsupportedError.of(
-            "adapter.unsupported", path, f"{shown(weights.name)} is packed, so no adapter applies to it",
-            "unpack it, and apply the adapter to that",
-        )  # fmt: skip
+        message = f"{shown(weights.name)} is packed, so no adapter applies to it"
+        raise unsupported_adapter(path, message, "unpack it, and apply the adapter to that")
     return Adapted(weights, change)
 
 
@@ -237,7 +239,7 @@ class _Opener:
             is_resized = embedding_ending(name) and entry.shape[1:] == needed[1:]
             if entry.shape != needed and not is_resized:
                 message = f"it stores {shown(name)} of shape {list(entry.shape)}, the base has {list(needed)}"
-                raise MismatchError.of("adapter.mismatch", self._path, message, "is it an adapter of this base?")
+                raise _mismatch(self._path, message, "is it an adapter of this base?")
         tensors: dict[str, Readable] = {
             names[name]: replace(entry, name=names[name]) for name, entry in adapter.full.items() if name in names
         }
@@ -301,12 +303,12 @@ class _Opener:
         fitting = [name for name, shape in shapes.items() if self._fits(shape, parts, self._config.rank_of(name))]
         if len(fitting) > 1:
             message = f"the factors of {shown(stem)} fit {' and '.join(map(shown, fitting))}"
-            raise UnsupportedError.of("adapter.unsupported", self._path, message, MERGE_HINT)
+            raise unsupported_adapter(self._path, message, MERGE_HINT)
         if not fitting and shapes:
             made = list(parts.shape)
             needed = " or ".join(f"{list(shape)} ({name})" for name, shape in shapes.items())
             message = f"the factors of {shown(stem)} make {made} for each expert, the base has {needed}"
-            raise MismatchError.of("adapter.mismatch", self._path, message)
+            raise _mismatch(self._path, message)
         return fitting[0] if fitting else names[0]
 
     @staticmethod
@@ -320,11 +322,9 @@ class _Opener:
         last = sum(stop - start for start, stop in ranges) - 1
         if ranges and not any(f".{last}." in name for name in self._base.tensors):
             slices = ", ".join(f"[{start}, {stop}]" for start, stop in ranges)
-            raise MismatchError.of(
-                "adapter.mismatch", self._path,
-                f"it was trained on repeated layers (layer_replication), and the base has no layer {last}",
-                f"merge the base with slices of layer_range {slices} by passthrough, and apply the adapter to that",
-            )  # fmt: skip
+            message = f"it was trained on repeated layers (layer_replication), and the base has no layer {last}"
+            hint = f"merge the base with slices of layer_range {slices} by passthrough, and apply the adapter to that"
+            raise _mismatch(self._path, message, hint)
 
     def _check_heads(self, changed: Sequence[str]) -> None:
         """Refuse an output head where the base has none because its weights are tied."""
@@ -335,10 +335,8 @@ class _Opener:
             hint = f"{MERGE_HINT}: the change goes into the embedding"
         else:
             hint = f"{MERGE_HINT}, with --allow-dropped '{heads[0]}', which leaves the head out"
-        raise MismatchError.of(
-            "adapter.mismatch", self._path,
-            f"it changes {shown(heads[0])}, and the base has no output head: its embedding is used for it", hint,
-        )  # fmt: skip
+        message = f"it changes {shown(heads[0])}, and the base has no output head: its embedding is used for it"
+        raise _mismatch(self._path, message, hint)
 
     def _orientation(self, modules: Mapping[str, AdaptedModule]) -> dict[str, bool]:
         """Decide whether each product is transposed in the base: by its shape, else by the others', else by the option.
@@ -351,11 +349,8 @@ class _Opener:
         usual = next(iter(told)) if len(told) == 1 else self._config.is_transposed
         for name, fits in choices.items():
             if len(fits) == 2 and len(told) == 2:
-                raise UnsupportedError.of(
-                    "adapter.unsupported", self._path,
-                    f"{shown(name)} is square, and other tensors are stored both ways: it cannot be told which it is",
-                    MERGE_HINT,
-                )  # fmt: skip
+                message = f"{shown(name)} is square, and other tensors are stored both ways: it cannot be told which"
+                raise unsupported_adapter(self._path, message, MERGE_HINT)
         return {
             name: fits[0] if len(fits) == 1 else usual or (not told and inputs_first(name, self._base.tensors))
             for name, fits in choices.items()
@@ -367,10 +362,7 @@ class _Opener:
         allowed = (True,) if parts.is_embedding else (False,) if parts.is_kronecker else (False, True)
         fits = tuple(flipped for flipped in allowed if (shape[::-1] if flipped else shape) == needed[-2:])
         if not fits:
-            raise MismatchError.of(
-                "adapter.mismatch", self._path,
-                f"the factors of {shown(name)} make {list(shape)}, the base has {list(needed)}",
-            )  # fmt: skip
+            raise _mismatch(self._path, f"the factors of {shown(name)} make {list(shape)}, the base has {list(needed)}")
         return fits
 
     # --- compute what changes ---
@@ -379,11 +371,9 @@ class _Opener:
         rank = self._config.rank_of(module)
         if not parts.is_kronecker and parts.down.shape[0] != rank * n_experts:
             of_experts = f" for each of {n_experts} experts" if n_experts > 1 else ""
-            raise CorruptError.of(
-                "adapter.damaged", self._path,
-                f"{shown(module)} has factors {list(parts.up.shape)} and {list(parts.down.shape)}, the configured rank "
-                f"is {rank}{of_experts}",
-            )  # fmt: skip
+            factors = f"{list(parts.up.shape)} and {list(parts.down.shape)}"
+            message = f"{shown(module)} has factors {factors}, the configured rank is {rank}{of_experts}"
+            raise damaged_adapter(self._path, message)
 
     def _check_magnitude(self, module: str, parts: AdaptedModule) -> None:
         if parts.magnitude is None and self._config.is_dora:
@@ -392,7 +382,7 @@ class _Opener:
             message = f"{shown(module)} has {parts.magnitude.n_elements} magnitudes for {parts.up.shape[0]} rows"
         else:
             return
-        raise CorruptError.of("adapter.damaged", self._path, message)
+        raise damaged_adapter(self._path, message)
 
     def _add_module(
         self, tensors: dict[str, Readable], name: str, module: str, parts: AdaptedModule, *, transposed: bool
@@ -424,8 +414,7 @@ class _Opener:
         elif _takes_deltas(stored):
             tensors[name] = Adapted(stored, delta, parts.magnitude)
         else:
-            message = f"{shown(name)} is packed, so no DoRA applies to it"
-            raise UnsupportedError.of("adapter.unsupported", self._path, message)
+            raise unsupported_adapter(self._path, f"{shown(name)} is packed, so no DoRA applies to it")
 
     def _add_bias(self, tensors: dict[str, Readable], name: str, module: str, bias: TensorEntry) -> None:
         up = replace(bias, shape=(*bias.shape, 1))
@@ -440,7 +429,7 @@ class _Opener:
         stored = tensors.get(name) or self._base.tensors[name]
         if len(indices) != rows.shape[0] or max(indices, default=-1) >= stored.shape[0] or stored.is_delta:
             message = f"{shown(rows.name)} has {rows.shape[0]} rows, for {len(indices)} tokens of {stored.shape[0]}"
-            raise CorruptError.of("adapter.damaged", self._path, message)
+            raise damaged_adapter(self._path, message)
         tensors[name] = with_rows(stored, SavedTensor(name, rows), indices)
 
     def _add_gains(self, tensors: dict[str, Readable], weight: str, bias: str | None, gains: TensorEntry) -> None:
@@ -453,7 +442,7 @@ class _Opener:
                 message = (
                     f"{shown(gains.name)} scales {gains.n_elements} features, {shown(name)} is {list(stored.shape)}"
                 )
-                raise MismatchError.of("adapter.mismatch", self._path, message, "is it an adapter of this base?")
+                raise _mismatch(self._path, message, "is it an adapter of this base?")
             nothing = StackedDelta(name, stored.shape, (None,))
             tensors[name] = Adapted(stored, nothing, gains, scaled_axis=scaled_axis)
 
@@ -467,7 +456,7 @@ class _Opener:
             parts, places = self._adapter.modules[module], self._experts.places(name)
             if needed[name] != (made[name][::-1] if is_transposed else made[name]):
                 message = f"the factors of {shown(name)} make {list(made[name])}, the base has {list(needed[name])}"
-                raise MismatchError.of("adapter.mismatch", self._path, message)
+                raise _mismatch(self._path, message)
             n_experts = len({place.expert for place in places}) if fused_name(name) else 1
             configured = name if fused_name(name) else module
             self._check_rank(configured, parts, n_experts)

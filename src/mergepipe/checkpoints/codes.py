@@ -27,11 +27,8 @@ class Scheme:
     """
 
     columns: int
-
-    @property
-    def is_unit(self) -> bool:
-        """Whether rows lie across all of the stored bytes, so that these are read at once and kept."""
-        return False
+    is_unit = False
+    """Whether rows lie across all of the stored bytes, so that these are read at once and kept."""
 
     def spans(self, rows: Span) -> tuple[Span, ...]:
         """The elements that some rows need of each stored tensor, those at the end that it may lack among them.
@@ -57,22 +54,11 @@ class CodedTensor(ComputedTensor):
     stored: tuple[TensorEntry, ...]
     scheme: Scheme
     stored_dtype: DType = BF16  # that such a model has where it is not quantised
-
-    @property
-    def dtype(self) -> DType:
-        return F32
-
-    @property
-    def is_delta(self) -> bool:
-        return False
+    dtype = F32
 
     @property
     def is_unit(self) -> bool:
         return self.scheme.is_unit
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.stored)
 
     def cost_bytes(self, span: Span) -> int:
         if self.is_unit or not span.n_elements:
@@ -188,7 +174,6 @@ class Requantised(ComputedTensor):
     is_scale: bool
     powers_of_two: bool = False
     shared: dict[str, Any] = field(default_factory=dict, compare=False)
-    is_delta: bool = False
 
     @property
     def _entry(self) -> TensorEntry:
@@ -380,10 +365,7 @@ class StackedMXFP4(Scheme):
     """
 
     n_inputs: int
-
-    @property
-    def is_unit(self) -> bool:
-        return True
+    is_unit = True
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         codes = raw[0].reshape(-1, self.columns, self.n_inputs // 2)
@@ -456,10 +438,7 @@ class PackedTransposed(Scheme):
     n_outputs: int
     more: int
     scale_kernel: int
-
-    @property
-    def is_unit(self) -> bool:
-        return True
+    is_unit = True
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         per, n_words, is_gptq = *codes_in_words(self.n_bits), len(raw) > 3

@@ -18,9 +18,7 @@ from mergepipe.core.blocks import DELTA_FLAG, DType, Span, element_count
 from mergepipe.storage.contract import FileId, RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import PAGE_BYTES
-
-# --- the contract of checkpoints: named tensors, each stored in one byte range or computed from stored ones ---
+from mergepipe.storage.ranges import PAGE_BYTES, read_exact
 
 
 class CheckpointKind(StrEnum):
@@ -100,6 +98,10 @@ class Tensor:
         """Bytes requested to read the elements `span` on their own, in whole pages; for a unit, those of all of it."""
         raise NotImplementedError
 
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Ready to be fetched for one job; may keep what it has read for as long as it lives (state how much)."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry(Tensor):
@@ -135,9 +137,18 @@ class TensorEntry(Tensor):
         start = self.offset + span.start * self.dtype.itemsize
         return range_cost_bytes(start, start + span.n_elements * self.dtype.itemsize, self.granularity_bytes)
 
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Return a fetch of spans; keeps nothing."""
+
+        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+            start = self.offset + span.start * self.dtype.itemsize
+            out[:] = read_exact(files[self.file], start, start + len(out), purpose)
+
+        return fetch
+
 
 class Fetch(Protocol):
-    """Writes the elements `span` of a computed tensor into `out` (uint8, `span.n_elements * dtype.itemsize` bytes).
+    """Writes the elements `span` of a tensor into `out` (uint8, `span.n_elements * dtype.itemsize` bytes).
 
     Called from many threads. It reads through the files it was opened with, charging `purpose`.
     """
@@ -153,10 +164,6 @@ class ComputedTensor(Tensor):
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.stored)
-
-    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
-        """Ready to be fetched for one job; may keep what it has read for as long as it lives (state how much)."""
-        raise NotImplementedError
 
 
 class FetchOnBase(Protocol):

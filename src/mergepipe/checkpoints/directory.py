@@ -18,7 +18,15 @@ from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.torch_file import SUFFIXES as TORCH_SUFFIXES
 from mergepipe.checkpoints.torch_file import read_torch_weights
 from mergepipe.core.strict_json import MAX_DEPTH, JsonValue, is_too_deep, object_members, shown
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
+from mergepipe.errors import (
+    CorruptError,
+    MergePipeError,
+    NotFoundError,
+    Problem,
+    UnsupportedError,
+    damaged,
+    unsupported,
+)
 from mergepipe.storage.contract import (
     CONFIG_BYTES,
     WEIGHT_INDEX_BYTES,
@@ -60,7 +68,7 @@ def require_text_path(path: Location) -> None:
 def stat_regular(store: Store, root: Location, name: str) -> FileStatus | None:
     """Look up the file `name` (relative, posix) of the checkpoint directory `root`; None if there is none."""
     if not all(is_plain_name(part) for part in name.split("/")):
-        raise CorruptError.of("checkpoint.damaged", root, f"the file name {shown(name)} cannot be used")
+        raise damaged(root, f"the file name {shown(name)} cannot be used")
     path = root / name
     target = store.real_path(path)
     status = None if target is None else store.stat(target)
@@ -68,7 +76,7 @@ def stat_regular(store: Store, root: Location, name: str) -> FileStatus | None:
         return None
     _check_contained(path, target, store.real_path(root) or root)
     if not status.is_file:
-        raise CorruptError.of("checkpoint.damaged", path, "must be a regular file")
+        raise damaged(path, "must be a regular file")
     return status
 
 
@@ -84,10 +92,7 @@ def _check_contained(path: Location, target: Location, root: Location) -> None:
     blobs = _hub_blobs(root)
     if blobs is not None and target.is_relative_to(blobs):
         return
-    raise CorruptError.of(
-        "checkpoint.damaged", path, f"is a link to {target}, outside of the checkpoint {root}",
-        "copy the file into the checkpoint",
-    )  # fmt: skip
+    raise damaged(path, f"is a link to {target}, outside of the checkpoint {root}", "copy the file into the checkpoint")
 
 
 def _hub_blobs(root: Location) -> Location | None:
@@ -114,7 +119,7 @@ def parse_config(raw: bytes, where: object) -> Json:
     """
     content = _parsed(raw, where)
     if not isinstance(content, dict):
-        raise CorruptError.of("checkpoint.damaged", where, f"is not a JSON object, found {shown(content)}", _HINT)
+        raise damaged(where, f"is not a JSON object, found {shown(content)}", _HINT)
     return content
 
 
@@ -123,14 +128,14 @@ def _parsed(raw: bytes, where: object) -> object:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         message = f"is not JSON: byte 0x{raw[error.start]:02x} at {error.start} is not UTF-8"
-        raise CorruptError.of("checkpoint.damaged", where, message, _HINT) from None
+        raise damaged(where, message, _HINT) from None
     if is_too_deep(raw):
-        raise CorruptError.of("checkpoint.damaged", where, f"is nested deeper than {MAX_DEPTH} levels", _HINT)
+        raise damaged(where, f"is nested deeper than {MAX_DEPTH} levels", _HINT)
     try:
         content: object = json.loads(text)
     except ValueError as error:
         message = f"is not JSON: {error}" if raw.strip() else "is empty, a JSON object is needed"
-        raise CorruptError.of("checkpoint.damaged", where, message, _HINT) from None
+        raise damaged(where, message, _HINT) from None
     return content
 
 
@@ -202,11 +207,9 @@ def choose_weights(root: Location, names: Collection[str]) -> Weights:
     """Decide from the file names of the directory `root` which of them holds the tensors; safetensors come first."""
     visible = _visible(names)
     if STORE_HEADER_NAME in names:
-        raise UnsupportedError.of(
-            "model.unsupported", root,
-            f"is a delta store (it has a {STORE_HEADER_NAME}), read only as an expert of a recipe",
-            "restore the model with `mergepipe unpack`, and use that",
-        )  # fmt: skip
+        message = f"is a delta store (it has a {STORE_HEADER_NAME}), read only as an expert of a recipe"
+        hint = "restore the model with `mergepipe unpack`, and use that"
+        raise UnsupportedError.of("model.unsupported", root, message, hint)
     for fmt in (SAFETENSORS, TORCH):
         if fmt.index in visible:
             return Weights(fmt.index, is_index=True)
@@ -229,39 +232,30 @@ def _visible(names: Collection[str]) -> list[str]:
 def _whole_file(root: Location, name: str, fmt: _Format) -> Weights:
     shard = _SHARD.search(name)
     if shard and int(shard[2]) > 1:
-        raise CorruptError.of(
-            "checkpoint.damaged", root,
-            f"holds only {shown(name)}, one of {int(shard[2])} shards, and no {fmt.index}", "download it again",
-        )  # fmt: skip
+        message = f"holds only {shown(name)}, one of {int(shard[2])} shards, and no {fmt.index}"
+        raise damaged(root, message, "download it again")
     return Weights(name, is_index=False)
 
 
 def _ambiguous(root: Location, candidates: list[str], fmt: _Format) -> MergePipeError:
-    return CorruptError.of(
-        "checkpoint.damaged", root,
-        f"there is neither {fmt.index} nor {fmt.single}, but {len(candidates)} candidates: {names_shown(candidates)}",
-        "add the index of the shards, or name one file",
-    )  # fmt: skip
+    listed = f"{len(candidates)} candidates: {names_shown(candidates)}"
+    message = f"there is neither {fmt.index} nor {fmt.single}, but {listed}"
+    return damaged(root, message, "add the index of the shards, or name one file")
 
 
 def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
     if is_adapter(visible):
-        return UnsupportedError.of(
-            "checkpoint.unsupported", root, "this is an adapter, which needs its base",
-            "use it as an expert, or write base+adapter",
-        )  # fmt: skip
+        message = "this is an adapter, which needs its base"
+        return unsupported(root, message, "use it as an expert, or write base+adapter")
     foreign = [name for name in visible if name.endswith(_FOREIGN_SUFFIXES)]
     gguf = [name for name in foreign if name.endswith(".gguf")]
     if gguf:
         message = f"holds {names_shown(gguf)}, GGUF files"
-        return UnsupportedError.of("checkpoint.unsupported", root, message, f"name the file: {root / gguf[0]}")
+        return unsupported(root, message, f"name the file: {root / gguf[0]}")
     if foreign:
-        return UnsupportedError.of(
-            "checkpoint.unsupported", root, f"holds {names_shown(foreign)}: not yet read", "convert to safetensors"
-        )
-    return NotFoundError.of(
-        "checkpoint.incomplete", root, f"no weights here, found: {names_shown(visible) or 'nothing'}"
-    )
+        return unsupported(root, f"holds {names_shown(foreign)}: not yet read", "convert to safetensors")
+    message = f"no weights here, found: {names_shown(visible) or 'nothing'}"
+    return NotFoundError.of("checkpoint.incomplete", root, message)
 
 
 def names_shown(names: Sequence[str]) -> str:
@@ -311,7 +305,7 @@ def open_checkpoint(store: Store, path: Location) -> Checkpoint:
     if status.is_folder:
         return _open_directory(store, path)
     if not status.is_file:
-        raise CorruptError.of("checkpoint.damaged", path, "must be a directory or a regular file")
+        raise damaged(path, "must be a directory or a regular file")
     if path.suffix == GGUF_SUFFIX:
         from mergepipe.checkpoints.gguf_files import open_gguf
 
@@ -319,10 +313,8 @@ def open_checkpoint(store: Store, path: Location) -> Checkpoint:
     suffixes = (*SAFETENSORS.suffixes, *TORCH.suffixes, GGUF_SUFFIX)
     if path.suffix not in suffixes:
         _refuse_gguf(store, path)
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", path, f"a single file must end in one of {', '.join(suffixes)}",
-            "name its folder" if path.suffix == ".json" else "convert it to safetensors",
-        )  # fmt: skip
+        message = f"a single file must end in one of {', '.join(suffixes)}"
+        raise unsupported(path, message, "name its folder" if path.suffix == ".json" else "convert it to safetensors")
     return _checkpoint(path, path.parent, [read_weight_file(store, path.parent, path.name, status)], ())
 
 
@@ -372,10 +364,7 @@ def _read_weights(store: Store, path: Location, names: Collection[str]) -> list[
     weight_map = _read_index(store, path, weights.name)
     single = next(fmt.single for fmt in (SAFETENSORS, TORCH) if weights.name.startswith(fmt.single) or fmt is TORCH)
     if single in names and single not in weight_map.values():
-        raise CorruptError.of(
-            "checkpoint.damaged", path,
-            f"holds {single} and {weights.name}, which does not name it", "remove one of them",
-        )  # fmt: skip
+        raise damaged(path, f"holds {single} and {weights.name}, which does not name it", "remove one of them")
     return _read_shards(store, path, weights.name, weight_map)
 
 
@@ -392,7 +381,7 @@ def _component_folders(store: Store, root: Location, names: Collection[str]) -> 
     folders: list[str] = []
     for folder in dict.fromkeys(folder for folder in listed if folder):
         if not isinstance(folder, str) or not all(is_plain_name(part) for part in folder.split("/")):
-            raise CorruptError.of("checkpoint.damaged", root, f"the folder {shown(folder)} of a module cannot be used")
+            raise damaged(root, f"the folder {shown(folder)} of a module cannot be used")
         if is_folder(store, root / folder):
             target = store.real_path(root / folder)
             _check_contained(root / folder, target or root / folder, store.real_path(root) or root)
@@ -408,7 +397,7 @@ def _listed_folders(path: Location, raw: bytes) -> Iterator[object]:
         return
     modules = _parsed(raw, path)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise CorruptError.of("checkpoint.damaged", path, f"is not a list of modules, found {shown(modules)}", _HINT)
+        raise damaged(path, f"is not a list of modules, found {shown(modules)}", _HINT)
     yield from (str(module.get("path", "")).rstrip("/") for module in modules)
 
 
@@ -477,7 +466,7 @@ def _refuse_gguf(store: Store, path: Location) -> None:
     """Refuse a file that is GGUF by its first bytes, whatever it is called."""
     if store.read_metadata(path, 0, len(GGUF_MAGIC)) == GGUF_MAGIC:
         hint = f"rename it to {path.stem}{GGUF_SUFFIX}"
-        raise UnsupportedError.of("checkpoint.unsupported", path, "is a GGUF file by its first bytes", hint)
+        raise unsupported(path, "is a GGUF file by its first bytes", hint)
 
 
 def _read_index(store: Store, root: Location, name: str) -> dict[str, str]:
@@ -497,22 +486,15 @@ def _weight_map(path: Location, raw: bytes) -> dict[str, str]:
         elif isinstance(value, str):
             checked[key] = shards.setdefault(value, value)
         else:
-            raise CorruptError.of(
-                "checkpoint.damaged", path,
-                f"the shard of tensor {shown(key)} must be a string, found {shown(value)}",
-            )  # fmt: skip
+            raise damaged(path, f"the shard of tensor {shown(key)} must be a string, found {shown(value)}")
     if not checked:
-        raise CorruptError.of(
-            "checkpoint.damaged", path,
-            f"'weight_map' must be a non-empty object of tensor names and shard names, found {shown(listed)}",
-        )  # fmt: skip
+        message = f"'weight_map' must be a non-empty object of tensor names and shard names, found {shown(listed)}"
+        raise damaged(path, message)
     suffixes = next(fmt.suffixes for fmt in (SAFETENSORS, TORCH) if fmt.indices([path.name]))
     for shard in sorted(shards):
         if not is_plain_name(shard) or not shard.endswith(suffixes):
-            raise CorruptError.of(
-                "checkpoint.damaged", path,
-                f"a shard must be a plain file name ending in {' or '.join(suffixes)}, found {shown(shard)}",
-            )  # fmt: skip
+            message = f"a shard must be a plain file name ending in {' or '.join(suffixes)}, found {shown(shard)}"
+            raise damaged(path, message)
     return checked
 
 

@@ -69,11 +69,9 @@ def embeddings_of(model: Checkpoint, vocabulary: Vocabulary, store: Store) -> di
     }
     if named and not embeddings and model.kind is CheckpointKind.FULL:
         name, tensor = next(iter(named.items()))
-        raise MismatchError.of(
-            "model.mismatch", name,
-            f"{tensor.shape[0]} rows in '{model.path}', its {vocabulary.file} needs {vocabulary.n_ids}",
-            f"is it the model's own tokenizer? If so, state '{VOCAB_SIZE_KEY}' in its {CONFIG_NAME}",
-        )  # fmt: skip
+        message = f"{tensor.shape[0]} rows in '{model.path}', its {vocabulary.file} needs {vocabulary.n_ids}"
+        hint = f"is it the model's own tokenizer? If so, state '{VOCAB_SIZE_KEY}' in its {CONFIG_NAME}"
+        raise MismatchError.of("model.mismatch", name, message, hint)
     return embeddings
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
+from mergepipe.checkpoints.open_files import decoded, read_elements, whole_cost_bytes
 from mergepipe.core.blocks import F32, DType, Span, element_count
 from mergepipe.storage import ranges as ranges
 from mergepipe.storage.contract import RangeFile
@@ -169,8 +170,10 @@ class GatheredRows(ComputedTensor):
             if origin >= 0:
                 cost += self._source_cost_bytes(origin, runs.of(origin))
             elif origin != ZERO:
-                cost += sum(self._range_cost_bytes(part, span) for part, span in self.mean_spans(origin))
-        return cost + (self._units_cost_bytes() if runs.n_N.size else 0)
+                pieces = self.mean_spans(origin)
+                cost += sum(self._source_cost_bytes(part.source, _one_run(span)) for part, span in pieces)
+        units = [source for source in self.sources if source.is_unit]
+        return cost + (whole_cost_bytes(units) if runs.n_N.size else 0)
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans. Keeps `REQUEST_BYTES` per reader thread, and a float32 row per mean of many rows."""
@@ -200,11 +203,6 @@ class GatheredRows(ComputedTensor):
             for first in range(part.first, part.stop, step):
                 yield part, Span(first * width, min(first + step, part.stop) * width)
 
-    def _units_cost_bytes(self) -> int:
-        """Sum the bytes requested of unit sources, each once."""
-        units = (source for source in self.sources if source.is_unit)
-        return sum(source.cost_bytes(Span(0, source.n_elements)) for source in units)
-
     def _source_cost_bytes(self, index: int, runs: _Runs) -> int:
         source = self.sources[index]
         if isinstance(source, TensorEntry):
@@ -212,9 +210,6 @@ class GatheredRows(ComputedTensor):
         if source.is_unit:
             return 0
         return sum(source.cost_bytes(Span(first, first + n)) for first, n, _ in runs)
-
-    def _range_cost_bytes(self, part: RowRange, span: Span) -> int:
-        return self._source_cost_bytes(part.source, _one_run(span))
 
 
 def gathered_rows(
@@ -299,7 +294,8 @@ class _OpenedRows:
         raw = np.empty(last * source.dtype.itemsize, np.uint8)
         self._read(index, runs, raw, purpose)
         for _, n, first in runs:
-            values_N = _decoded(raw[first * source.dtype.itemsize :], source.dtype, n)
+            of_run = raw[first * source.dtype.itemsize : (first + n) * source.dtype.itemsize]
+            values_N = decoded(of_run, source.dtype.kernel_code)
             _encode(values_N, dtype, out[first * dtype.itemsize :])
 
     def _read(self, index: int, runs: _Runs, raw: NDArray[np.uint8], purpose: Purpose) -> None:
@@ -358,7 +354,7 @@ class _OpenedRows:
             dtype = self._tensor.sources[part.source].dtype
             raw = np.empty(span.n_elements * dtype.itemsize, np.uint8)
             self._read(part.source, _one_run(span), raw, purpose)
-            values_N = _decoded(raw, dtype, span.n_elements)
+            values_N = decoded(raw, dtype.kernel_code)
             total_W += values_N.reshape(-1, width).sum(axis=0, dtype=np.float64)
         return (total_W / n_rows).astype(np.float32)
 
@@ -385,15 +381,11 @@ class PursuedRows(ComputedTensor):
     donor_C: NDArray[np.int64]
     wanted_N: NDArray[np.int64]
     n_atoms: int
-    is_delta: bool = False
+    dtype = F32
 
     @property
     def name(self) -> str:
         return self.own.name
-
-    @property
-    def dtype(self) -> DType:
-        return F32
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -404,7 +396,7 @@ class PursuedRows(ComputedTensor):
         return (*self.own.stored, *self.donor.stored)
 
     def cost_bytes(self, span: Span) -> int:
-        return sum(tensor.cost_bytes(Span(0, tensor.n_elements)) for tensor in (self.own, self.donor))
+        return whole_cost_bytes((self.own, self.donor))
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans, of which the first reads the donor's rows; keeps these."""
@@ -412,9 +404,8 @@ class PursuedRows(ComputedTensor):
 
         def rows(tensor: Readable, row_R: NDArray[np.int64], purpose: Purpose) -> NDArray[np.float32]:
             chosen = gathered_rows(tensor, row_R)
-            raw = np.empty(chosen.n_elements * chosen.dtype.itemsize, np.uint8)
-            chosen.opened(files)(Span(0, chosen.n_elements), raw, purpose)
-            return _decoded(raw, chosen.dtype, chosen.n_elements).reshape(row_R.size, -1)
+            raw = read_elements(chosen, Span(0, chosen.n_elements), files, purpose)
+            return decoded(raw, chosen.dtype.kernel_code).reshape(row_R.size, -1)
 
         def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
             with lock:  # one at a time, on all processors
@@ -502,14 +493,6 @@ def _requests(start_N: NDArray[np.int64], stop_N: NDArray[np.int64]) -> Iterator
     for first, stop in zip(*(bounds_N.tolist() for bounds_N in _joined_pages(start_N, stop_N)), strict=True):
         for at in range(first, stop, REQUEST_BYTES):
             yield Span(at, min(at + REQUEST_BYTES, stop))
-
-
-def _decoded(raw: NDArray[np.uint8], dtype: DType, n_elements: int) -> NDArray[np.float32]:
-    from mergepipe.kernels.codec import decode_all  # compiled: nothing that only plans needs it
-
-    values_N = np.empty(n_elements, np.float32)
-    decode_all(raw, dtype.kernel_code, n_elements, values_N)
-    return values_N
 
 
 def _encode(values_N: NDArray[np.float32], dtype: DType, raw: NDArray[np.uint8]) -> None:

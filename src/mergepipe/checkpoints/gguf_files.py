@@ -25,7 +25,7 @@ from mergepipe.checkpoints.open_files import decoded, open_files, read_span
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType, Span, element_count
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, UnsupportedError, damaged, unsupported
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Digested, FileId, FileStatus, Store
 from mergepipe.storage.ledger import Ledger, Purpose
@@ -107,10 +107,10 @@ def open_gguf(store: Store, path: Location, status: FileStatus) -> Checkpoint:
     if architecture not in _ARCHITECTURES.values():
         known = ", ".join(sorted(set(_ARCHITECTURES.values())))
         message = f"is of the architecture {shown(architecture)}; of GGUF files {known} are read"
-        raise UnsupportedError.of("checkpoint.unsupported", path, message, _ADVICE)
+        raise unsupported(path, message, _ADVICE)
     if facts.get("split.count", 1) not in (0, 1):
         hint = "join them with llama-gguf-split"
-        raise UnsupportedError.of("checkpoint.unsupported", path, f"is one of {facts['split.count']} files", hint)
+        raise unsupported(path, f"is one of {facts['split.count']} files", hint)
     keys = ("block_count", "attention.head_count", "attention.head_count_kv")
     n_layers, n_heads, n_of_keys = (facts.get(f"{architecture}.{key}") for key in keys)
     counts = [count for count in (n_layers, n_heads, n_of_keys or n_heads) if type(count) is int]
@@ -124,8 +124,7 @@ def open_gguf(store: Store, path: Location, status: FileStatus) -> Checkpoint:
         if info[0] == _ROPE_FACTORS:
             continue  # follows from the configuration
         if info[0] not in names:
-            message = f"holds {shown(info[0])}, and {architecture} models have no such tensor"
-            raise UnsupportedError.of("checkpoint.unsupported", path, message, _ADVICE)
+            raise unsupported(path, f"holds {shown(info[0])}, and {architecture} models have no such tensor", _ADVICE)
         tensor = header.tensor(gguf, names[info[0]], info, heads)
         tensors[tensor.name] = tensor
         kind = gguf.GGMLQuantizationType(info[2]).name
@@ -150,7 +149,7 @@ class _Header:
         self._at = 0
 
     def damaged(self, message: str) -> MergePipeError:
-        return CorruptError.of("checkpoint.damaged", self.path, message, "download it again")
+        return damaged(self.path, message, "download it again")
 
     def read(self) -> tuple[dict[str, Any], list[_Info]]:
         """Return the facts without arrays, and name, dimensions, type and offset in the file of each tensor."""
@@ -190,7 +189,7 @@ class _Header:
         plain, match = _PLAIN.get(kind.name), _PAIRED.fullmatch(name)
         if plain is None and kind not in gguf.quants._type_traits:
             message = f"{shown(name)} is {kind.name}, which gguf {gguf.__name__} does not read"
-            raise UnsupportedError.of("checkpoint.unsupported", self.path, message, _ADVICE)
+            raise unsupported(self.path, message, _ADVICE)
         head_rows = 0
         if match and heads:
             head_rows, rest = divmod(shape[0], heads[match["role"]])
@@ -486,7 +485,7 @@ class GGUFTarget:
             writer.add_token_scores([score for _, score, _ in tokens])
         if n_tokens > n_rows:
             message = f"its tokenizer has {n_tokens} tokens, and the embedding {n_rows} rows"
-            raise CorruptError.of("checkpoint.damaged", self.name, message, "give it the model's own tokenizer")
+            raise damaged(self.name, message, "give it the model's own tokenizer")
         writer.add_vocab_size(n_rows)
         writer.add_tokenizer_model("gpt2" if kind else "llama")
         writer.add_tokenizer_pre(kind or "default")

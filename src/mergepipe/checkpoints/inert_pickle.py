@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mergepipe.checkpoints.inert_values import Record, construct, put_item, resolve_global, storage_of
-from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, UnsupportedError, damaged
 from mergepipe.storage.contract import PICKLE_BYTES
 
 _LONGEST_INTEGER_BYTES = 32
@@ -33,9 +33,8 @@ def load_inert(pickled: bytes, where: str, limits: PickleLimits = DEFAULT_LIMITS
     Memory: a small multiple of `len(pickled)`, capped by `limits`.
     """
     if len(pickled) > limits.max_bytes:
-        raise UnsupportedError.of(
-            "pickle.refused", where, f"the pickle has {len(pickled)} bytes; at most {limits.max_bytes} are read"
-        )
+        message = f"the pickle has {len(pickled)} bytes; at most {limits.max_bytes} are read"
+        raise UnsupportedError.of("pickle.refused", where, message)
     return _Machine(pickled, where, limits).run()
 
 
@@ -77,18 +76,15 @@ class _Machine:
                 handler(self)
         except (IndexError, struct.error) as error:
             raise self.corrupt("the pickle is cut or empties its own stack") from error
-        raise CorruptError.of(
-            "checkpoint.damaged", self.where, f"the pickle has more than {self.limits.max_opcodes} instructions"
-        )
+        raise damaged(self.where, f"the pickle has more than {self.limits.max_opcodes} instructions")
 
     def corrupt(self, message: str) -> MergePipeError:
-        return CorruptError.of("checkpoint.damaged", self.where, f"{message} (byte {self.position} of the pickle)")
+        return damaged(self.where, f"{message} (byte {self.position} of the pickle)")
 
     def _refused(self, opcode: int) -> MergePipeError:
         at = self.position - 1
-        return UnsupportedError.of(
-            "pickle.refused", self.where, f"instruction 0x{opcode:02x} at byte {at} of the pickle is not accepted"
-        )
+        message = f"instruction 0x{opcode:02x} at byte {at} of the pickle is not accepted"
+        return UnsupportedError.of("pickle.refused", self.where, message)
 
     # --- operands
 
@@ -150,9 +146,6 @@ class _Machine:
     def remember(self, index: int) -> None:
         self.memo[index] = self.stack[-1]
 
-    def memoize(self) -> None:
-        self.remember(len(self.memo))
-
     def recall(self, index: int) -> None:
         if index not in self.memo:
             raise self.corrupt(f"value {index} is recalled and was never stored")
@@ -160,56 +153,31 @@ class _Machine:
 
     # --- containers
 
-    def append(self) -> None:
-        value = self.stack.pop()
-        self._extend([value])
-
-    def extend(self) -> None:
-        items = self.pop_marked()
-        self._extend(items)
-
-    def _extend(self, items: list[object]) -> None:
+    def extend(self, items: list[object]) -> None:
         target = self.stack[-1]
         if not isinstance(target, list):
             raise self.corrupt(f"items are appended to a {type(target).__name__}")
         target.extend(items)
 
-    def set_item(self) -> None:
+    def pop_pair(self) -> list[object]:
         value, key = self.stack.pop(), self.stack.pop()
-        self._set_items([key, value])
+        return [key, value]
 
-    def set_items(self) -> None:
-        items = self.pop_marked()
-        self._set_items(items)
-
-    def _set_items(self, items: list[object]) -> None:
+    def set_items(self, items: list[object]) -> None:
         target = self.stack[-1]
         if not isinstance(target, dict) or len(items) % 2:
             raise self.corrupt(f"items are stored in a {type(target).__name__}, or a key has no value")
         for index in range(0, len(items), 2):
             put_item(target, items[index], items[index + 1], self.where)
 
-    def make_list(self) -> None:
-        items = self.pop_marked()
-        self.push(items)
-
-    def make_tuple(self) -> None:
-        items = self.pop_marked()
-        self.push(tuple(items))
-
     def make_dict(self) -> None:
         items = self.pop_marked()
         self.push({})
-        self._set_items(items)
+        self.set_items(items)
 
     # --- what would execute
 
-    def global_line(self) -> None:
-        module = self.line()
-        self.push(resolve_global(module, self.line(), self.where))
-
-    def global_stack(self) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
+    def global_of(self, module: object, name: object) -> None:
         if not isinstance(name, str) or not isinstance(module, str):
             raise self.corrupt("a name is not text")
         self.push(resolve_global(module, name, self.where))
@@ -278,25 +246,25 @@ _HANDLERS: dict[int, Callable[[_Machine], None]] = {
     0x85: lambda m: m.pop_tuple(1),
     0x86: lambda m: m.pop_tuple(2),
     0x87: lambda m: m.pop_tuple(3),
-    ord("t"): _Machine.make_tuple,
+    ord("t"): lambda m: m.push(tuple(m.pop_marked())),
     ord("]"): lambda m: m.push([]),
-    ord("l"): _Machine.make_list,
-    ord("a"): _Machine.append,
-    ord("e"): _Machine.extend,
+    ord("l"): lambda m: m.push(m.pop_marked()),
+    ord("a"): lambda m: m.extend([m.stack.pop()]),
+    ord("e"): lambda m: m.extend(m.pop_marked()),
     ord("}"): lambda m: m.push({}),
     ord("d"): _Machine.make_dict,
-    ord("s"): _Machine.set_item,
-    ord("u"): _Machine.set_items,
+    ord("s"): lambda m: m.set_items(m.pop_pair()),
+    ord("u"): lambda m: m.set_items(m.pop_marked()),
     0x8F: lambda m: m.push([]),
-    0x90: _Machine.extend,
-    0x91: _Machine.make_list,
+    0x90: lambda m: m.extend(m.pop_marked()),
+    0x91: lambda m: m.push(m.pop_marked()),
     ord("q"): lambda m: m.remember(m.number(_U8)),
     ord("r"): lambda m: m.remember(m.number(_U32)),
-    0x94: _Machine.memoize,
+    0x94: lambda m: m.remember(len(m.memo)),
     ord("h"): lambda m: m.recall(m.number(_U8)),
     ord("j"): lambda m: m.recall(m.number(_U32)),
-    ord("c"): _Machine.global_line,
-    0x93: _Machine.global_stack,
+    ord("c"): lambda m: m.global_of(m.line(), m.line()),
+    0x93: lambda m: m.global_of(*m.pop_pair()),
     ord("R"): _Machine.call,
     0x81: _Machine.call,
     ord("b"): _Machine.build,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, F64, DType
-from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.errors import UnsupportedError, damaged
 
 _MAX_DIMENSIONS = 64
 _MAX_ELEMENTS = 1 << 62
@@ -114,10 +114,9 @@ def resolve_global(module: str, name: str, where: str) -> Global:
 
 
 def _refused(name: str, where: str) -> Exception:
-    return UnsupportedError.of(
-        "pickle.refused", where, f"the pickle names {name!r}, which is not on the list of inert types",
-        "nothing was executed; save the checkpoint without this object",
-    )  # fmt: skip
+    message = f"the pickle names {name!r}, which is not on the list of inert types"
+    hint = "nothing was executed; save the checkpoint without this object"
+    return UnsupportedError.of("pickle.refused", where, message, hint)
 
 
 def _is_record(qualified_name: tuple[str, str]) -> bool:
@@ -134,24 +133,24 @@ def _is_torch_constant(module: str, name: str) -> bool:
 def construct(kind: object, args: object, where: str) -> object:
     """Return the inert value for `kind(*args)`."""
     if not isinstance(kind, Global) or not isinstance(args, tuple):
-        raise _corrupt(where, "something that is not a listed type is called")
+        raise damaged(where, "something that is not a listed type is called")
     qualified_name = (kind.module, kind.name)
     if qualified_name in _CONSTRUCTORS:
         return _CONSTRUCTORS[qualified_name](args, where)
     if _is_record(qualified_name):
         return Record(kind, args)
-    raise _corrupt(where, f"'{kind}' is called, and only names something")
+    raise damaged(where, f"'{kind}' is called, and only names something")
 
 
 def storage_of(reference: object, where: str) -> PickledStorage:
     """Read the persistent id of a storage: `("storage", type, key, location, n_elements)`."""
     if not isinstance(reference, tuple) or len(reference) != 5 or reference[0] != "storage":
-        raise _corrupt(where, "a persistent id is not a storage")
+        raise damaged(where, "a persistent id is not a storage")
     _, kind, key, _location, n_elements = reference
     if not isinstance(kind, Global) or kind.name not in _STORAGE_DTYPES:
-        raise _corrupt(where, "a storage has no storage type")
+        raise damaged(where, "a storage has no storage type")
     if not isinstance(key, str) or not _is_count(n_elements):
-        raise _corrupt(where, "a storage has no key or no size")
+        raise damaged(where, "a storage has no key or no size")
     assert isinstance(n_elements, int)
     return PickledStorage(key, _STORAGE_DTYPES[kind.name], n_elements)
 
@@ -166,7 +165,7 @@ def is_key(value: object) -> bool:
 def put_item(mapping: dict[object, object], key: object, value: object, where: str) -> None:
     """Store `mapping[key] = value` after checking the key."""
     if not is_key(key):
-        raise _corrupt(where, f"a {type(key).__name__} is used as a mapping key")
+        raise damaged(where, f"a {type(key).__name__} is used as a mapping key")
     mapping[key] = value
 
 
@@ -177,38 +176,34 @@ def _is_count(value: object) -> bool:
 def _counts(value: object, where: str, what: str) -> tuple[int, ...]:
     """Check a tuple of dimensions or strides."""
     if not isinstance(value, tuple | list) or len(value) > _MAX_DIMENSIONS or not all(map(_is_count, value)):
-        raise _corrupt(where, f"{what} is not a short tuple of sizes")
+        raise damaged(where, f"{what} is not a short tuple of sizes")
     return tuple(int(v) for v in value)
-
-
-def _corrupt(where: str, message: str) -> Exception:
-    return CorruptError.of("checkpoint.damaged", where, message)
 
 
 def _tensor(args: tuple[object, ...], where: str) -> object:
     """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
     if not 6 <= len(args) <= 7 or not isinstance(args[0], PickledStorage) or args[0].dtype is None:
-        raise _corrupt(where, "a tensor is rebuilt from the wrong arguments")
+        raise damaged(where, "a tensor is rebuilt from the wrong arguments")
     return _view(args, args[0].dtype, where)
 
 
 def _untyped_tensor(args: tuple[object, ...], where: str) -> object:
     """`_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])`."""
     if not 7 <= len(args) <= 8 or not isinstance(args[0], PickledStorage):
-        raise _corrupt(where, "a tensor is rebuilt from the wrong arguments")
+        raise damaged(where, "a tensor is rebuilt from the wrong arguments")
     kind = args[6]
     if not isinstance(kind, Global) or kind.module != "torch" or kind.name not in TORCH_DTYPES:
-        raise _corrupt(where, "a tensor is rebuilt with no dtype")
+        raise damaged(where, "a tensor is rebuilt with no dtype")
     return _view(args, TORCH_DTYPES[kind.name], where)
 
 
 def _view(args: tuple[object, ...], dtype: DType, where: str) -> PickledTensor:
     storage, offset = args[0], args[1]
     if not isinstance(storage, PickledStorage) or not isinstance(offset, int) or not _is_count(offset):
-        raise _corrupt(where, "a tensor is rebuilt from the wrong arguments")
+        raise damaged(where, "a tensor is rebuilt from the wrong arguments")
     shape, stride = _counts(args[2], where, "a tensor's shape"), _counts(args[3], where, "a tensor's stride")
     if len(shape) != len(stride):
-        raise _corrupt(where, f"a tensor has {len(shape)} dimensions and {len(stride)} strides")
+        raise damaged(where, f"a tensor has {len(shape)} dimensions and {len(stride)} strides")
     return PickledTensor(storage, dtype, offset, shape, stride)
 
 
@@ -217,14 +212,14 @@ def _subclassed_tensor(args: tuple[object, ...], where: str) -> object:
     if len(args) == 4 and args[0] == _REBUILD_WRAPPER and isinstance(args[1], Global) and isinstance(args[2], tuple):
         return Record(args[1], args[2], args[3])
     if len(args) != 4 or args[0] not in (_REBUILD_V2, _REBUILD_V3) or not isinstance(args[2], tuple):
-        raise _corrupt(where, "a tensor subclass is rebuilt by something that is not a tensor constructor")
+        raise damaged(where, "a tensor subclass is rebuilt by something that is not a tensor constructor")
     return construct(args[0], args[2], where)
 
 
 def _parameter(args: tuple[object, ...], where: str) -> object:
     """`_rebuild_parameter(tensor, requires_grad, hooks)`: the tensor."""
     if len(args) != 3 or not isinstance(args[0], PickledTensor):
-        raise _corrupt(where, "a parameter is rebuilt from something that is not a tensor")
+        raise damaged(where, "a parameter is rebuilt from something that is not a tensor")
     return args[0]
 
 
@@ -237,7 +232,7 @@ def _mapping(args: tuple[object, ...], where: str) -> object:
     made: dict[object, object] = {}
     for pair in _sequence(args, where):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise _corrupt(where, "an ordered mapping is made of something that is not pairs")
+            raise damaged(where, "an ordered mapping is made of something that is not pairs")
         put_item(made, pair[0], pair[1], where)
     return made
 
@@ -245,7 +240,7 @@ def _mapping(args: tuple[object, ...], where: str) -> object:
 def _default_mapping(args: tuple[object, ...], where: str) -> object:
     """`defaultdict(factory)`, as a dict; its factory is a name and is dropped."""
     if len(args) > 1 or not all(isinstance(a, Global) or a is None for a in args):
-        raise _corrupt(where, "a default mapping is made of something that is not a type")
+        raise damaged(where, "a default mapping is made of something that is not a type")
     return {}
 
 
@@ -258,24 +253,24 @@ def _sequence(args: tuple[object, ...], where: str) -> list[object]:
     if not args:
         return []
     if len(args) > 1 or not isinstance(args[0], list | tuple):
-        raise _corrupt(where, "a collection is made of something that is not a sequence")
+        raise damaged(where, "a collection is made of something that is not a sequence")
     return list(args[0])
 
 
 def _latin1(args: tuple[object, ...], where: str) -> object:
     """`_codecs.encode(text, "latin1")`: how protocol 2 writes bytes."""
     if len(args) != 2 or not isinstance(args[0], str) or args[1] not in ("latin1", "latin-1"):
-        raise _corrupt(where, "bytes are made of something that is not latin-1 text")
+        raise damaged(where, "bytes are made of something that is not latin-1 text")
     try:
         return args[0].encode("latin-1")
     except UnicodeEncodeError as error:
-        raise _corrupt(where, "bytes are made of something that is not latin-1 text") from error
+        raise damaged(where, "bytes are made of something that is not latin-1 text") from error
 
 
 def _no_bytes(args: tuple[object, ...], where: str) -> object:
     """`bytes()`: how protocol 2 writes empty bytes."""
     if args:
-        raise _corrupt(where, "bytes are made of something that is not latin-1 text")
+        raise damaged(where, "bytes are made of something that is not latin-1 text")
     return b""
 
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, Readable, Tensor, TensorEntry
 from mergepipe.core.blocks import ITEMSIZE_BY_KERNEL_CODE, Span
 from mergepipe.errors import ConflictError, MergePipeError, StorageError
 from mergepipe.storage.contract import FileId, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
-
-# --- input files during a run: pinned to a version, opened together, checked for having stayed as they were ---
-
 
 _SPARE_FILES = 64
 
@@ -151,6 +148,6 @@ def decoded_into(raw: NDArray[np.uint8], code: int, out: NDArray[np.float32]) ->
     return out
 
 
-def whole_cost_bytes(entries: Sequence[TensorEntry]) -> int:
-    """Bytes requested to read each of the entries in full on its own, in whole pages."""
-    return sum(entry.cost_bytes(Span(0, entry.n_elements)) for entry in entries)
+def whole_cost_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes requested to read each of some tensors in full on its own, in whole pages."""
+    return sum(tensor.cost_bytes(Span(0, tensor.n_elements)) for tensor in tensors)

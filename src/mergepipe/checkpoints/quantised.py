@@ -28,7 +28,7 @@ from mergepipe.checkpoints.directory import component_of
 from mergepipe.checkpoints.open_files import open_files, read_span
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, DType, DTypeKind, Span
 from mergepipe.core.strict_json import parse_object, shown
-from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.errors import UnsupportedError, damaged
 from mergepipe.storage.contract import CONFIG_BYTES, Store
 from mergepipe.storage.ledger import Purpose
 
@@ -118,7 +118,7 @@ class _Finder:
                     f"{shown(part.name)} has the shape {list(part.shape)}; for {shown(codes.name)} of"
                     f" {list(codes.shape)} it must be {list(shape)}"
                 )
-                raise CorruptError.of("checkpoint.damaged", self._checkpoint.path, message, "download it again")
+                raise damaged(self._checkpoint.path, message, "download it again")
         self.made[codes.name] = tensor
         self.names.add(tensor.name)
         self.used |= {*(part.name for part in tensor.stored), *also}
@@ -145,7 +145,7 @@ class _Finder:
             if codes.name in self.made:
                 other = self.made[codes.name].stored[1].name
                 message = f"{shown(codes.name)} has two scales, {shown(other)} and {shown(name)}"
-                raise CorruptError.of("checkpoint.damaged", self._checkpoint.path, message, "download it again")
+                raise damaged(self._checkpoint.path, message, "download it again")
             block = _block_of(self._checkpoint, codes, scales, self._config(codes.name))
             scheme = ScaledFP8(max(1, codes.shape[1]), block, codes.kernel_code, scales.kernel_code)
             self._add("FP8 with scales", CodedTensor(codes.name, codes.shape, parts, scheme))
@@ -197,7 +197,7 @@ class _Finder:
         group_C = self._read(entry).view(np.int32) if entry.dtype.name == "I32" else np.empty(0, np.int32)
         if len(group_C) != columns or group_C.min(initial=0) < 0 or group_C.max(initial=0) >= groups:
             message = f"{shown(entry.name)} names no group of {groups} for each of {columns} inputs"
-            raise CorruptError.of("checkpoint.damaged", self._checkpoint.path, message, "download it again")
+            raise damaged(self._checkpoint.path, message, "download it again")
 
     def _read(self, entry: TensorEntry) -> NDArray[np.uint8]:
         with open_files(self._store, [entry.file], [self._checkpoint]) as files:
@@ -231,7 +231,7 @@ class _Finder:
         if 2 * plain[0].nbytes != math.prod(shape):
             message = f"states the shape {list(shape)}, and {shown(name)} has {2 * plain[0].nbytes} codes"
             where = f"{self._checkpoint.path}: {shown(state_name)}"
-            raise CorruptError.of("checkpoint.damaged", where, message, "download it again")
+            raise damaged(where, message, "download it again")
         scheme = BitsAndBytes4(block, nested, float(offset))
         dtype = F16 if stated.get("dtype") == "float16" else BF16
         wanted = [[rows], [16], *([[-(-rows // nested)], [256]] if nested else [])]
@@ -267,7 +267,7 @@ class _Finder:
             parts += groups_of_inputs
         if is_awq and codes.shape[1] * per != n_outputs:
             message = f"{shown(scales.name)} has {n_outputs} outputs, and {shown(codes.name)} {codes.shape[1] * per}"
-            raise CorruptError.of("checkpoint.damaged", self._checkpoint.path, message, "download it again")
+            raise damaged(self._checkpoint.path, message, "download it again")
         more = 0 if is_awq or stated.get("checkpoint_format") == "gptq_v2" else 1
         scheme = PackedTransposed(columns, n_bits, n_outputs, more, scales.kernel_code)
         tensor = CodedTensor(f"{stem}.weight", (n_outputs, columns), parts, scheme, _of_16_bits(scales))
@@ -354,7 +354,7 @@ def _block_of(
         f"{shown(scales.name)} has the shape {list(scales.shape)}; for {shown(codes.name)} of {list(codes.shape)} it"
         f" must be [1], [{rows}, groups of columns] or {list(blocks)}, one for each block of {block[0]} x {block[1]}"
     )
-    raise CorruptError.of("checkpoint.damaged", checkpoint.path, message, "download it again")
+    raise damaged(checkpoint.path, message, "download it again")
 
 
 def refuse_quantised(store: Store, checkpoint: Checkpoint) -> None:

@@ -70,12 +70,7 @@ class Router(ComputedTensor):
     layer: int
     first: int
     stop: int
-    is_unit: bool = True
-    is_delta: bool = False
-
-    @property
-    def dtype(self) -> DType:
-        return F32
+    dtype, is_unit = F32, True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,15 +107,11 @@ class Noisy(ComputedTensor):
     noise: float
     factor: float
     key: tuple[int, int, int, int]
-    is_delta: bool = False
+    dtype = F32
 
     @property
     def name(self) -> str:
         return self.matrix.name
-
-    @property
-    def dtype(self) -> DType:
-        return F32
 
     @property
     def stored_dtype(self) -> DType:
@@ -147,15 +138,12 @@ class Noisy(ComputedTensor):
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans; keeps what the matrix keeps."""
-        nested = self.matrix.opened(files) if isinstance(self.matrix, ComputedTensor) else None
+        fetch_matrix = self.matrix.opened(files)
         seed, place, layer, role = self.key
 
         def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
             raw = np.empty(span.n_elements * self.matrix.dtype.itemsize, np.uint8)
-            if nested is None:
-                raw = read_elements(self.matrix, span, files, purpose)
-            else:
-                nested(span, raw, purpose)
+            fetch_matrix(span, raw, purpose)
             values_N = decoded_into(raw, self.matrix.dtype.kernel_code, out.view(np.float32))
             for first in range(
                 span.start // _NOISE_ELEMENTS * _NOISE_ELEMENTS, span.stop if self.noise else 0, _NOISE_ELEMENTS

@@ -12,13 +12,10 @@ from blake3 import blake3
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import DTYPES, DType
 from mergepipe.core.strict_json import JsonValue, object_members, shown
-from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
+from mergepipe.errors import damaged, did_you_mean, unsupported
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES
-
-# --- the safetensors header of one file: parsed strictly and held against the file's size, never trusted ---
-
 
 MAX_HEADER_BYTES = 16 << 20  # 130,000 tensors in one file; the library takes 100 MB, which are 2 GB as values
 FIRST_READ_BYTES = 8 << 10
@@ -55,13 +52,10 @@ def parse_header(content: bytes, path: Location, size_bytes: int, granularity: i
     for outer, name, record in members:
         if outer:
             if not isinstance(record, str):
-                raise CorruptError.of(
-                    "checkpoint.damaged", path, f"{METADATA_KEY} {shown(name)} must be a string, found {shown(record)}"
-                )
+                raise damaged(path, f"{METADATA_KEY} {shown(name)} must be a string, found {shown(record)}")
             metadata[name] = record
         elif name == METADATA_KEY:
-            message = f"{METADATA_KEY} must be an object of strings, found {shown(record)}"
-            raise CorruptError.of("checkpoint.damaged", path, message)
+            raise damaged(path, f"{METADATA_KEY} must be an object of strings, found {shown(record)}")
         else:
             unsorted.append(_entry(path, name, record, len(content), granularity))
     # An empty tensor shares its offset with the next one: it sorts before it.
@@ -77,27 +71,20 @@ def _read_raw(store: Store, path: Location, size_bytes: int) -> tuple[bytes, byt
     start = store.read_metadata(path, 0, FIRST_READ_BYTES if is_dear else PREFIX_BYTES)
     prefix, rest = start[:PREFIX_BYTES], start[PREFIX_BYTES:]
     if len(prefix) < PREFIX_BYTES:
-        raise CorruptError.of(
-            "checkpoint.damaged", path,
-            f"a safetensors file starts with {PREFIX_BYTES} bytes of header length, found {len(prefix)} bytes",
-        )  # fmt: skip
+        message = f"a safetensors file starts with {PREFIX_BYTES} bytes of header length, found {len(prefix)} bytes"
+        raise damaged(path, message)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
-        raise CorruptError.of(
-            "checkpoint.damaged", path,
-            f"the header claims {length} bytes, at most {MAX_HEADER_BYTES} are read", _origin_hint(prefix),
-        )  # fmt: skip
+        message = f"the header claims {length} bytes, at most {MAX_HEADER_BYTES} are read"
+        raise damaged(path, message, _origin_hint(prefix))
     raw = rest[:length]
     if len(raw) < length and PREFIX_BYTES + length <= size_bytes:
         raw += store.read_metadata(path, PREFIX_BYTES + len(raw), length - len(raw))
     if len(raw) < length:
-        raise CorruptError.of(
-            "checkpoint.damaged", path,
-            f"truncated inside the header: {PREFIX_BYTES + length} bytes are needed, the file has {size_bytes}",
-            _origin_hint(prefix),
-        )  # fmt: skip
+        message = f"truncated inside the header: {PREFIX_BYTES + length} bytes are needed, the file has {size_bytes}"
+        raise damaged(path, message, _origin_hint(prefix))
     if raw[:1] != b"{":
-        raise CorruptError.of("checkpoint.damaged", path, f"the header must start with '{{', found {shown(raw[:8])}")
+        raise damaged(path, f"the header must start with '{{', found {shown(raw[:8])}")
     return prefix, raw
 
 
@@ -118,54 +105,41 @@ def _entry(path: Location, name: str, record: JsonValue, data_start: int, granul
     begin, end = _data_offsets(path, name, fields["data_offsets"])
     nbytes = _checked_product(path, name, (*shape, dtype.itemsize))
     if end - begin != nbytes:
-        raise CorruptError.of(
-            "checkpoint.damaged", path,
-            f"tensor {shown(name)} of shape {shown(list(shape))} and dtype {dtype.name} needs {nbytes} bytes, "
-            f"its data_offsets [{begin}, {end}] give {end - begin}",
-        )  # fmt: skip
+        needed = f"tensor {shown(name)} of shape {shown(list(shape))} and dtype {dtype.name} needs {nbytes} bytes"
+        raise damaged(path, f"{needed}, its data_offsets [{begin}, {end}] give {end - begin}")
     return TensorEntry(name, dtype, shape, path, data_start + begin, nbytes, granularity_bytes=granularity)
 
 
 def _check_name(path: Location, name: str) -> None:
     if not name:
-        raise CorruptError.of("checkpoint.damaged", path, "a tensor has an empty name")
+        raise damaged(path, "a tensor has an empty name")
     # isprintable is fast and mostly True; it also refuses harmless spaces, hence the second look.
     if not name.isprintable() and any(unicodedata.category(c) == "Cc" for c in name):
-        raise CorruptError.of("checkpoint.damaged", path, f"the tensor name {shown(name)} holds control characters")
+        raise damaged(path, f"the tensor name {shown(name)} holds control characters")
 
 
 def _fields(path: Location, name: str, record: JsonValue) -> dict[str, JsonValue]:
     if not isinstance(record, dict):
-        raise CorruptError.of(
-            "checkpoint.damaged", path, f"tensor {shown(name)} must be an object, found {shown(record)}"
-        )
+        raise damaged(path, f"tensor {shown(name)} must be an object, found {shown(record)}")
     for key in _ENTRY_KEYS:
         if key not in record:
-            raise CorruptError.of("checkpoint.damaged", path, f"tensor {shown(name)} has no '{key}'")
+            raise damaged(path, f"tensor {shown(name)} has no '{key}'")
     if len(record) > len(_ENTRY_KEYS):
         extra = next(key for key in record if key not in _ENTRY_KEYS)
-        raise CorruptError.of(
-            "checkpoint.damaged", path, f"tensor {shown(name)} has an unknown key {shown(extra)}",
-            did_you_mean(extra[:40], _ENTRY_KEYS),
-        )  # fmt: skip
+        message = f"tensor {shown(name)} has an unknown key {shown(extra)}"
+        raise damaged(path, message, did_you_mean(extra[:40], _ENTRY_KEYS))
     return record
 
 
 def _dtype(path: Location, name: str, value: JsonValue) -> DType:
     if not isinstance(value, str):
-        raise CorruptError.of(
-            "checkpoint.damaged", path, f"the dtype of tensor {shown(name)} must be a string, found {shown(value)}"
-        )
+        raise damaged(path, f"the dtype of tensor {shown(name)} must be a string, found {shown(value)}")
     if value in _SUB_BYTE_DTYPES:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", path,
-            f"tensor {shown(name)} has dtype {value}, whose elements are smaller than a byte; not yet read",
-        )  # fmt: skip
+        message = f"tensor {shown(name)} has dtype {value}, whose elements are smaller than a byte; not yet read"
+        raise unsupported(path, message)
     if value not in DTYPES:
-        raise CorruptError.of(
-            "checkpoint.damaged", path, f"tensor {shown(name)} has the unknown dtype {shown(value)}",
-            did_you_mean(value[:40], tuple(DTYPES)),
-        )  # fmt: skip
+        message = f"tensor {shown(name)} has the unknown dtype {shown(value)}"
+        raise damaged(path, message, did_you_mean(value[:40], tuple(DTYPES)))
     return DTYPES[value]
 
 
@@ -173,10 +147,8 @@ def _shape(path: Location, name: str, value: JsonValue) -> tuple[int, ...]:
     shape: list[int] = []
     for length in value if isinstance(value, list) else [None]:
         if type(length) is not int or length < 0:  # bool is an int to Python, not to the format
-            raise CorruptError.of(
-                "checkpoint.damaged", path,
-                f"the shape of tensor {shown(name)} must be a list of non-negative integers, found {shown(value)}",
-            )  # fmt: skip
+            message = f"the shape of tensor {shown(name)} must be a list of non-negative integers, found {shown(value)}"
+            raise damaged(path, message)
         shape.append(length)
     return tuple(shape)
 
@@ -187,10 +159,7 @@ def _checked_product(path: Location, name: str, factors: tuple[int, ...]) -> int
     for factor in factors:
         product *= factor
         if product > _MAX_COUNT or factor > _MAX_COUNT:
-            raise CorruptError.of(
-                "checkpoint.damaged", path,
-                f"the shape {shown(list(factors[:-1]))} of tensor {shown(name)} overflows 63 bits",
-            )  # fmt: skip
+            raise damaged(path, f"the shape {shown(list(factors[:-1]))} of tensor {shown(name)} overflows 63 bits")
     return product
 
 
@@ -198,10 +167,8 @@ def _data_offsets(path: Location, name: str, value: JsonValue) -> tuple[int, int
     match value:
         case [begin, end] if type(begin) is int and type(end) is int and 0 <= begin <= end:
             return begin, end
-    raise CorruptError.of(
-        "checkpoint.damaged", path,
-        f"the data_offsets of tensor {shown(name)} must be two integers with 0 <= begin <= end, found {shown(value)}",
-    )  # fmt: skip
+    needed = "two integers with 0 <= begin <= end"
+    raise damaged(path, f"the data_offsets of tensor {shown(name)} must be {needed}, found {shown(value)}")
 
 
 def _check_tiling(path: Location, entries: tuple[TensorEntry, ...], data_start: int, size_bytes: int) -> None:
@@ -209,20 +176,14 @@ def _check_tiling(path: Location, entries: tuple[TensorEntry, ...], data_start: 
     end, last = data_start, "the header"
     for entry in entries:
         if entry.offset != end:
-            raise CorruptError.of(
-                "checkpoint.damaged", path,
-                f"tensor {shown(entry.name)} starts at byte {entry.offset - data_start} of the data, "
-                f"{last} ends at {end - data_start}; tensors must follow one another without overlap or hole",
-            )  # fmt: skip
+            starts = f"tensor {shown(entry.name)} starts at byte {entry.offset - data_start} of the data"
+            message = f"{starts}, {last} ends at {end - data_start}"
+            raise damaged(path, f"{message}; tensors must follow one another without overlap or hole")
         if entry.nbytes:
             end, last = entry.offset + entry.nbytes, f"tensor {shown(entry.name)}"
     if end > size_bytes:
-        raise CorruptError.of(
-            "checkpoint.damaged", path,
-            f"truncated: the header describes {end} bytes, the file has {size_bytes}", "copy or download it again",
-        )  # fmt: skip
+        message = f"truncated: the header describes {end} bytes, the file has {size_bytes}"
+        raise damaged(path, message, "copy or download it again")
     if end < size_bytes:
-        raise CorruptError.of(
-            "checkpoint.damaged", path,
-            f"the header describes {end} bytes, the file has {size_bytes}: {size_bytes - end} bytes are in no tensor",
-        )  # fmt: skip
+        left = f"{size_bytes - end} bytes are in no tensor"
+        raise damaged(path, f"the header describes {end} bytes, the file has {size_bytes}: {left}")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
-from mergepipe.checkpoints.open_files import decoded_into, read_span
+from mergepipe.checkpoints.open_files import decoded_into
 from mergepipe.core.blocks import F32, DType, Span, element_count
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
@@ -69,35 +69,21 @@ class Stacked(ComputedTensor):
         return sum(part.cost_bytes(inside) for part, inside in self.pieces(wanted))
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
-        """Return a fetch of spans; keeps what its parts keep."""
-        computed = {id(part): part.opened(files) for part in self.parts if not isinstance(part, TensorEntry)}
-        return _StackedFetch(self, self.dtype, files, computed)
+        """Return a fetch of spans, part by part; keeps what its parts keep."""
+        dtype, fetches = self.dtype, {id(part): part.opened(files) for part in self.parts}
 
+        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+            done = 0
+            for part, inside in self.pieces(span):
+                target = out[done : done + inside.n_elements * dtype.itemsize]
+                is_alike = part.dtype == dtype
+                raw = target if is_alike else np.empty(inside.n_elements * part.dtype.itemsize, np.uint8)
+                fetches[id(part)](inside, raw, purpose)
+                if not is_alike:
+                    decoded_into(raw, part.dtype.kernel_code, target.view(np.float32))
+                done += len(target)
 
-@dataclass(frozen=True, slots=True)
-class _StackedFetch:
-    """Reads one span part by part."""
-
-    tensor: Stacked
-    dtype: DType
-    files: Mapping[Location, RangeFile]
-    computed: Mapping[int, Fetch]
-
-    def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-        done = 0
-        for part, inside in self.tensor.pieces(span):
-            nbytes = inside.n_elements * self.dtype.itemsize
-            target = out[done : done + nbytes]
-            if isinstance(part, TensorEntry):
-                raw = read_span(part, inside, self.files, purpose)
-            else:
-                raw = np.empty(inside.n_elements * part.dtype.itemsize, np.uint8)
-                self.computed[id(part)](inside, raw, purpose)
-            if part.dtype == self.dtype:
-                target[:] = raw
-            else:
-                decoded_into(raw, part.dtype.kernel_code, target.view(np.float32))
-            done += nbytes
+        return fetch
 
 
 # --- convert mixture-of-experts weights between layouts: fused, or expert by expert ---

@@ -27,7 +27,7 @@ from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.checkpoints.open_files import decoded
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
-from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, FileId, Store, is_folder
 from mergepipe.storage.location import Location
 
@@ -115,6 +115,16 @@ class AdapterConfig:
         return self._value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
+def damaged_adapter(where: object, message: str) -> MergePipeError:
+    """Make the error for an adapter that contradicts itself."""
+    return CorruptError.of("adapter.damaged", where, message)
+
+
+def unsupported_adapter(where: object, message: str, hint: str = "") -> MergePipeError:
+    """Make the error for an adapter that is sound, and that is not read."""
+    return UnsupportedError.of("adapter.unsupported", where, message, hint)
+
+
 def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
     """Read `adapter_config.json`."""
     config = parse_object(store.read_small(path, ADAPTER_CONFIG_BYTES), where=path, code="adapter.damaged")
@@ -146,7 +156,7 @@ def _mlx_config(config: Mapping[str, JsonValue], path: Location) -> AdapterConfi
     kind, stated = config.get("fine_tune_type", "lora"), config["lora_parameters"]
     if kind not in ("lora", "dora") or not isinstance(stated, dict):
         message = f"fine_tune_type is {shown(kind)}, only 'lora' and 'dora' are read, with lora_parameters"
-        raise UnsupportedError.of("adapter.unsupported", path, message)
+        raise unsupported_adapter(path, message)
     rank, scale = _rank(stated.get("rank", 8), "rank", path), _alpha(stated.get("scale", 20.0), "scale", path)
     alpha = _alpha(stated["alpha"], "alpha", path) if "alpha" in stated else rank
     base = str(config.get("model") or "")
@@ -158,26 +168,24 @@ def _check_kind(config: Mapping[str, JsonValue], path: Location) -> str:
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in _ALPHAS:
         message = f"the adapter is {shown(kind)}, only {', '.join(map(repr, _ALPHAS))} are read"
-        raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
+        raise unsupported_adapter(path, message, MERGE_HINT)
     for key, what in _VARIANTS.items():
         if config.get(key):
-            raise UnsupportedError.of("adapter.unsupported", path, f"{key}: {what}, is not read", MERGE_HINT)
+            raise unsupported_adapter(path, f"{key}: {what}, is not read", MERGE_HINT)
     start = str(config.get("init_lora_weights", True)).lower()
     if start not in _STARTS:
-        raise UnsupportedError.of(
-            "adapter.unsupported", path,
-            f"init_lora_weights is {shown(start)}, which changes the base weights; how is not stored",
-            "save it with path_initial_model_for_weight_conversion, or merge it with peft first",
-        )  # fmt: skip
+        message = f"init_lora_weights is {shown(start)}, which changes the base weights; how is not stored"
+        hint = "save it with path_initial_model_for_weight_conversion, or merge it with peft first"
+        raise unsupported_adapter(path, message, hint)
     for key, value in config.items():
         if key not in _HARMLESS and key not in _VARIANTS and value:
-            raise UnsupportedError.of("adapter.unsupported", path, f"the option {shown(key)} is not known", MERGE_HINT)
+            raise unsupported_adapter(path, f"the option {shown(key)} is not known", MERGE_HINT)
     return _ALPHAS[kind] or "alpha"
 
 
 def _texts(value: JsonValue, key: str, path: Location) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise CorruptError.of("adapter.damaged", path, f"'{key}' must be a list of names, found {shown(value)}")
+        raise damaged_adapter(path, f"'{key}' must be a list of names, found {shown(value)}")
     return [str(text) for text in value]
 
 
@@ -185,8 +193,7 @@ def _layers(value: JsonValue, path: Location) -> tuple[tuple[int, int], ...]:
     ranges = value if isinstance(value, list) else [value]
     pairs = [(pair[0], pair[1]) for pair in ranges if isinstance(pair, list) and len(pair) == 2]
     if len(pairs) != len(ranges) or not all(type(n) is int and 0 <= n <= _MOST_LAYERS for pair in pairs for n in pair):
-        message = f"'layer_replication' must be a list of ranges of layers, found {shown(value)}"
-        raise CorruptError.of("adapter.damaged", path, message)
+        raise damaged_adapter(path, f"'layer_replication' must be a list of ranges of layers, found {shown(value)}")
     return tuple((int(start), int(stop)) for start, stop in pairs if isinstance(start, int) and isinstance(stop, int))
 
 
@@ -196,8 +203,7 @@ def _tokens(value: JsonValue, path: Location) -> Mapping[str, tuple[int, ...]]:
     tokens: dict[str, tuple[int, ...]] = {}
     for module, indices in lists.items():
         if not isinstance(indices, list) or not all(type(index) is int and index >= 0 for index in indices):
-            message = f"'trainable_token_indices' must be lists of rows, found {shown(indices)}"
-            raise CorruptError.of("adapter.damaged", path, message)
+            raise damaged_adapter(path, f"'trainable_token_indices' must be lists of rows, found {shown(indices)}")
         tokens[module] = tuple(index for index in indices if type(index) is int)
     return MappingProxyType(tokens)
 
@@ -207,7 +213,7 @@ def _patterns(config: Mapping[str, JsonValue], key: str, path: Location) -> list
     if patterns is None:
         return []
     if not isinstance(patterns, dict):
-        raise CorruptError.of("adapter.damaged", path, f"'{key}' must be an object, found {shown(patterns)}")
+        raise damaged_adapter(path, f"'{key}' must be an object, found {shown(patterns)}")
     for pattern in patterns:
         _check_pattern(pattern, key, path)
     return list(patterns.items())
@@ -218,16 +224,13 @@ def _check_pattern(pattern: str, key: str, path: Location) -> None:
     repeats, choices, groups = (sum(map(pattern.count, characters)) for characters in ("*+", "|", "("))
     is_bounded = (repeats == 0 and groups <= 1) or (repeats <= _MAX_REPEATS and choices == 0)
     if len(pattern) > _MAX_PATTERN or not is_bounded or not _PATTERN.fullmatch(pattern):
-        raise UnsupportedError.of(
-            "adapter.unsupported", path, f"the pattern {shown(pattern)} of '{key}' is too complex to be matched",
-            "name the modules one by one",
-        )  # fmt: skip
+        message = f"the pattern {shown(pattern)} of '{key}' is too complex to be matched"
+        raise unsupported_adapter(path, message, "name the modules one by one")
     try:
         re.compile(pattern)
     except re.error as error:
-        raise CorruptError.of(
-            "adapter.damaged", path, f"the pattern {shown(pattern)} of '{key}' is no regular expression: {error}"
-        ) from error
+        message = f"the pattern {shown(pattern)} of '{key}' is no regular expression: {error}"
+        raise damaged_adapter(path, message) from error
 
 
 def _pattern_value(patterns: Mapping[str, T], module: str, default: T) -> T:
@@ -240,20 +243,20 @@ def _pattern_value(patterns: Mapping[str, T], module: str, default: T) -> T:
 
 def _rank(value: JsonValue, key: str, path: Location) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CorruptError.of("adapter.damaged", path, f"the rank {shown(key)} must be > 0, found {shown(value)}")
+        raise damaged_adapter(path, f"the rank {shown(key)} must be > 0, found {shown(value)}")
     return value
 
 
 def _alpha(value: JsonValue, key: str, path: Location) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CorruptError.of("adapter.damaged", path, f"{shown(key)} must be a number, found {shown(value)}")
+        raise damaged_adapter(path, f"{shown(key)} must be a number, found {shown(value)}")
     return float(value)
 
 
 def _flag(config: Mapping[str, JsonValue], key: str, path: Location) -> bool:
     value = config.get(key) or False
     if not isinstance(value, bool):
-        raise CorruptError.of("adapter.damaged", path, f"'{key}' must be true or false, found {shown(value)}")
+        raise damaged_adapter(path, f"'{key}' must be true or false, found {shown(value)}")
     return value
 
 
@@ -353,7 +356,7 @@ def _read_kohya(store: Store, path: Location) -> StoredAdapter:
         if match is None:
             message = f"{shown(entry.name)} is no factor of a LoRA in Kohya's names (lora_down, lora_up, alpha)"
             hint = "give the folder of an adapter of PEFT or MLX, or the file of a plain LoRA"
-            raise UnsupportedError.of("adapter.unsupported", path, message, hint)
+            raise unsupported_adapter(path, message, hint)
         if match["part"] == "alpha":
             parts[match["module"]]["alpha"] = entry
             continue
@@ -384,7 +387,7 @@ def _kohya_alpha(store: Store, path: Location, stored: Mapping[str, TensorEntry]
         return float(stored["down"].shape[0]) if "down" in stored else 1.0
     if entry.n_elements != 1 or entry.dtype.kind is not DTypeKind.FLOAT:
         message = f"{shown(entry.name)} is {entry.dtype.name} {list(entry.shape)}, and must be one number"
-        raise CorruptError.of("adapter.damaged", path, message)
+        raise damaged_adapter(path, message)
     raw = np.frombuffer(store.read_metadata(path, entry.offset, entry.nbytes), np.uint8)
     value = float(decoded(raw, entry.dtype.kernel_code)[0])
     if not math.isfinite(value):
@@ -419,8 +422,7 @@ def _sorted_out(
         name = name.replace(".modules_to_save.", ".")
         match = (_MLX_PART if config.kind == MLX else _PART).fullmatch(name)
         if match is None and (variant := _VARIANT.search(name)) is not None:
-            message = f"{shown(entry.name)}: '{variant[0]}' is not read"
-            raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
+            raise unsupported_adapter(path, f"{shown(entry.name)}: '{variant[0]}' is not read", MERGE_HINT)
         if match is None:
             is_copy = name.endswith(f"{BASE_LAYER}.weight")
             (copies if is_copy else full)[name.replace(f"{BASE_LAYER}.", ".")] = entry
@@ -446,9 +448,9 @@ def _check_part(path: Location, entry: TensorEntry, part: str) -> None:
     is_vector = _ROLES.get(part) in ("magnitude", "bias")
     if len(entry.shape) != (1 if is_vector else 2):
         message = f"{shown(entry.name)} has shape {list(entry.shape)}: only factors with two dimensions are read"
-        raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
+        raise unsupported_adapter(path, message, MERGE_HINT)
     if entry.dtype.kind is not DTypeKind.FLOAT:
-        raise UnsupportedError.of("adapter.unsupported", path, f"{shown(entry.name)} is {entry.dtype.name}")
+        raise unsupported_adapter(path, f"{shown(entry.name)} is {entry.dtype.name}")
 
 
 def _paired(path: Location, stored: Mapping[str, TensorEntry], *, is_embedding: bool, kind: str) -> AdaptedModule:
@@ -461,7 +463,7 @@ def _paired(path: Location, stored: Mapping[str, TensorEntry], *, is_embedding: 
         return AdaptedModule(down, up, stored.get("bias"), stored.get("magnitude"), is_embedding)
     up_2, down_2 = _pair(path, stored, "up_2", "down_2")
     if (up.shape[0], down.shape[1]) != (up_2.shape[0], down_2.shape[1]):
-        raise CorruptError.of("adapter.damaged", path, f"the two products of {shown(up.name)} differ in shape")
+        raise damaged_adapter(path, f"the two products of {shown(up.name)} differ in shape")
     rank = up.shape[1] * up_2.shape[1]
     return AdaptedModule(
         Composed("pairs of rows", (*down.stored, *down_2.stored), (rank, down.shape[1])),
@@ -475,7 +477,7 @@ def _pair(
     """Return two stored matrices that have a product; MLX stores both transposed."""
     if not stored.keys() >= {left, right}:
         stored_name = next(iter(stored.values())).name
-        raise CorruptError.of("adapter.damaged", path, f"{shown(stored_name)} has no counterpart, A or B")
+        raise damaged_adapter(path, f"{shown(stored_name)} has no counterpart, A or B")
     first, second = (
         Composed("transposed", (stored[role],), (stored[role].shape[1], stored[role].shape[0]))
         if is_mlx
@@ -484,8 +486,7 @@ def _pair(
     )
     if second.shape[0] != first.shape[1]:
         shapes = f"{list(second.shape)} and {list(first.shape)}"
-        message = f"{shown(second.name)} and {shown(first.name)} have {shapes}: no product"
-        raise CorruptError.of("adapter.damaged", path, message)
+        raise damaged_adapter(path, f"{shown(second.name)} and {shown(first.name)} have {shapes}: no product")
     return first, second
 
 

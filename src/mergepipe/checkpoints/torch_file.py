@@ -15,7 +15,7 @@ from mergepipe.checkpoints.inert_pickle import DEFAULT_LIMITS, load_inert
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.core.blocks import DType, element_count
 from mergepipe.core.strict_json import canonical_json, shown
-from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, UnsupportedError, damaged, unsupported
 from mergepipe.storage.contract import ZIP_DIRECTORY_BYTES, Store
 from mergepipe.storage.location import Location
 
@@ -100,7 +100,7 @@ class _Directory:
         return content
 
     def _error(self, message: str) -> MergePipeError:
-        return CorruptError.of("checkpoint.damaged", self._window.path, message)
+        return damaged(self._window.path, message)
 
     def locate(self) -> tuple[int, int, int]:
         """Find the central directory: (start, stop, number of members)."""
@@ -117,7 +117,7 @@ class _Directory:
                 end_offset, (disk_count, count, nbytes, start)
             )
         if disk or first_disk or disk_count != count:
-            raise UnsupportedError.of("checkpoint.unsupported", self._window.path, "the archive has several volumes")
+            raise unsupported(self._window.path, "the archive has several volumes")
         if start + nbytes != stop or nbytes > ZIP_DIRECTORY_BYTES or count * _CENTRAL.size > nbytes:
             raise self._error(f"a directory of {nbytes} bytes at {start} does not end at {stop}")
         return start, stop, count
@@ -211,10 +211,8 @@ class _Directory:
 
     def _require_plain(self, name: str, flags: int, method: int, packed: int, nbytes: int) -> None:
         if method != 0 or flags & ~(_FLAG_DESCRIPTOR | _FLAG_UTF8):
-            raise UnsupportedError.of(
-                "checkpoint.unsupported", self._window.path, f"member {name!r} is compressed or encrypted",
-                "only members stored plain, as torch.save writes them, are read",
-            )  # fmt: skip
+            hint = "only members stored plain, as torch.save writes them, are read"
+            raise unsupported(self._window.path, f"member {name!r} is compressed or encrypted", hint)
         if packed != nbytes:
             raise self._error(f"member {name!r} is stored plain with two sizes: {packed} and {nbytes}")
 
@@ -304,16 +302,12 @@ class TorchArchive:
         member = self.storage(tensor)
         where = f"{self.file}: {path}"
         if element_count(tensor.shape) and not _is_contiguous(tensor):
-            raise UnsupportedError.of(
-                "checkpoint.unsupported", where, f"shape {tensor.shape} with strides {tensor.stride} is not contiguous",
-                "call .contiguous() on it and save again",
-            )  # fmt: skip
+            message = f"shape {tensor.shape} with strides {tensor.stride} is not contiguous"
+            raise unsupported(where, message, "call .contiguous() on it and save again")
         offset = tensor.storage_offset * tensor.dtype.itemsize
         nbytes = element_count(tensor.shape) * tensor.dtype.itemsize
         if offset + nbytes > member.nbytes:
-            raise CorruptError.of(
-                "checkpoint.damaged", where, f"bytes [{offset}, {offset + nbytes}) of a storage of {member.nbytes}"
-            )
+            raise damaged(where, f"bytes [{offset}, {offset + nbytes}) of a storage of {member.nbytes}")
         key = tensor.storage.key
         at = member.offset + offset
         return StoredTensor(
@@ -325,20 +319,16 @@ class TorchArchive:
         storage = tensor.storage
         member = self.members.get(f"{self.stem}/data/{storage.key}")
         if member is None:
-            raise self._corrupt(f"storage {storage.key[:40]!r} is not in the file")
+            raise damaged(self.file, f"storage {storage.key[:40]!r} is not in the file")
         itemsize = storage.dtype.itemsize if storage.dtype is not None else 1
         if storage.n_elements * itemsize != member.nbytes:
-            raise self._corrupt(
-                f"storage {storage.key[:40]!r} has {member.nbytes} bytes, {storage.n_elements * itemsize} are announced"
-            )
+            stated = f"{storage.n_elements * itemsize} are announced"
+            raise damaged(self.file, f"storage {storage.key[:40]!r} has {member.nbytes} bytes, {stated}")
         return member
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor of the file by its path, each object once."""
         return {path: self.locate(tensor, path) for path, tensor in walk_tensors(self.root)}
-
-    def _corrupt(self, message: str) -> MergePipeError:
-        return CorruptError.of("checkpoint.damaged", self.file, message)
 
 
 def read_torch_zip(store: Store, path: Location, window: Window | None = None) -> TorchArchive:
@@ -412,12 +402,10 @@ class _HeldBytes:
 def _require_zip(store: MetadataSource, window: Window) -> None:
     start = store.read_metadata(window.path, window.start, 4)
     if start[:1] == b"\x80":
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", window.path, "written by torch.save in its older, unzipped format",
-            "load and save it again with torch 1.6 or later",
-        )  # fmt: skip
+        message = "written by torch.save in its older, unzipped format"
+        raise unsupported(window.path, message, "load and save it again with torch 1.6 or later")
     if start not in (_ZIP_START, _END_START):
-        raise CorruptError.of("checkpoint.damaged", window.path, "not a file written by torch.save")
+        raise damaged(window.path, "not a file written by torch.save")
 
 
 def _stem(members: Mapping[str, ZipMember], path: Location) -> str:
@@ -425,7 +413,7 @@ def _stem(members: Mapping[str, ZipMember], path: Location) -> str:
     stems = {name.partition("/")[0] for name in members}
     stem = next(iter(stems), "")
     if len(stems) != 1 or f"{stem}/data.pkl" not in members:
-        raise CorruptError.of("checkpoint.damaged", path, "a zip file, but not one written by torch.save (no data.pkl)")
+        raise damaged(path, "a zip file, but not one written by torch.save (no data.pkl)")
     return stem
 
 
@@ -435,22 +423,17 @@ def _require_little_endian(store: MetadataSource, path: Location, members: Mappi
         return
     order = store.read_metadata(path, member.offset, min(member.nbytes, 16))
     if order != b"little":
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", path, f"the byte order is {order!r}; only little-endian is read"
-        )
+        raise unsupported(path, f"the byte order is {order!r}; only little-endian is read")
 
 
 def _read_pickle(store: MetadataSource, path: Location, member: ZipMember) -> bytes:
     most = DEFAULT_LIMITS.max_bytes
     if member.nbytes > most:
-        raise UnsupportedError.of(
-            "pickle.refused", path, f"the pickle has {member.nbytes} bytes; at most {most} are read"
-        )
+        message = f"the pickle has {member.nbytes} bytes; at most {most} are read"
+        raise UnsupportedError.of("pickle.refused", path, message)
     raw = store.read_metadata(path, member.offset, member.nbytes)
     if len(raw) != member.nbytes or zlib.crc32(raw) != member.crc32:
-        raise CorruptError.of(
-            "checkpoint.damaged", path, "the checksum of data.pkl does not match; the file is damaged"
-        )
+        raise damaged(path, "the checksum of data.pkl does not match; the file is damaged")
     return raw
 
 
@@ -492,11 +475,8 @@ def _state_of(archive: TorchArchive) -> Mapping[object, object]:
         if not isinstance(state, dict):
             break
         state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), dict)), None)
-    raise UnsupportedError.of(
-        "checkpoint.unsupported", archive.file,
-        f"holds no mapping of names to tensors, neither by itself nor under {', '.join(WRAPPERS)}",
-        "save the model's state_dict",
-    )  # fmt: skip
+    message = f"holds no mapping of names to tensors, neither by itself nor under {', '.join(WRAPPERS)}"
+    raise unsupported(archive.file, message, "save the model's state_dict")
 
 
 def _is_nothing(value: object) -> bool:
@@ -506,13 +486,11 @@ def _is_nothing(value: object) -> bool:
 
 def _entry(archive: TorchArchive, name: object, value: object) -> TensorEntry:
     if not isinstance(name, str) or not name or not name.isprintable():
-        raise CorruptError.of("checkpoint.damaged", archive.file, f"{shown(name)} cannot be a tensor's name")
+        raise damaged(archive.file, f"{shown(name)} cannot be a tensor's name")
     if not isinstance(value, PickledTensor):
         kind = str(value.kind) if isinstance(value, Record) else type(value).__name__
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", archive.file, f"{shown(name)} holds a {shown(kind)}, which is no tensor",
-            "save the state_dict without it",
-        )  # fmt: skip
+        message = f"{shown(name)} holds a {shown(kind)}, which is no tensor"
+        raise unsupported(archive.file, message, "save the state_dict without it")
     stored = archive.locate(value, name)
     return TensorEntry(name, stored.dtype, stored.shape, stored.file, stored.offset, stored.nbytes)
 

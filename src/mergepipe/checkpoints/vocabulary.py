@@ -180,10 +180,8 @@ def read_vocabulary(checkpoint: Checkpoint, store: Store) -> Vocabulary | None:
             return read(TokenizerFiles(checkpoint, store), name)
     foreign = next((name for name in checkpoint.sidecars if name.endswith(_TIKTOKEN_SUFFIX)), None)
     if foreign is not None:
-        raise UnsupportedError.of(
-            "tokenizer.unsupported", checkpoint.root / foreign, "its ids are given by code, which is never run",
-            f"save the tokenizer with a {FAST_NAME}",
-        )  # fmt: skip
+        message, hint = "its ids are given by code, which is never run", f"save the tokenizer with a {FAST_NAME}"
+        raise UnsupportedError.of("tokenizer.unsupported", checkpoint.root / foreign, message, hint)
     return None
 
 
@@ -258,10 +256,9 @@ def _read_slow_json(files: TokenizerFiles, name: str) -> Vocabulary:
 def _read_pieces(files: TokenizerFiles, name: str) -> Vocabulary:
     kind = files.document(SETTINGS_NAME).get("tokenizer_class")
     if isinstance(kind, str) and kind.startswith(_SHIFTED):
-        raise UnsupportedError.of(
-            "tokenizer.unsupported", files.path(name), f"{shown(kind)} gives its pieces other ids than their places",
-            f"save the tokenizer with a {FAST_NAME}",
-        )  # fmt: skip
+        message = f"{shown(kind)} gives its pieces other ids than their places"
+        hint = f"save the tokenizer with a {FAST_NAME}"
+        raise UnsupportedError.of("tokenizer.unsupported", files.path(name), message, hint)
     ids = _Ids(files, name)
     ids.add_all((piece, index) for index, piece in enumerate(read_pieces(files.raw(name), where=files.path(name))))
     return _with_added(files, ids)

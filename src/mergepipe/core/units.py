@@ -49,9 +49,8 @@ def parse_size(text: str, option: str) -> int:
     number, unit = quantity
     factor = unit_bytes(unit)
     if factor is None:
-        raise RecipeError.of(
-            "option.invalid", option, f"'{text}': unknown unit '{unit}'", did_you_mean(unit, list(SIZE_UNITS))
-        )
+        message = f"'{text}': unknown unit '{unit}'"
+        raise RecipeError.of("option.invalid", option, message, did_you_mean(unit, list(SIZE_UNITS)))
     size = int(number * factor)
     if not unit and 0 < number < LEAST_BARE_BYTES:
         message = f"'{text}' without a unit would be {size} bytes"
@@ -68,9 +67,8 @@ _MOST_DIGITS = 40
 def positive(option: str, value: int, most: int = MAX_SIZE_BYTES) -> int:
     """Return `value` if it is above zero and at most `most` (default: the largest file size)."""
     if value < 1:
-        raise LimitError.of(
-            "option.out-of-range", option, f"{shown_number(value)} was given", "give a number above zero"
-        )
+        message = f"{shown_number(value)} was given"
+        raise LimitError.of("option.out-of-range", option, message, "give a number above zero")
     if value > most:
         raise RecipeError.of("option.invalid", option, f"{shown_number(value)} was given", f"give {most} at most")
     return value

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
 from mergepipe.checkpoints.directory import Json, config_bytes
 from mergepipe.checkpoints.gathered_rows import gathered_rows
 from mergepipe.checkpoints.routers import CHEAP_MODE, RANDOM_MODES, Gates, Noisy, Router, prompt_batches, token_rows
@@ -198,16 +198,13 @@ class _Builder:
                     raise MismatchError.of("model.mismatch", name, message, "build the mixture of models without it")
                 self._used[0].add(name)
                 yield self._task(name, tensor)
-                if self.architecture.gates_shared and name.endswith(_BIASED):
-                    yield from self._zero_bias(name.removesuffix("weight") + "bias", tensor)
+                bias = name.removesuffix("weight") + "bias"
+                if self.architecture.gates_shared and name.endswith(_BIASED) and bias not in base.tensors:
+                    # Qwen MoE adds to queries, keys and values what Llama does not: zeros.
+                    nowhere = np.full(tensor.shape[0], -1, np.int64)
+                    yield self._task(bias, gathered_rows(base.tensors["model.norm.weight"], nowhere, name=bias))
             elif match["role"] == _ROLES[-1]:
                 yield from self._layer(int(match["layer"]))
-
-    def _zero_bias(self, name: str, weight: Readable) -> Iterator[MergeTask]:
-        """Qwen MoE adds to queries, keys and values what Llama does not: zeros."""
-        if name not in self._checkpoints[0].tensors:
-            norm = self._checkpoints[0].tensors["model.norm.weight"]
-            yield self._task(name, gathered_rows(norm, np.full(weight.shape[0], -1, np.int64), name=name))
 
     def _layer(self, layer: int) -> Iterator[MergeTask]:
         place = f"model.layers.{layer}.mlp"
@@ -246,9 +243,14 @@ class _Builder:
         return Noisy(tensor, expert.noise, factor, (self._mixture.seed, place, layer, _ROLES.index(role)))
 
     def _task(self, name: str, tensor: Readable, model: int = 0) -> MergeTask:
-        dtype: DType = self._dtype or tensor.stored_dtype
-        action = Action.COPY if dtype == tensor.dtype else Action.MERGE
-        return MergeTask(name, action, tensor.shape, dtype, tensor, (), _NOTHING, "", model)
+        return _task(name, tensor, self._dtype, model)
+
+
+def _task(name: str, tensor: Readable, wanted: DType | None, model: int = 0) -> MergeTask:
+    """Write a tensor as it is, in its model's dtype or the `wanted` one."""
+    dtype = wanted or tensor.stored_dtype
+    action = Action.COPY if dtype == tensor.dtype else Action.MERGE
+    return MergeTask(name, action, tensor.shape, dtype, tensor, (), _NOTHING, "", model)
 
 
 # --- experts of a mixture that is there: chosen, in another order, twice, or one as a dense model ---
@@ -301,7 +303,7 @@ def _selected(recipe: Recipe, base: Checkpoint, n_experts: int) -> Resolution:
     dropped: list[DroppedTensor] = []
     for name, tensor in base.tensors.items():
         made = list(_of_chosen(name, tensor, chosen, n_experts, is_dense=is_dense))
-        tasks += [_selected_task(recipe, name_, part) for name_, part in made]
+        tasks += [_task(name_, part, recipe.dtype) for name_, part in made]
         dropped += [] if made else [DroppedTensor(recipe.inputs()[0].text, name, REASON_NOT_CHOSEN)]
     return Resolution(tuple(tasks), tuple(dropped), recipe.inputs())
 
@@ -328,7 +330,11 @@ def _of_chosen(
     elif not is_dense:
         yield name, gathered_rows(tensor, np.array(chosen, np.int64))
     else:
-        entry, n_roles = _stored(tensor), len(pieces) // n_experts
+        entry, n_roles = tensor.entry(), len(pieces) // n_experts
+        if entry is None:
+            message = "is worked out while it is read (an adapter, a quantised weight), and no part of it is taken"
+            hint = "write the model out in bfloat16 first"
+            raise UnsupportedError.of("model.unsupported", tensor.name, message, hint)
         nbytes, shape = entry.nbytes // len(pieces), (tensor.shape[1] // n_roles, tensor.shape[2])
         for number, piece in enumerate(pieces):
             if piece.expert == chosen[0]:
@@ -337,17 +343,3 @@ def _of_chosen(
                     fresh,
                     replace(entry, name=fresh, shape=shape, offset=entry.offset + number * nbytes, nbytes=nbytes),
                 )
-
-
-def _selected_task(recipe: Recipe, name: str, tensor: Readable) -> MergeTask:
-    dtype = recipe.dtype or tensor.stored_dtype
-    action = Action.COPY if dtype == tensor.dtype else Action.MERGE
-    return MergeTask(name, action, tensor.shape, dtype, tensor, (), _NOTHING, "", 0)
-
-
-def _stored(tensor: Readable) -> TensorEntry:
-    entry = tensor.entry()
-    if entry is None:
-        message = "is worked out while it is read (an adapter, a quantised weight), and no part of it is taken"
-        raise UnsupportedError.of("model.unsupported", tensor.name, message, "write the model out in bfloat16 first")
-    return entry

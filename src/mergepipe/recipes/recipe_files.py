@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from mergepipe.checkpoints.routers import GATE_MODES, RANDOM_MODES
@@ -66,16 +67,20 @@ def sort_documents(readers: Sequence[DocumentReader], recipes: Sequence[Recipe])
     Reports cycles, and documents other than the output that nothing merges.
     """
     by_name = {recipe.name: index for index, recipe in enumerate(recipes) if recipe.name is not None}
-    needs = [[by_name[name] for name in recipe.intermediates()] for recipe in recipes]
-    cycle = _cycle(needs)
-    if cycle:
+    needs = {index: [by_name[name] for name in recipe.intermediates()] for index, recipe in enumerate(recipes)}
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        cycle: list[int] = error.args[1][::-1]
         names = " -> ".join(f"'{recipes[index].name}'" for index in cycle)
         message, hint = f"documents wait for each other: {names}", "a document merges models made before it"
         readers[cycle[0]].refuse("recipe.conflict", ("name",), message, hint)
         return ()
-    output = _output(recipes, needs)
+    used = {index for need in needs.values() for index in need}
+    free = [index for index in range(len(recipes)) if index not in used]
     order: list[int] = []
-    _visit(output, needs, order)
+    # Of the documents that nothing merges, the one without a name is the output's, else the last.
+    _visit(next((index for index in free if recipes[index].name is None), free[-1]), needs, order)
     for index in sorted(set(range(len(recipes))) - set(order)):
         message = "nothing merges the result of this document"
         hint = "name it as a model of the output, or keep it in a file of its own"
@@ -83,14 +88,7 @@ def sort_documents(readers: Sequence[DocumentReader], recipes: Sequence[Recipe])
     return tuple(recipes[index] for index in order)
 
 
-def _output(recipes: Sequence[Recipe], needs: Sequence[Sequence[int]]) -> int:
-    """Find the document of the output: of those that nothing merges the one without a name, else the last."""
-    used = {index for need in needs for index in need}
-    free = [index for index in range(len(recipes)) if index not in used]
-    return next((index for index in free if recipes[index].name is None), free[-1])
-
-
-def _visit(index: int, needs: Sequence[Sequence[int]], order: list[int]) -> None:
+def _visit(index: int, needs: Mapping[int, Sequence[int]], order: list[int]) -> None:
     if index in order:
         return
     for needed in needs[index]:
@@ -98,23 +96,7 @@ def _visit(index: int, needs: Sequence[Sequence[int]], order: list[int]) -> None
     order.append(index)
 
 
-def _cycle(needs: Sequence[Sequence[int]]) -> list[int]:
-    """Find a cycle of documents, its first one repeated at the end; empty if there is none."""
-    done: set[int] = set()
-    for start in range(len(needs)):
-        path = [start] if start not in done else []
-        while path:
-            ahead = next((index for index in needs[path[-1]] if index not in done), None)
-            if ahead is None:
-                done.add(path.pop())
-            elif ahead in path:
-                return [*path[path.index(ahead) :], ahead]
-            else:
-                path.append(ahead)
-    return []
-
-
-# --- load recipes in mergekit's YAML: report every problem at once, ignore nothing silently ---
+# --- one document ---
 
 
 AUTO, LIKE_BASE = "auto", "like_base"

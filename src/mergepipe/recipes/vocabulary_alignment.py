@@ -144,10 +144,9 @@ def _vocabularies(models: Sequence[Checkpoint], store: Store) -> tuple[Vocabular
     """Read every model's vocabulary; adapters and deltas have the first model's."""
     first = read_vocabulary(models[0], store)
     if first is None:
-        raise NotFoundError.of(
-            "checkpoint.incomplete", models[0].path, "no tokenizer file found, and the recipe asks for aligned tokens",
-            "put a tokenizer.json into the model's folder, or leave out the recipe's tokenizer",
-        )  # fmt: skip
+        message = "no tokenizer file found, and the recipe asks for aligned tokens"
+        hint = "put a tokenizer.json into the model's folder, or leave out the recipe's tokenizer"
+        raise NotFoundError.of("checkpoint.incomplete", models[0].path, message, hint)
     read = (read_vocabulary(model, store) if model.kind is CheckpointKind.FULL else None for model in models[1:])
     return (first, *(other or first for other in read))
 
@@ -312,10 +311,8 @@ class _Aligner:
                 )  # fmt: skip
         for model, tensor in group.items():
             if tensor.dtype.kind is not DTypeKind.FLOAT:
-                raise UnsupportedError.of(
-                    "tokenizer.unsupported", tensor.name,
-                    f"{tensor.dtype.name} in '{self._models[model].path}' cannot be aligned", "convert the model first",
-                )  # fmt: skip
+                message = f"{tensor.dtype.name} in '{self._models[model].path}' cannot be aligned"
+                raise UnsupportedError.of("tokenizer.unsupported", tensor.name, message, "convert the model first")
 
     def _token_rules(self, group: Mapping[int, Readable], rows: TokenRows) -> dict[int, Given]:
         """Collect the recipe's rules for single tokens, by output row."""

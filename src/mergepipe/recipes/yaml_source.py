@@ -221,8 +221,7 @@ def _compose(name: str, text: str) -> tuple[_BoundedLoader, list[yaml.Node]]:
             if node is not None:
                 nodes.append(node)
             if len(nodes) > MAX_DOCUMENTS:
-                message = f"more than {MAX_DOCUMENTS} documents"
-                raise _refusal("recipe.syntax", f"{name}:{_line(nodes[-1])}", message)
+                raise _refusal("recipe.syntax", f"{name}:{_line(nodes[-1])}", f"more than {MAX_DOCUMENTS} documents")
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(name, text, error) from None
     except yaml.reader.ReaderError as error:

@@ -88,9 +88,8 @@ class Location(WrittenAsText):
     def local_path(self) -> Path:
         """The path of a file of this machine."""
         if self.scheme:
-            raise RecipeError.of(
-                "location.invalid", self, "is not on this machine", "give a local path; only inputs may lie elsewhere"
-            )
+            message = "is not on this machine"
+            raise RecipeError.of("location.invalid", self, message, "give a local path; only inputs may lie elsewhere")
         return Path(self.path)
 
     @property

@@ -316,9 +316,8 @@ def refusal(location: Location, status: int, headers: Mapping[str, str], *, has_
     if status == 403:
         text, hint = f"the Hub refuses access (403): {_shown(message)}", "see that the token has the right to read it"
         return StorageError.of("storage.credentials", location, text, hint)
-    return StorageError.of(
-        "storage.unavailable", location, f"the Hub answers {status}: {_shown(message)}", "run again later"
-    )
+    message = f"the Hub answers {status}: {_shown(message)}"
+    return StorageError.of("storage.unavailable", location, message, "run again later")
 
 
 def offline(location: Location, why: str) -> MergePipeError:
