@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from packing_cases import SHAPES, PackFamily, halves, tree, write_model
+from packing_cases import SHAPES, PackFamily, halves, relabel, tree, write_model
 
 import mergepipe
-from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.checkpoint import MOST_DEPTH
 from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError, UnsupportedError
@@ -57,9 +56,7 @@ def header_of(store: Path) -> dict[str, object]:
 
 
 def rewrite_header(store: Path, **changes: object) -> None:
-    document = {**header_of(store), **changes}
-    del document["digest"]
-    (store / HEADER_NAME).write_text(json.dumps({**document, "digest": digest_of(document)}))
+    relabel(store, lambda document: document.update(changes))
 
 
 def test_chain__is_packed_on_the_one_before_with_a_bounded_depth(run: PackFamily, packed: Path) -> None:

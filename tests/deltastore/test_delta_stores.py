@@ -13,14 +13,13 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from packing_cases import store_tree
+from packing_cases import content_of, halves, relabel, store_tree, tree
 
 from mergepipe.api import pack, unpack, verify
 from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, LeveledTensor
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F32, Span
-from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.checkpoint import open_store, read_header
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Level, Piece
 from mergepipe.deltastore.index import (
@@ -39,7 +38,6 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.disk_families import make_models, write_single
-from support.safetensors_bytes import file_bytes
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-7"
 BIG = "big.weight"
@@ -56,15 +54,8 @@ class Packed:
     store: Path
 
 
-def tree(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
-
-
 def bf16_file(values: np.ndarray[tuple[int], np.dtype[np.float32]], name: str = BIG) -> bytes:
-    bits = values.view(np.uint32)
-    halves = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    header = {name: {"dtype": "BF16", "shape": [len(halves)], "data_offsets": [0, 2 * len(halves)]}}
-    return file_bytes(header, halves.tobytes())
+    return content_of({name: halves(values)})
 
 
 @pytest.fixture(scope="module")
@@ -245,28 +236,20 @@ def test_packed_tensor__one_block_costs_its_own_pages(big: Packed) -> None:
     assert tensor.level_cost_bytes(tensor.block_span(1), Level.HEAD) < one
 
 
-def test_verify__says_which_piece_is_damaged(big: Packed, tmp_path: Path) -> None:
-    store = tmp_path / "expert"
-    shutil.copytree(big.store, store)
-    head = store / PIECE_NAMES[Piece.HEAD]
-    content = bytearray(head.read_bytes())
-    content[0] ^= 1
-    head.write_bytes(content)
-    damages = verify(store, base=big.base).damages
-    assert [damage.tensor for damage in damages] == [BIG]
-    assert "the head piece of block 0 is damaged" in damages[0].message
-
-
-def test_unpack__says_which_piece_is_damaged(big: Packed, tmp_path: Path) -> None:
-    store = tmp_path / "expert"
-    shutil.copytree(big.store, store)
-    rest = store / PIECE_NAMES[Piece.REST]
-    content = bytearray(rest.read_bytes())
-    content[-100] ^= 1
-    rest.write_bytes(content)
-    with pytest.raises(CorruptError, match="the rest piece of block 2 is damaged"):
-        unpack(store, tmp_path / "back", base=big.base)
-    assert not (tmp_path / "back").exists()
+def test_verify_and_unpack__say_which_piece_is_damaged(big: Packed, tmp_path: Path) -> None:
+    store = shutil.copytree(big.store, tmp_path / "expert")
+    for piece, place, damage in ((Piece.HEAD, 0, "head piece of block 0"), (Piece.REST, -100, "rest piece of block 2")):
+        path = store / PIECE_NAMES[piece]
+        sound = path.read_bytes()
+        content = bytearray(sound)
+        content[place] ^= 1
+        path.write_bytes(content)
+        (found,) = verify(store, base=big.base).damages
+        assert (found.tensor, f"the {damage} is damaged" in found.message) == (BIG, True)
+        with pytest.raises(CorruptError, match=f"the {damage} is damaged"):
+            unpack(store, tmp_path / "back", base=big.base)
+        assert not (tmp_path / "back").exists()
+        path.write_bytes(sound)
 
 
 def test_packed_tensor__refuses_another_base_of_the_same_form(big: Packed, tmp_path: Path) -> None:
@@ -308,18 +291,9 @@ def test_open_store__or_reading_finds_a_changed_byte_and_a_missing_end(odd: Pack
         unpack(odd.store, tmp_path / "back")
 
 
-def with_header(packed: Packed, **changes: object) -> None:
-    """Change the header and let its digest fit again: a store that was made to lie."""
-    path = packed.store / HEADER_NAME
-    document = json.loads(path.read_text())
-    document.update(changes)
-    document.pop("digest")
-    path.write_text(json.dumps({**document, "digest": digest_of(document)}))
-
-
 @pytest.mark.parametrize(("version", "hint"), [(6, "pack the expert again"), (8, "use a newer version")])
 def test_open_store__refuses_another_version(odd: Packed, version: int, hint: str) -> None:
-    with_header(odd, format=f"mergepipe-delta-store/{version}")
+    relabel(odd.store, lambda document: document.update(format=f"mergepipe-delta-store/{version}"))
     with pytest.raises(UnsupportedError) as caught:
         opened(odd)
     assert caught.value.code == "format.version"
@@ -343,7 +317,7 @@ def test_open_store__refuses_another_version(odd: Packed, version: int, hint: st
     ],
 )  # fmt: skip
 def test_open_store__refuses_headers_that_lie(odd: Packed, changes: dict[str, object]) -> None:
-    with_header(odd, **changes)
+    relabel(odd.store, lambda document: document.update(**changes))
     with pytest.raises(CorruptError):
         _ = opened(odd).tensors[EXTRA].stored  # what the index says is read when it is needed
 
@@ -355,7 +329,7 @@ def test_open_store__refuses_blocks_of_more_bytes_than_they_have_elements_for(od
     rows["lengths"][0, Piece.HEAD] = 1 << 31
     path.write_bytes(rows.tobytes())
     os.truncate(odd.store / PIECE_NAMES[Piece.HEAD], int(rows["lengths"][:, Piece.HEAD].sum(dtype=np.int64)))
-    with_header(odd, index_blake3=index_digest(rows.tobytes()))
+    relabel(odd.store, lambda document: document.update(index_blake3=index_digest(rows.tobytes())))
     checkpoint = opened(odd)
     with pytest.raises(CorruptError, match="bytes are stored for a block of"):
         _ = checkpoint.tensors[EXTRA].stored

@@ -11,6 +11,7 @@ from blake3 import blake3
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from packing_cases import as_bytes, decoded, deltas_at, deltas_of
 
 from mergepipe.checkpoints.contract import BaseBytes
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
@@ -20,10 +21,9 @@ from mergepipe.deltastore.codec.block import (
     EncodedBlock,
     RawBytes,
     decode_block,
-    decode_deltas,
     encode_block,
 )
-from mergepipe.deltastore.codec.levels import HEAD_DENSITY, PIECES_OF, RECORDED_LEVELS, Codec, Level, Piece
+from mergepipe.deltastore.codec.levels import HEAD_DENSITY, RECORDED_LEVELS, Codec, Level, Piece
 from mergepipe.deltastore.codec.symbols import (
     MAX_CONTEXTS,
     N_STATES,
@@ -55,31 +55,8 @@ def pair(seed: int, n: int, step: float, changed: float = 1.0, dtype: DType = BF
     return as_bytes(encode(base_N, dtype)), as_bytes(encode(expert_N, dtype))
 
 
-def as_bytes(stored: NDArray[np.generic]) -> RawBytes:
-    return np.frombuffer(stored.tobytes(), np.uint8)
-
-
-def deltas_of(base: RawBytes, expert: RawBytes, dtype: DType = BF16) -> NDArray[np.float32]:
-    with np.errstate(invalid="ignore"):
-        return np.asarray(decode(expert.tobytes(), dtype) - decode(base.tobytes(), dtype))
-
-
 def cut_of(base: RawBytes, expert: RawBytes, dtype: DType = BF16) -> float:
     return choose_cut(deltas_of(base, expert, dtype), is_sample=False)
-
-
-def decoded(block: EncodedBlock, base: RawBytes, dtype: DType) -> RawBytes:
-    out = np.full(len(base), 0xA5, np.uint8)
-    decode_block(block.codec, block.pieces, BlockContext(base, dtype, "test"), out)
-    return out
-
-
-def deltas_at(block: EncodedBlock, level: Level, base: RawBytes, dtype: DType = BF16) -> NDArray[np.float32]:
-    """Deltas at a level, from nothing but the pieces that it reads."""
-    pieces = {piece: content for piece, content in block.pieces.items() if piece in PIECES_OF[level]}
-    out = np.full(len(base) // 2, np.nan, np.float32)
-    decode_deltas(block.codec, level, pieces, BlockContext(base, dtype, "test"), out)
-    return out
 
 
 @given(seed=seeds, n=st.integers(1, 6000), dtype=dtypes)
@@ -90,7 +67,7 @@ def test_encode_block__any_bits_of_any_dtype_come_back(seed: int, n: int, dtype:
     touched = rng.random(len(base)) < rng.random()
     expert[touched] = rng.integers(0, 256, int(touched.sum()), np.uint8)
     block = encode_block(base, expert, dtype, 1e-3)
-    assert np.array_equal(decoded(block, base, dtype), expert)
+    assert np.array_equal(decoded(block, BlockContext(base, dtype, "test"), len(base)), expert)
 
 
 @given(
@@ -113,7 +90,7 @@ def test_encode_block__experts_near_their_base_come_back(
         stored[places] = rng.choice(np.append(values, [0x0001, 0x8001, 0x8000]), len(places))
     whole, other = base.view(np.uint8), expert.view(np.uint8)
     block = encode_block(whole, other, dtype, cut_of(whole, other, dtype))
-    assert np.array_equal(decoded(block, whole, dtype), other)
+    assert np.array_equal(decoded(block, BlockContext(whole, dtype, "test"), len(whole)), other)
     if odd == 0 and changed > 0:
         assert block.codec in (Codec.BANDS, Codec.SAME, *([Codec.STANDALONE] if step > -2 else []))
 
@@ -127,7 +104,7 @@ def test_encode_block__nan_payloads_and_infinities_come_back(bits: int, dtype: D
     block = encode_block(base, odd, dtype, cut_of(base, expert, dtype))
     is_finite = np.isfinite(decode(odd.tobytes(), dtype)).all()
     assert block.codec is (Codec.BANDS if is_finite else Codec.BYTES)  # no level has a delta that is not finite
-    assert np.array_equal(decoded(block, base, dtype), odd)
+    assert np.array_equal(decoded(block, BlockContext(base, dtype, "test"), len(base)), odd)
 
 
 def test_encode_block__the_plainest_codec_that_is_needed_is_taken() -> None:
@@ -156,14 +133,15 @@ def test_decode_deltas__the_head_is_exact_from_the_cut_on_and_zero_below(
     cut = cut_of(base, expert, dtype)
     block = encode_block(base, expert, dtype, cut)
     assume(block.codec is Codec.BANDS)
+    context = BlockContext(base, dtype, "test")
     full_N = deltas_of(base, expert, dtype)
     head_N = np.where(np.abs(full_N) >= np.float32(cut), full_N, np.float32(0))
-    assert np.array_equal(deltas_at(block, Level.HEAD, base, dtype), head_N)
-    assert np.array_equal(deltas_at(block, Level.LOSSLESS, base, dtype), full_N)
+    assert np.array_equal(deltas_at(block, Level.HEAD, context, 16_384), head_N)
+    assert np.array_equal(deltas_at(block, Level.LOSSLESS, context, 16_384), full_N)
     assert block.count == np.count_nonzero(head_N)
     assert block.count >= int(HEAD_DENSITY * 16_384) or changed < 1
     for level, recorded in zip(RECORDED_LEVELS, block.errors, strict=True):
-        left = float(((deltas_at(block, level, base, dtype) - full_N.astype(np.float64)) ** 2).sum())
+        left = float(((deltas_at(block, level, context, 16_384) - full_N.astype(np.float64)) ** 2).sum())
         assert recorded == pytest.approx(left, rel=1e-6, abs=1e-30)
 
 
@@ -316,7 +294,7 @@ def test_encode_block__writes_the_bytes_that_it_has_always_written(n: int, sprea
     block = encode_block(base, expert, BF16, 2e-5)
     assert block.codec is Codec.BANDS
     assert block_digest(block) == digest
-    assert np.array_equal(decoded(block, base, BF16), expert)
+    assert np.array_equal(decoded(block, BlockContext(base, BF16, "test"), len(base)), expert)
 
 
 def test_encode_block__takes_arrays_that_are_read_only_or_not_aligned() -> None:

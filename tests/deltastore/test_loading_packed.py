@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from packing_cases import N_WIDE, PackFamily, make_family
+from packing_cases import N_WIDE, PackFamily, make_family, relabel
 
 import mergepipe
-from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.errors import ConflictError, CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.storage.local import LocalStore
@@ -137,7 +134,7 @@ def test_store__that_says_something_else_than_the_original_headers_is_refused(
         document["files" if key == "header_blake3" else "tensors"][0][key] = value
 
     mergepipe.pack(None, [family.base], tmp_path / "alone")
-    store = lying_copy(tmp_path / "alone" / "base", tmp_path / "lying", lie)
+    store = relabel(shutil.copytree(tmp_path / "alone" / "base", tmp_path / "lying"), lie)
     with pytest.raises(CorruptError, match="the header of"):
         mergepipe.load_file(store)
     damages = mergepipe.verify(store).damages
@@ -148,16 +145,7 @@ def test_store__that_says_something_else_than_the_original_headers_is_refused(
 
 def test_verify__tells_a_content_id_that_is_not_that_of_the_tensors(family: PackFamily, tmp_path: Path) -> None:
     packed = family.root / "packed" / "expert-1"
-    store = lying_copy(packed, tmp_path / "lying", lambda document: document.update(content_id="0" * 32))
+    store = shutil.copytree(packed, tmp_path / "lying")
+    relabel(store, lambda document: document.update(content_id="0" * 32))
     assert [damage.file for damage in mergepipe.verify(store, base=family.base).damages] == [HEADER_NAME]
     assert mergepipe.verify(packed).is_sound
-
-
-def lying_copy(store: Path, copy: Path, lie: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy of a store whose header was changed, digest and all."""
-    shutil.copytree(store, copy)
-    document = json.loads((copy / HEADER_NAME).read_text())
-    lie(document)
-    del document["digest"]
-    (copy / HEADER_NAME).write_text(json.dumps({**document, "digest": digest_of(document)}))
-    return copy

@@ -9,21 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from packing_cases import as_bytes, decoded, deltas_at, deltas_of
 
 import mergepipe
 from mergepipe.core.blocks import BF16, F16, F32, DType
 from mergepipe.deltastore.codec.block import (
     BlockContext,
-    EncodedBlock,
     RawBytes,
     convert,
-    decode_block,
-    decode_deltas,
     encode_block,
     encode_converted,
 )
-from mergepipe.deltastore.codec.levels import PIECES_OF, Codec, Level
+from mergepipe.deltastore.codec.levels import Codec, Level
 from mergepipe.deltastore.pack.encode_pass import choose_cut
 from mergepipe.testing.contracts import SPECIAL
 from support.rounding import decode, encode
@@ -31,10 +28,6 @@ from support.safetensors_bytes import file_bytes
 
 seeds = st.integers(0, 2**32 - 1)
 CONVERSIONS = [(base, dtype) for base in (BF16, F16, F32) for dtype in (BF16, F16, F32) if base is not dtype]
-
-
-def as_bytes(stored: NDArray[np.generic]) -> RawBytes:
-    return np.frombuffer(stored.tobytes(), np.uint8).copy()
 
 
 def pair(seed: int, n: int, step: float, base_dtype: DType = F16, dtype: DType = F16) -> tuple[RawBytes, RawBytes]:
@@ -47,30 +40,12 @@ def pair(seed: int, n: int, step: float, base_dtype: DType = F16, dtype: DType =
     return base, as_bytes(encode(moved_N.astype(np.float32), dtype))
 
 
-def deltas_of(base: RawBytes, base_dtype: DType, expert: RawBytes, dtype: DType) -> NDArray[np.float32]:
-    return np.asarray(decode(expert.tobytes(), dtype) - decode(base.tobytes(), base_dtype))
-
-
-def decoded(block: EncodedBlock, context: BlockContext, nbytes: int) -> RawBytes:
-    out = np.full(nbytes, 0xA5, np.uint8)
-    decode_block(block.codec, block.pieces, context, out)
-    return out
-
-
-def deltas_at(block: EncodedBlock, level: Level, context: BlockContext, n: int) -> NDArray[np.float32]:
-    """Deltas at a level, from nothing but the pieces that it reads."""
-    pieces = {piece: content for piece, content in block.pieces.items() if piece in PIECES_OF[level]}
-    out = np.full(n, np.nan, np.float32)
-    decode_deltas(block.codec, level, pieces, context, out)
-    return out
-
-
 def test_encode_block__fp16_is_small_for_a_small_change() -> None:
     rng = np.random.default_rng(0)
     base = as_bytes(encode((rng.standard_normal(1 << 17) * 0.02).astype(np.float32), F16))
     moved_N = decode(base.tobytes(), F16) + (rng.standard_normal(1 << 17) * 1e-4).astype(np.float32)
     expert = as_bytes(encode(moved_N.astype(np.float32), F16))
-    block = encode_block(base, expert, F16, choose_cut(deltas_of(base, F16, expert, F16), is_sample=False))
+    block = encode_block(base, expert, F16, choose_cut(deltas_of(base, expert, F16), is_sample=False))
     assert block.codec is Codec.BANDS
     assert block.nbytes < 0.38 * len(expert)
     assert encode_block(base, expert, F16, None).nbytes > 0.4 * len(expert)
@@ -85,14 +60,14 @@ def test_encode_converted__experts_of_another_dtype_come_back_with_exact_deltas(
     block = encode_converted(base, base_dtype, expert, dtype)
     context = BlockContext(base, dtype, "test", base_dtype)
     assert np.array_equal(decoded(block, context, len(expert)), expert)
-    full_N = deltas_of(base, base_dtype, expert, dtype)
+    full_N = deltas_of(base, expert, dtype, base_dtype)
     for level in (Level.HEAD, Level.LOSSLESS):
         assert np.array_equal(deltas_at(block, level, context, n), full_N)
     assert block.errors[0] == pytest.approx(float((full_N.astype(np.float64) ** 2).sum()), rel=1e-6)
     same = encode_converted(base, base_dtype, convert(base, base_dtype, dtype).copy(), dtype)
     assert same.codec is Codec.SAME
     assert np.array_equal(
-        deltas_at(same, Level.HEAD, context, n), deltas_of(base, base_dtype, convert(base, base_dtype, dtype), dtype)
+        deltas_at(same, Level.HEAD, context, n), deltas_of(base, convert(base, base_dtype, dtype), dtype, base_dtype)
     )
 
 

@@ -12,6 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from packing_cases import as_bytes, weights
 
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
 from mergepipe.deltastore.codec.block import RawBytes
@@ -27,20 +28,10 @@ from mergepipe.deltastore.codec.planes import (
     unfold_differences,
 )
 from mergepipe.errors import CorruptError
-from support.rounding import encode
 
 U8 = DTYPES["U8"]
 seeds = st.integers(0, 2**32 - 1)
 dtypes = st.sampled_from(sorted(DTYPES.values(), key=lambda dtype: dtype.name))
-
-
-def as_bytes(stored: NDArray[np.generic]) -> RawBytes:
-    return np.frombuffer(stored.tobytes(), np.uint8).copy()
-
-
-def weights(n: int, dtype: DType, seed: int = 0, scale: float = 0.02) -> RawBytes:
-    values_N = (np.random.default_rng(seed).standard_normal(n) * scale).astype(np.float32)
-    return as_bytes(encode(values_N, dtype))
 
 
 def decoded(content: RawBytes, base: RawBytes | None, nbytes: int, dtype: DType) -> RawBytes:

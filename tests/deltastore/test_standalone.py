@@ -9,18 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from packing_cases import N_WIDE, halves, make_family, tree, write_model
+from packing_cases import N_WIDE, as_bytes, halves, make_family, relabel, tree, weights, write_model
 
 import mergepipe
 from mergepipe.cli import main
 from mergepipe.core.blocks import BF16, DTYPES, F16, DType
-from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.codec.bands import encode_bands
-from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, RawBytes, decode_block, encode_block
+from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, decode_block, encode_block
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
 from mergepipe.deltastore.codec.planes import encode_planes
-from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.deltastore.pack.encode_pass import cut_of, sample_of
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
 from support.rounding import encode
@@ -28,15 +25,6 @@ from support.rounding import encode
 seeds = st.integers(0, 2**32 - 1)
 dtypes = st.sampled_from(sorted(DTYPES.values(), key=lambda dtype: dtype.name))
 FLOATS = [DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")]
-
-
-def as_bytes(stored: NDArray[np.generic]) -> RawBytes:
-    return np.frombuffer(stored.tobytes(), np.uint8).copy()
-
-
-def weights(n: int, dtype: DType, seed: int = 0, scale: float = 0.02) -> RawBytes:
-    values_N = (np.random.default_rng(seed).standard_normal(n) * scale).astype(np.float32)
-    return as_bytes(encode(values_N, dtype))
 
 
 def test_encode_block__unrelated_experts_are_encoded_without_the_base() -> None:
@@ -133,9 +121,6 @@ def test_open__a_header_that_claims_plain_blocks_or_a_base_is_refused(
     packed_base: tuple[Path, Path], tmp_path: Path, changes: dict[str, object], error: type[MergePipeError]
 ) -> None:
     store = shutil.copytree(packed_base[1], tmp_path / "store")
-    document = json.loads((store / HEADER_NAME).read_text())
-    document["tensors"][0] |= changes
-    del document["digest"]
-    (store / HEADER_NAME).write_text(json.dumps({**document, "digest": digest_of(document)}))
+    relabel(store, lambda document: document["tensors"][0].update(changes))
     with pytest.raises(error):
         mergepipe.unpack(store, tmp_path / "back")
