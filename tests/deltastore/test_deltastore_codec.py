@@ -24,18 +24,6 @@ from mergepipe.deltastore.codec.block import (
     encode_block,
 )
 from mergepipe.deltastore.codec.levels import HEAD_DENSITY, RECORDED_LEVELS, Codec, Level, Piece
-from mergepipe.deltastore.codec.symbols import (
-    MAX_CONTEXTS,
-    N_STATES,
-    N_SYMBOLS,
-    SKIPPED,
-    TABLE_ENTRIES,
-    WORDS_ROOM,
-    decode_numbers,
-    encode_numbers,
-    read_numbers,
-    scale_counts,
-)
 from mergepipe.deltastore.pack.encode_pass import choose_cut
 from mergepipe.errors import CorruptError
 from mergepipe.testing.contracts import SPECIAL
@@ -117,14 +105,6 @@ def test_encode_block__the_plainest_codec_that_is_needed_is_taken() -> None:
     assert encode_block(None, noise, BF16, None).codec is Codec.RAW
 
 
-@pytest.mark.parametrize(("dtype", "share"), [(F16, 0.75), (F32, 0.8)])
-def test_encode_block__other_floats_shrink_too(dtype: DType, share: float) -> None:
-    base, expert = pair(4, 8192, 1e-5, dtype=dtype)
-    block = encode_block(base, expert, dtype, None)
-    assert block.codec is Codec.BYTES
-    assert block.nbytes < share * len(expert)
-
-
 @given(seed=seeds, step=st.floats(-5, -2), changed=st.floats(0.3, 1), dtype=st.sampled_from([BF16, F16]))
 def test_decode_deltas__the_head_is_exact_from_the_cut_on_and_zero_below(
     seed: int, step: float, changed: float, dtype: DType
@@ -181,39 +161,6 @@ def test_choose_cut__deltas_that_are_all_zero_or_not_finite_still_have_one() -> 
 
 
 # --- coded numbers ---
-
-
-@given(st.lists(st.integers(0, 10**6), min_size=N_SYMBOLS, max_size=N_SYMBOLS), st.integers(0, N_SYMBOLS))
-def test_scale_counts__frequencies_add_up_and_keep_every_symbol(counts: list[int], n_ones: int) -> None:
-    counts_S, frequencies_S = np.array(counts, np.int64), np.zeros(N_SYMBOLS, np.uint16)
-    counts_S[:n_ones] = np.minimum(counts_S[:n_ones], 1)
-    scale_counts(counts_S, frequencies_S)
-    assert int(frequencies_S.sum()) == (N_STATES if counts_S.any() else 0)
-    assert ((frequencies_S > 0) == (counts_S > 0)).all()
-
-
-def coded(numbers_N: Bits16, rows_N: Bits16, n_contexts: int) -> RawBytes:
-    n = len(numbers_N)
-    content = np.zeros(4 * n + 1000, np.uint8)
-    size = encode_numbers(numbers_N, rows_N, n_contexts, np.zeros(n, np.uint8), np.zeros(n + 1, np.uint32), content)
-    return content[:size].copy()
-
-
-@given(seed=seeds, n=st.integers(1, 512), n_contexts=st.integers(1, MAX_CONTEXTS), skew=st.sampled_from([0, 1, 8, 40]))
-def test_decode_numbers__gives_back_what_was_encoded(seed: int, n: int, n_contexts: int, skew: int) -> None:
-    rng = np.random.default_rng(seed)
-    numbers_N = (65_535 * rng.random(4 * n) ** skew).astype(np.uint16)
-    rows_N = (N_STATES * rng.integers(0, n_contexts, 4 * n)).astype(np.uint16)
-    rows_N[rng.random(4 * n) < rng.random()] = SKIPPED
-    numbers_N[rows_N == SKIPPED] = 0
-    content = coded(numbers_N, rows_N, n_contexts)
-    table, states = np.zeros(TABLE_ENTRIES, np.uint64), np.zeros(4, np.uint64)
-    words, found_N = np.zeros(len(content) // 2 + 1 + WORDS_ROOM, np.uint16), np.zeros(4 * n, np.uint16)
-    first = read_numbers(content, n_contexts, table, states, words)
-    end = decode_numbers(words, np.uint64(first % 8), states, table, rows_N, 4 * n, found_N)
-    assert np.array_equal(found_N, numbers_N)
-    assert end == first // 8 * 8
-    assert not states.any()
 
 
 # --- blocks from others ---

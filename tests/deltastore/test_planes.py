@@ -24,8 +24,6 @@ from mergepipe.deltastore.codec.planes import (
     FORM_SPARSE,
     decode_planes,
     encode_planes,
-    fold_differences,
-    unfold_differences,
 )
 from mergepipe.errors import CorruptError
 
@@ -131,23 +129,6 @@ def test_decode_planes__lying_content_is_refused_or_gives_other_values_never_mor
         codes = set()
     assert codes <= {"store.damaged"}
     assert (room[len(expert) :] == 7).all()
-
-
-@given(seed=seeds, n=st.integers(1, 200), itemsize=st.sampled_from([1, 2, 4, 8]), is_float=st.booleans())
-def test_fold_differences__are_those_of_whole_numbers(seed: int, n: int, itemsize: int, is_float: bool) -> None:
-    rng = np.random.default_rng(seed)
-    bits = 8 * itemsize
-    base, expert = (rng.integers(0, 256, n * itemsize).astype(np.uint8).view(f"u{itemsize}") for _ in range(2))
-    folded, restored, signed_words = np.empty(n, f"i{itemsize}"), np.empty(n, f"i{itemsize}"), np.iinfo(f"i{itemsize}")
-    flip = signed_words.dtype.type(signed_words.max if is_float else 0)
-    fold_differences(base.view(folded.dtype), expert.view(folded.dtype), flip, folded)
-    unfold_differences(base.view(folded.dtype), folded.view(base.dtype), flip, restored)
-    assert (restored == expert.view(folded.dtype)).all()
-    for own, other, found in zip(base.tolist(), expert.tolist(), folded.view(base.dtype).tolist(), strict=True):
-        places = [value ^ ((2**bits - 1) if value >> (bits - 1) else 1 << (bits - 1)) for value in (own, other)]
-        difference = (places[1] - places[0] if is_float else other - own) % 2**bits
-        signed = difference - 2**bits if difference >> (bits - 1) else difference
-        assert found == (2 * signed if signed >= 0 else -2 * signed - 1)
 
 
 def test_encode_planes__sizes_grow_with_the_distance_from_the_base() -> None:

@@ -27,7 +27,7 @@ from mergepipe.tailor import copy_writer
 from mergepipe.tailor.averaging import Averaging, made_states, open_averaging
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState
 from mergepipe.tailor.composition_plan import unpacked
-from mergepipe.tailor.copy_plan import AverageRange, ElementRange, FilePlan, joined, patch_states
+from mergepipe.tailor.copy_plan import AverageRange, FilePlan, patch_states
 from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.recipes import SCHEMES, AverageRequest, OptimizerState, scheme_weights
 from mergepipe.tailor.self_check import ResultCheck
@@ -169,30 +169,6 @@ def test_average__casts_once_and_says_the_dtype(tmp_path: Path) -> None:
     raw = entry.file.local_path.read_bytes()[entry.offset : entry.offset + entry.nbytes]
     wanted = mean([known.arrays["model.norm.weight", FP32] for known in knowns], (1 / 3,) * 3)
     assert np.array_equal(np.frombuffer(raw, ml_dtypes.bfloat16), wanted.astype(np.float32).astype(ml_dtypes.bfloat16))
-
-
-@given(st.lists(st.lists(st.integers(1, 40_000), max_size=3), min_size=2, max_size=5), st.integers(1, 30_000))
-def test_patch_states__covers_every_element_once(cuts: list[list[int]], n_elements: int) -> None:
-    states = [_state(number, cut, n_elements) for number, cut in enumerate(cuts)]
-    target = _state(99, [n_elements // 2], n_elements)
-    covered = 0
-    for _, patch in patch_states(states, target, (1.0,) * len(states)):
-        assert isinstance(patch.segment, AverageRange)
-        assert all(part.offset % 4 == 0 for part in patch.segment.parts)
-        covered += patch.segment.n_elements
-    assert covered == n_elements
-
-
-@given(st.sets(st.integers(1, 99), min_size=1), st.sampled_from([(0, 400), (4, 404), (4, 400)]))
-def test_joined__puts_cut_averages_together_where_all_files_go_on(cuts: set[int], starts: tuple[int, int]) -> None:
-    """The second range begins where the first ends, in both files or in one only."""
-    files = [Location.local(Path(name)) for name in ("one", "two")]
-    parts = tuple(ElementRange(file, start, F32) for file, start in zip(files, starts, strict=True))
-    whole = AverageRange(parts, (0.5, 0.5), 100, BF16)
-    pieces = [whole.cut(start, stop - start) for start, stop in pairwise((0, *sorted(cuts), 100))]
-    assert list(joined(pieces)) == [whole]
-    moved = AverageRange((parts[0], ElementRange(files[1], starts[1] + 4, F32)), (0.5, 0.5), 100, BF16)
-    assert list(joined([whole.cut(0, 50), moved.cut(50, 50)])) == [whole.cut(0, 50), moved.cut(50, 50)]
 
 
 def test_average__reads_a_flat_group_at_once(tmp_path: Path) -> None:
