@@ -21,6 +21,8 @@ import pytest
 from composing import FULL, NUMPY_TYPES, checkpoint_at, step_of, stored_values
 
 from mergepipe import tailor
+from mergepipe.checkpoints.inert_values import PickledTensor, Record
+from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.options import ComposeOptions
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework, TrainingCheckpoint, differences
@@ -29,6 +31,7 @@ from mergepipe.tailor.formats.dcp import DCP_FORMAT
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT, ORDERS, defined_order, trainer_order
 from mergepipe.tailor.saving.unit_choice import LOG_NAME, read_journal
+from support.stores import MetadataStore
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
@@ -255,6 +258,34 @@ def convert(folder: Path) -> Path:
     return out
 
 
+def universal_files(folder: Path) -> dict[str, object]:
+    """The values of a universal checkpoint's files by their names.
+
+    Of the optimizer's options, DeepSpeed repeats one rank's flat tensors in stage 3, which no loader reads.
+    """
+
+    def plain(archive: TorchArchive, value: object) -> object:
+        if isinstance(value, PickledTensor):
+            tensor = archive.locate(value, "")
+            raw = tensor.file.local_path.read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
+            return tensor.dtype.name, tensor.shape, raw
+        if isinstance(value, dict):
+            return {key: plain(archive, item) for key, item in value.items() if key != "fp32_flat_groups"}
+        if isinstance(value, list | tuple):
+            return [plain(archive, item) for item in value]
+        return (value.kind.name, plain(archive, value.state)) if isinstance(value, Record) else value
+
+    files = {}
+    for path in folder.glob("zero/**/*.pt"):
+        archive = read_torch_zip(MetadataStore(), Location.local(path))
+        root = archive.root
+        if isinstance(root, dict) and "optimizer_state_dict" in root:
+            base = root["optimizer_state_dict"]
+            root = {**root, "optimizer_state_dict": {**base, "state": {0: {"step": base["state"][0]["step"]}}}}
+        files[str(path.relative_to(folder))] = plain(archive, root)
+    return files
+
+
 @pytest.mark.parametrize("kind", ["zero1-bf16", "zero2-fp16", "zero3-fp16"])
 def test_universal_checkpoint__is_exported_and_composed_as_deepspeed_converts_and_loads(
     trained: Callable[[str], tuple[Path, Truth, Truth]], copied: Callable[[str], Path], kind: str
@@ -263,8 +294,9 @@ def test_universal_checkpoint__is_exported_and_composed_as_deepspeed_converts_an
     old, new = (convert(out / folder(kind, step)) for step in (OLD, NEW))
     exported = replace(FULL, export="universal")
     compose_as(kind, out, ITSELF, f"default: {folder(kind, NEW)}\n", exported)
-    compared = run(HERE / "compare_universal.py", new, out / folder(kind, ITSELF))
-    assert compared.split()[-2:] == ["equal", "91" if kind.startswith("zero3") else "121"]
+    theirs, ours = (universal_files(folder) for folder in (new, out / folder(kind, ITSELF)))
+    assert [name for name in theirs | ours if theirs.get(name) != ours.get(name)] == []
+    assert len(theirs) == (91 if kind.startswith("zero3") else 121)
     compose_as(kind, out, MIXED, recipe(folder(kind, NEW), folder(kind, OLD)), exported)
     compose_as(kind, out, OTHER, recipe(new.name, old.name))
     for loaded in resume(kind, out, MIXED, OTHER, ranks=3, is_universal=True):

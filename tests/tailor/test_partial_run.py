@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from composing import checkpoint_at
+from numpy.typing import NDArray
 
 from mergepipe.errors import ConflictError, MergePipeError, RecipeError, StorageError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.tailor.formats.partial import ShardFile
 from mergepipe.tailor.run_recipes import composition_from_log_file
+from mergepipe.tailor.saving import partial_run
+from mergepipe.tailor.saving.callback import LoopState
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks, SingleRank
-from mergepipe.tailor.saving.partial_run import PartialJob, PartialRun, no_extra_files, open_partial
+from mergepipe.tailor.saving.partial_run import BackgroundWriter, PartialJob, PartialRun, no_extra_files, open_partial
 from mergepipe.tailor.saving.unit_choice import (
     LOG_NAME,
     ChangeTracker,
@@ -68,16 +75,12 @@ def test_save__first_all_units_then_those_whose_turn_it_is(tmp_path: Path, world
     records = save_on(world_size, tmp_path, 2, 4, 6)
     assert [(r.folder, r.is_full) for r in records] == [("full-2", True), ("partial-4", False), ("partial-6", False)]
     assert set(records[0].units) == set(records[1].units) | set(records[2].units)
+    assert read_journal(tmp_path).records == tuple(records)
     for record in records:
         folder = tmp_path / str(record.folder)
         assert stored(folder) == known_bytes(at_step(record.step), record.units)
         assert record.saved_bytes == sum(path.stat().st_size for path in folder.iterdir())
         assert {s.value for s in checkpoint_at(folder).steps} == {record.step}
-
-
-def test_save__is_logged(tmp_path: Path) -> None:
-    records = save_on(2, tmp_path, 2, 4)
-    assert read_journal(tmp_path).records == tuple(records)
 
 
 def test_save__is_composed_from_its_own_log(tmp_path: Path) -> None:
@@ -89,30 +92,36 @@ def test_save__is_composed_from_its_own_log(tmp_path: Path) -> None:
     assert found.default.local_path == tmp_path / "full-2"
 
 
-def failing(view: EngineView) -> EngineView:
-    def read() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        raise OSError(5, "Input/output error")
-
-    def broken(shard: LocalShard) -> LocalShard:
-        return replace(shard, read=read) if "layers.2" in shard.parameter else shard
-
-    return replace(view, shards=tuple(broken(shard) for shard in view.shards))
-
-
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_save__a_rank_that_fails_makes_all_fail_and_nothing_visible(tmp_path: Path, bad_rank: int) -> None:
+def test_save__a_rank_that_fails_makes_all_fail_and_nothing_visible(
+    tmp_path: Path, bad_rank: int, *, in_background: bool
+) -> None:
+    """One in the background fails the next save on every rank, once."""
     save_on(2, tmp_path, 2)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-    def act(ranks: Ranks) -> SaveRecord:
-        view = known_view(at_step(4), ranks.rank, 2)
-        saves = PartialRun(tmp_path, Schedule("parity"), ranks)
-        return saves.save(failing(view) if ranks.rank == bad_rank else view, 4, saves.history(4))
+    def act(ranks: Ranks) -> list[int]:
+        with BackgroundWriter() as writer:
+            saves = PartialRun(tmp_path, Schedule("parity"), ranks, writer=writer if in_background else None)
+            save_4 = partial(saves.save, known_view(at_step(4), ranks.rank, 2), 4, saves.history(4))
+            if in_background:
+                save_4()
+            with pytest.raises(StorageError, match="Input/output error"):
+                saves.history(6) if in_background else save_4()
+            return [record.step for record in saves.history(6)]
 
-    results = on_ranks(2, act)
-    assert [type(result) for result in results] == [StorageError, StorageError]
-    assert "Input/output error" in str(results[0])
-    assert "Input/output error" in str(results[1])
+    write_shard = partial_run._write_shard
+
+    def fail(job: PartialJob, folder: Path, rank: int) -> ShardFile | None:
+        written = write_shard(job, folder, rank)
+        if rank == bad_rank:
+            raise OSError(5, "Input/output error")
+        return written
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(partial_run, "_write_shard", fail)
+        assert on_ranks(2, act) == [[2], [2]]
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert [r.folder for r in save_on(2, tmp_path, 4)] == ["partial-4"]
 
@@ -208,3 +217,83 @@ def test_save__refuses_a_journal_with_a_bad_line(tmp_path: Path) -> None:
     (tmp_path / LOG_NAME).write_text("nonsense\n")
     with pytest.raises(MergePipeError, match=f"{LOG_NAME}:1"):
         save(tmp_path, 2, SingleRank())
+
+
+@pytest.mark.parametrize("key", ["model", "optim"])
+def test_loop_state__refuses_the_keys_of_the_model_and_the_optimizer(key: str) -> None:
+    with pytest.raises(RecipeError, match=key) as caught:
+        LoopState(None, None, {"step": 1, key: 2}, 0)
+    assert caught.value.code == "option.conflict"
+
+
+# --- saves written behind the training step: the values of their moment, one at a time, failures that surface
+
+
+def live_view(step: list[int], rank: int = 0, world_size: int = 1) -> EngineView:
+    """An engine that trains on: whenever it is read, it holds the values of the step in the list."""
+
+    def live(number: int, shard: LocalShard) -> LocalShard:
+        def read() -> NDArray[np.uint8]:
+            return known_view(at_step(step[0]), rank, world_size).shards[number].read()
+
+        return replace(shard, read=read)
+
+    view = known_view(at_step(step[0]), rank, world_size)
+    return replace(view, shards=tuple(live(number, shard) for number, shard in enumerate(view.shards)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_save__in_the_background_holds_the_values_of_its_step(tmp_path: Path, world_size: int) -> None:
+    save_on(world_size, tmp_path, 2)
+
+    def act(ranks: Ranks) -> list[SaveRecord]:
+        records = []
+        with BackgroundWriter() as writer:
+            saves = PartialRun(tmp_path, Schedule("parity"), ranks, writer=writer)
+            for step in (4, 6):
+                now = [step]
+                history = saves.history(step)
+                records.append(saves.save(live_view(now, ranks.rank, world_size), step, history))
+                now[0] = 99
+        return records
+
+    results = on_ranks(world_size, act)
+    assert not [r for r in results if isinstance(r, Exception)], results
+    logged = read_journal(tmp_path).records
+    assert [(r.step, r.folder) for r in logged] == [(2, "full-2"), (4, "partial-4"), (6, "partial-6")]
+    for record in logged[1:]:
+        assert stored(tmp_path / str(record.folder)) == known_bytes(at_step(record.step), record.units)
+        files = (tmp_path / str(record.folder)).iterdir()
+        assert record.saved_bytes == sum(path.stat().st_size for path in files)
+
+
+def test_save__in_the_background_returns_at_once_and_the_next_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_on(1, tmp_path, 2)
+    release, write_shard = threading.Event(), partial_run._write_shard
+
+    def blocked(job: PartialJob, folder: Path, rank: int) -> ShardFile | None:
+        assert release.wait(30)
+        return write_shard(job, folder, rank)
+
+    monkeypatch.setattr(partial_run, "_write_shard", blocked)
+    with BackgroundWriter() as writer, ThreadPoolExecutor(1) as pool:
+        saves = PartialRun(tmp_path, Schedule("parity"), SingleRank(), writer=writer)
+        saves.save(known_view(at_step(4)), 4, saves.history(4))
+        following = pool.submit(saves.history, 6)
+        assert [r.step for r in read_journal(tmp_path).records] == [2]
+        assert not (tmp_path / "partial-4").exists()
+        assert not following.done()
+        release.set()
+        assert [r.step for r in following.result(30)] == [2, 4]
+
+
+def test_latest_changed__in_the_background_counts_changes_from_the_saved_values(tmp_path: Path) -> None:
+    tracker = ChangeTracker()
+    with BackgroundWriter() as writer:
+        saves = PartialRun(tmp_path, LatestChanged(10_000), SingleRank(), tracker, writer)
+        for step in (2, 4):
+            saves.save(known_view(at_step(2)), step, saves.history(step))
+    assert set(tracker.changes(known_view(at_step(2)), SingleRank()).values()) == {0.0}
+    assert save(tmp_path, 6, SingleRank()).folder == "partial-6"
