@@ -17,7 +17,7 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import read_matrix, read_span
 from mergepipe.core.blocks import F32, Span
-from mergepipe.deltastore.index import as_expert
+from mergepipe.deltastore.index import read_index
 from mergepipe.deltastore.pack.encode_pass import read_sample
 from mergepipe.errors import CorruptError
 from mergepipe.jobs.diff import norm
@@ -141,7 +141,7 @@ CALLERS: dict[str, Callable[[Path], object]] = {
     "band sample": lambda path: read_sample(
         ENTRY, {ENTRY.file: LocalStore().open(Location.local(path))}, Purpose.ANALYSIS
     ),
-    "packed index": lambda path: as_expert(LocalStore(), Location.local(path), 5000),
+    "packed index": lambda path: read_index(LocalStore(), Location.local(path), 5000, Purpose.EXPERT),
     "training state": read_state,
     "copied range": copy_range,
     "resumed output": resume_output,

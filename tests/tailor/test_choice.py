@@ -16,7 +16,6 @@ from mergepipe.tailor.saving.unit_choice import (
     ChangeTracker,
     LatestChanged,
     Schedule,
-    Situation,
     Strategy,
     choose_units,
 )
@@ -30,7 +29,7 @@ def model(n_layers: int) -> tuple[Unit, ...]:
 
 
 def chosen(strategy: Strategy, n_partial: int, n_layers: int = 6) -> list[str]:
-    return [str(unit) for unit in choose_units(strategy, Situation(model(n_layers), n_partial))]
+    return [str(unit) for unit in choose_units(strategy, model(n_layers), n_partial)]
 
 
 def test_parity__takes_halves_in_turn() -> None:
@@ -75,8 +74,7 @@ def test_choose_units__covers_the_model_in_one_round(n_layers: int, edge: int, e
         (Schedule("paper-filter", edge, every), 2 * every),
     )
     for strategy, n_saves in cases:
-        situation = [Situation(model(n_layers), start + i) for i in range(n_saves)]
-        found = {unit for each in situation for unit in choose_units(strategy, each)}
+        found = {unit for i in range(n_saves) for unit in choose_units(strategy, model(n_layers), start + i)}
         assert found == set(model(n_layers))
 
 
@@ -97,7 +95,7 @@ def test_latest_changed__keeps_to_its_budget_and_takes_what_changed_most(
     changes = {u: f[0] for u, f in zip(units, found, strict=True)}
     nbytes = {u: f[1] for u, f in zip(units, found, strict=True)}
     saved = {u: f[2] for u, f in zip(units, found, strict=True)}
-    picked = choose_units(LatestChanged(budget), Situation(units, 0, changes, saved, nbytes))
+    picked = choose_units(LatestChanged(budget), units, 0, changes, saved, nbytes)
     spent = sum(nbytes[unit] for unit in picked)
     assert spent <= budget
     assert list(picked) == sorted(picked)
@@ -110,16 +108,13 @@ def test_latest_changed__keeps_to_its_budget_and_takes_what_changed_most(
 
 def test_latest_changed__takes_the_older_of_two_unknown_ones() -> None:
     units = (layer(0), layer(1), layer(2))
-    situation = Situation(
-        units, 3, dict.fromkeys(units, math.inf), {layer(0): 8, layer(1): 4, layer(2): 6}, dict.fromkeys(units, 10)
-    )
-    assert choose_units(LatestChanged(20), situation) == (layer(1), layer(2))
+    changes, saved = dict.fromkeys(units, math.inf), {layer(0): 8, layer(1): 4, layer(2): 6}
+    assert choose_units(LatestChanged(20), units, 3, changes, saved, dict.fromkeys(units, 10)) == (layer(1), layer(2))
 
 
 def test_latest_changed__refuses_a_budget_that_starves_a_unit() -> None:
-    situation = Situation((EMBED, NORM), 0, {EMBED: 1.0, NORM: 1.0}, {}, {EMBED: 100, NORM: 1})
     with pytest.raises(LimitError, match="embed: needs 100 bytes, each save may take 99"):
-        choose_units(LatestChanged(99), situation)
+        choose_units(LatestChanged(99), (EMBED, NORM), 0, {EMBED: 1.0, NORM: 1.0}, {}, {EMBED: 100, NORM: 1})
 
 
 def test_changes__important_weighs_each_change_by_its_second_moment() -> None:
@@ -138,8 +133,8 @@ def test_changes__important_weighs_each_change_by_its_second_moment() -> None:
     tracker.remember(tracker.samples(known_view(before), units))
     for strategy, wanted in ((LatestChanged(9), layer(0)), (LatestChanged(9, "important"), layer(1))):
         changes = tracker.changes(known_view(after), ranks, strategy.measure)
-        situation = Situation(units, 1, changes, dict.fromkeys(units, 1), dict.fromkeys(units, 9))
-        assert choose_units(strategy, situation) == (wanted,)
+        saved, nbytes = dict.fromkeys(units, 1), dict.fromkeys(units, 9)
+        assert choose_units(strategy, units, 1, changes, saved, nbytes) == (wanted,)
     found = tracker.changes(known_view(after), ranks, "important")
     for n, unit in enumerate(units):
         name = f"model.layers.{n}.w"

@@ -25,13 +25,10 @@ from mergepipe.deltastore.index import (
     INDEX_NAME,
     PIECE_NAMES,
     ROW_BYTES,
-    Charged,
     PackedEntry,
     StoreHeader,
     StoreIndex,
     StoreIndexReader,
-    as_expert,
-    as_metadata,
 )
 from mergepipe.deltastore.tensor import PackedTensor, PlainTensor, StandaloneTensor
 from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError
@@ -136,10 +133,10 @@ def read_store(store: Store, path: Location) -> OpenedStore:
 
 def read_header(store: Store, path: Location) -> OpenedStore:
     """Read and check the header of a store; the index is read when it is first needed, charged as metadata."""
-    return _read_header(store, path, as_metadata)
+    return _read_header(store, path, Purpose.METADATA)
 
 
-def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedStore:
+def _read_header(store: Store, path: Location, purpose: Purpose) -> OpenedStore:
     """Read everything but the index, which is read when it is first needed."""
     header_path = path / HEADER_NAME
     raw = store.read_small(header_path, STORE_HEADER_BYTES)
@@ -153,7 +150,7 @@ def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedSto
     sizes |= {file.name: file.size_bytes for file in header.kept}
     prints = tuple(_fingerprint(store, path, name, size, header) for name, size in sorted(sizes.items()))
     sizes_bytes = {file.name: file.size_bytes for file in prints}
-    return OpenedStore(path, header, StoreIndexReader(store, path, header, sizes_bytes, read_index), prints)
+    return OpenedStore(path, header, StoreIndexReader(store, path, header, sizes_bytes, purpose), prints)
 
 
 def open_store(store: Store, path: Location, base: Checkpoint | None) -> Checkpoint:
@@ -162,7 +159,7 @@ def open_store(store: Store, path: Location, base: Checkpoint | None) -> Checkpo
     The index is read when it is first needed, charged to the expert. Blocks are checked against the digests of the
     base's blocks as they are read.
     """
-    opened = _read_header(store, path, as_expert)
+    opened = _read_header(store, path, Purpose.EXPERT)
     tensors: dict[str, Readable] = {entry.name: _readable(opened, entry, base) for entry in opened.header.tensors}
     sidecars = tuple(sorted(file.name for file in opened.header.kept if file.name in SIDECAR_NAMES))
     content_id = opened.header.content_id

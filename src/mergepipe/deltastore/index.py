@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Final, TypeAlias
@@ -296,22 +297,12 @@ def _offsets(lengths_PR: NDArray[np.int64]) -> NDArray[np.int64]:
 # --- read the index of a delta store when it is first needed ---
 
 
-Charged = Callable[[Store, Location, int], bytes]
-"""Reads the given number of bytes from the start of a file and charges them to one purpose."""
-
-
-def as_metadata(store: Store, path: Location, nbytes: int) -> bytes:
-    """Read bytes charged as metadata, for callers that read the whole store."""
-    return store.read_metadata(path, 0, nbytes)
-
-
-def as_expert(store: Store, path: Location, nbytes: int) -> bytes:
-    """Read bytes charged to the expert, for merges: a budget counts the index."""
-    file = store.open(path)
-    try:
-        return read_exact(file, 0, nbytes, Purpose.EXPERT).tobytes()
-    finally:
-        file.close()
+def read_index(store: Store, path: Location, nbytes: int, purpose: Purpose) -> bytes:
+    """Read bytes charged as metadata, for callers that read the whole store, or to the expert: a budget counts them."""
+    if purpose is Purpose.METADATA:
+        return store.read_metadata(path, 0, nbytes)
+    with closing(store.open(path)) as file:
+        return read_exact(file, 0, nbytes, purpose).tobytes()
 
 
 class StoreIndexReader:
@@ -323,13 +314,13 @@ class StoreIndexReader:
     """
 
     def __init__(
-        self, store: Store | None, root: Location, header: StoreHeader, sizes: Mapping[str, int], read: Charged
+        self, store: Store | None, root: Location, header: StoreHeader, sizes: Mapping[str, int], purpose: Purpose
     ) -> None:
         self._store = store
         self._root = root
         self._header = header
         self._sizes = sizes
-        self._read = read
+        self._purpose = purpose
         self._lock = threading.Lock()
         self._index: StoreIndex | None = None
         self._paths = {piece: root / name for piece, name in PIECE_NAMES.items()}
@@ -404,7 +395,7 @@ class StoreIndexReader:
     def _read_index(self) -> StoreIndex:
         if self._store is None:
             raise ValueError(f"{self._root}: no store to read the index from")
-        return self._checked_index(self._read(self._store, self.index_file, self.n_rows * ROW_BYTES))
+        return self._checked_index(read_index(self._store, self.index_file, self.n_rows * ROW_BYTES, self._purpose))
 
     def _checked_index(self, content: bytes) -> StoreIndex:
         path = self.index_file
@@ -436,7 +427,7 @@ def _with_index(
     root: Location, header: StoreHeader, sizes: Mapping[str, int], rows: bytes, granularity_bytes: int
 ) -> StoreIndexReader:
     """Unpickle: the rows were checked when they were read."""
-    reader = StoreIndexReader(None, root, header, sizes, as_expert)
+    reader = StoreIndexReader(None, root, header, sizes, Purpose.EXPERT)
     reader.granularity_bytes = granularity_bytes
     reader.adopt(rows)
     return reader

@@ -191,7 +191,7 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
     archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
     optimizer = Node(archive.root, OPTIMIZER_NAME)
     config = read_json(store, folder / CONFIG_NAME)
-    names = _numbering(folder, config, model, optimizer).names
+    names = _numbering(folder, config, model, optimizer)
     entries = {entry.name: entry for tensor in model.tensors.values() for entry in tensor.stored}
     states = {(t.name, WEIGHT): StoredState.whole(t.name, WEIGHT, t) for t in entries.values()}
     steps = []
@@ -222,33 +222,21 @@ def rank_count(store: Store, folder: Location) -> int:
     return sum(fnmatchcase(entry.name, "rng_state_*.pth") for entry in store.list(folder)) or 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Numbering:
-    """Parameters with weight decay and without, in the optimizer's order."""
-
-    decayed: tuple[str, ...]
-    plain: tuple[str, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.decayed + self.plain
-
-
-def _numbering(folder: Location, config: Mapping[str, JsonValue], model: Checkpoint, optimizer: Node) -> _Numbering:
+def _numbering(
+    folder: Location, config: Mapping[str, JsonValue], model: Checkpoint, optimizer: Node
+) -> tuple[str, ...]:
     """The parameter behind each number of the optimizer, checked against the groups and every shape."""
     model_type = str(config.get("model_type", ""))
     defined = defined_order(model_type, model.tensors)
-    order = trainer_order(defined) if defined is not None else ask_transformers(folder.local_path, model_type)
-    numbering = _Numbering(*order)
-    _check_groups(folder, optimizer, numbering)
-    _check_shapes(folder, optimizer, numbering.names, model)
-    return numbering
+    decayed, plain = trainer_order(defined) if defined is not None else ask_transformers(folder.local_path, model_type)
+    _check_groups(folder, optimizer, len(decayed), len(decayed) + len(plain))
+    _check_shapes(folder, optimizer, decayed + plain, model)
+    return decayed + plain
 
 
-def _check_groups(folder: Location, optimizer: Node, numbering: _Numbering) -> None:
+def _check_groups(folder: Location, optimizer: Node, n_decayed: int, n_all: int) -> None:
     """Each group must hold its parameters' numbers, counted on from the group before."""
     groups = [[n.integer() for n in g.get("params").elements()] for g in optimizer.get("param_groups").elements()]
-    n_decayed, n_all = len(numbering.decayed), len(numbering.names)
     expected = [list(range(n_decayed)), list(range(n_decayed, n_all))]
     if [g for g in groups if g] != [g for g in expected if g]:
         raise MismatchError.of(

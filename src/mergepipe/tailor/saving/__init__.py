@@ -22,20 +22,12 @@ __all__ = [
     "save_partial",
 ]
 
-_HOMES = {
-    "BackgroundWriter": "partial_run",
-    "ChangeTracker": "unit_choice",
-    "LatestChanged": "unit_choice",
-    "PartialCheckpointCallback": "callback",
-    "Schedule": "unit_choice",
-    "Strategy": "unit_choice",
-    "restore_random_state": "frameworks",
-    "save_partial": "callback",
-}
+_HOMES = ("unit_choice", "partial_run", "frameworks", "callback")
 
 
 def __getattr__(name: str) -> object:
     """Import the named attribute lazily: the callback needs transformers."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))

@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -30,7 +29,6 @@ from mergepipe.tailor.saving.unit_choice import (
     LatestChanged,
     Samples,
     SaveRecord,
-    Situation,
     Strategy,
     append_record,
     choose_units,
@@ -130,15 +128,15 @@ class OpenedPartial:
     def write(self, ranks: Ranks) -> int:
         """Write the rest and publish, from any thread; return the bytes of all files."""
 
-        def write(staged: Path) -> _Written:
+        def write(staged: Path) -> tuple[ShardFile | None, int]:
             shard = _write_shard(self.job, staged, ranks.rank)
-            return _Written(shard, sum(_make_durable(path) for path in self.extra))
+            return shard, sum(_make_durable(path) for path in self.extra)
 
-        def finish(staged: Path, written: list[_Written]) -> int:
-            content = PARTIAL_FORMAT.to_json(_manifest(self.job, [w.shard for w in written if w.shard is not None]))
+        def finish(staged: Path, written: list[tuple[ShardFile | None, int]]) -> int:
+            shards = [shard for shard, _ in written if shard is not None]
+            content = PARTIAL_FORMAT.to_json(_manifest(self.job, shards))
             write_durably(staged / MANIFEST_NAME, content, Ledger())
-            shards_bytes = sum(w.shard.size_bytes for w in written if w.shard is not None)
-            return len(content) + shards_bytes + sum(w.extra_bytes for w in written)
+            return len(content) + sum(shard.size_bytes for shard in shards) + sum(nbytes for _, nbytes in written)
 
         with self._stack:
             return _publish(self.staging, self.folder, ranks, write, finish)
@@ -174,14 +172,6 @@ def _publish(
         return result
 
     return _agree(ranks, publish)[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """The files that one rank wrote."""
-
-    shard: ShardFile | None
-    extra_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,14 +383,9 @@ class PartialRun:
         changes = {}
         if self.tracker is not None and isinstance(self.strategy, LatestChanged):
             changes = self.tracker.changes(view, self.ranks, self.strategy.measure)
-        situation = Situation(
-            units=tuple(unit_bytes),
-            n_partial=sum(not record.is_full for record in history),
-            changes=MappingProxyType(changes),
-            last_saved=MappingProxyType({unit: r.step for r in history for unit in r.units}),
-            unit_bytes=MappingProxyType(unit_bytes),
-        )
-        return choose_units(self.strategy, situation)
+        n_partial = sum(not record.is_full for record in history)
+        last_saved = {unit: record.step for record in history for unit in record.units}
+        return choose_units(self.strategy, tuple(unit_bytes), n_partial, changes, last_saved, unit_bytes)
 
     def free_name(self, name: str) -> str:
         """Return `name`, with a number appended if that step was saved before training was rolled back."""

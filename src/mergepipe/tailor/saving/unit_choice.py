@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, TypeAlias
@@ -216,53 +216,51 @@ class LatestChanged:
 Strategy: TypeAlias = Schedule | LatestChanged
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """The input of a choice: units, past saves, changes and sizes.
-
-    `units` are the model's; `n_partial` counts the partial saves before this one. `changes` (`inf` where
-    unknown), `last_saved` (step) and `unit_bytes` are needed by `LatestChanged` only.
-    """
-
-    units: tuple[Unit, ...]
-    n_partial: int
-    changes: Mapping[Unit, float] = field(default_factory=lambda: MappingProxyType({}))
-    last_saved: Mapping[Unit, int] = field(default_factory=lambda: MappingProxyType({}))
-    unit_bytes: Mapping[Unit, int] = field(default_factory=lambda: MappingProxyType({}))
+_NOTHING: Mapping[Unit, int] = MappingProxyType({})
 
 
-def choose_units(strategy: Strategy, situation: Situation) -> tuple[Unit, ...]:
-    """Return the units to save, in the model's order.
+def choose_units(
+    strategy: Strategy,
+    units: tuple[Unit, ...],
+    n_partial: int,
+    changes: Mapping[Unit, float] = _NOTHING,
+    last_saved: Mapping[Unit, int] = _NOTHING,
+    unit_bytes: Mapping[Unit, int] = _NOTHING,
+) -> tuple[Unit, ...]:
+    """Return the units to save of all `units`, in the model's order, after `n_partial` partial saves.
+
+    `changes` (`inf` where unknown), `last_saved` (steps) and `unit_bytes` are needed by `LatestChanged` only.
 
     Law: the parities have saved every unit after 2 saves, `filter` after `every`, `paper-filter` after twice that;
     `LatestChanged` always saves what changed most, and never more bytes than its budget.
     """
     if isinstance(strategy, Schedule):
-        chosen = strategy.units(situation.units, situation.n_partial)
+        chosen = strategy.units(units, n_partial)
     else:
-        chosen = _most_changed(strategy, situation)
-    return tuple(unit for unit in situation.units if unit in chosen)
+        chosen = _most_changed(strategy, changes, last_saved, unit_bytes)
+    return tuple(unit for unit in units if unit in chosen)
 
 
-def _most_changed(strategy: LatestChanged, situation: Situation) -> set[Unit]:
+def _most_changed(
+    strategy: LatestChanged,
+    changes: Mapping[Unit, float],
+    last_saved: Mapping[Unit, int],
+    unit_bytes: Mapping[Unit, int],
+) -> set[Unit]:
     """Take changed units by falling change, older first among equals, while they fit the budget."""
-    largest = max(situation.units, key=lambda unit: situation.unit_bytes[unit])
-    if situation.unit_bytes[largest] > strategy.budget_bytes:
+    largest = max(unit_bytes, key=lambda unit: unit_bytes[unit])
+    if unit_bytes[largest] > strategy.budget_bytes:
         raise LimitError.of(
             "budget.too-small", str(largest),
-            f"needs {situation.unit_bytes[largest]} bytes, each save may take {strategy.budget_bytes}",
+            f"needs {unit_bytes[largest]} bytes, each save may take {strategy.budget_bytes}",
             "raise the budget, or save whole checkpoints less often",
         )  # fmt: skip
-
-    def rank(unit: Unit) -> tuple[float, int, Unit]:
-        return -situation.changes[unit], situation.last_saved.get(unit, -1), unit
-
     chosen: set[Unit] = set()
     remaining_bytes = strategy.budget_bytes
-    for unit in sorted(situation.units, key=rank):
-        if situation.changes[unit] > 0 and situation.unit_bytes[unit] <= remaining_bytes:
+    for unit in sorted(unit_bytes, key=lambda unit: (-changes[unit], last_saved.get(unit, -1), unit)):
+        if changes[unit] > 0 and unit_bytes[unit] <= remaining_bytes:
             chosen.add(unit)
-            remaining_bytes -= situation.unit_bytes[unit]
+            remaining_bytes -= unit_bytes[unit]
     return chosen
 
 
