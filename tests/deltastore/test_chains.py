@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -198,20 +197,6 @@ def test_chain__in_a_circle_is_one_error_of_every_operation_and_nothing_is_writt
     assert "step-" in str(caught.value)
     assert tree(copy) == before
     assert [path for path in (tmp_path / "new").rglob("*") if path.is_file()] == []
-
-
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_chain__of_ten_thousand_stores_is_refused_at_its_first(
-    copy: Path, run: PackFamily, tmp_path: Path, operation: Callable[[Path, PackFamily, Path], object]
-) -> None:
-    """Each is at the depth that it says: the headers of those far below are never needed, and are not there."""
-    for depth in range(9970, 10_000):
-        shutil.copytree(copy / "step-1", tmp_path / f"long-{depth}", copy_function=os.link)
-        (tmp_path / f"long-{depth}" / HEADER_NAME).unlink()
-        shutil.copy(copy / "step-1" / HEADER_NAME, tmp_path / f"long-{depth}")
-        rewrite_header(tmp_path / f"long-{depth}", base=str(tmp_path / f"long-{depth - 1}"), depth=depth)
-    with pytest.raises((CorruptError, MismatchError), match=r"long-9999: (is at depth 9999|.* which is not named)"):
-        operation(tmp_path / "long-9999", run, tmp_path / "new")
 
 
 def test_chain__is_not_packed_deeper_than_it_can_be_read(tmp_path: Path) -> None:

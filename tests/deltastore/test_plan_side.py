@@ -166,12 +166,3 @@ def test_merge__under_a_budget_that_holds_no_index_is_the_base_and_reads_no_inde
     assert index_reads(charges) == []
     assert report.expert_bytes + report.analysis_bytes == 0
     assert (weights_digest(out) == weights_digest(family.places[0])) or report.planned_bytes == 0
-
-
-def test_plan__refuses_a_budget_below_an_index_that_had_to_be_read(
-    family: DiskFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mergepipe.jobs.plan.find_unread", lambda *_: frozenset())
-    with pytest.raises(LimitError) as refusal:
-        plan_of(family, "100B", tmp_path)
-    assert refusal.value.code == "budget.too-small"

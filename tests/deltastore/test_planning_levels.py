@@ -24,8 +24,6 @@ from mergepipe.engine.tensor_work import level_of_blocks
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.levels import Ladder, ladder_steps
 from mergepipe.planning.plan import ALL, Plan, parse_plan
-from mergepipe.reports import WHOLE
-from mergepipe.runs.budget import NAMES, level_name
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
 from support.oracle import MergeCase
 from support.rounding import decode, encode
@@ -253,9 +251,3 @@ def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None
     assert plan.tensors[0].access[2].blocks
     report = mergepipe.run(plan, tmp_path / "some", options=RunOptions(catalog=False))
     assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes
-
-
-def test_level_name__each_level_below_the_last_has_a_name_of_its_own() -> None:
-    below = [level for level in Level if Level.NOTHING < level < Level.LOSSLESS]
-    assert [level_name(level) for level in below] == [name for name in NAMES if name != WHOLE]
-    assert len(set(NAMES)) == len(below) + 1

@@ -106,14 +106,6 @@ def test_merge__a_packed_base_and_experts_without_a_base_give_what_raw_ones_give
     assert outputs[0] == outputs[1]
 
 
-def test_pack__an_expert_equal_to_its_base_stores_nothing(tmp_path: Path) -> None:
-    base = make_family(tmp_path / "f", 1).base
-    report = mergepipe.pack(base, [base], tmp_path / "stores").experts[0]
-    assert report.blocks.keys() == {"same"}
-    mergepipe.unpack(tmp_path / "stores" / "base", tmp_path / "back")
-    assert tree(tmp_path / "back") == tree(base)
-
-
 @pytest.mark.parametrize(
     ("changes", "error"), [({"is_plain": True}, CorruptError), ({"base_dtype": "BF16"}, MismatchError)]
 )

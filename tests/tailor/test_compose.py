@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -23,7 +23,6 @@ from composing import (
     checkpoint_at,
     hidden,
     make_pair,
-    stored_values,
     tree,
     wrong_values,
 )
@@ -45,18 +44,13 @@ from mergepipe.snapshots.manifest import StepPolicy
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.assignment import assign, state_to_copy
 from mergepipe.tailor.checkpoint import Framework, Packing
 from mergepipe.tailor.composition import check_recipe, compose
-from mergepipe.tailor.composition_plan import plan_composition
-from mergepipe.tailor.copy_plan import CopyRange
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.verl import VERL_FORMAT
-from mergepipe.tailor.recipes import load_composition
 from mergepipe.tailor.saving.frameworks import EngineView
 from mergepipe.tailor.selection import EMBED, layer
 from support.engine_views import write_partial
@@ -528,33 +522,3 @@ def test_compose__refuses_a_partial_state_that_is_not_whole(
     trainer_partial(trainer.folder / "new", trainer.new, rates, *names)
     error = refused(trainer, "default: old\nstate_from: new\n")
     assert (error.code, words in str(error)) == (code, True)
-
-
-def test_compose__rounds_copies_of_weights_where_a_source_has_the_master_alone(tmp_path: Path) -> None:
-    pair = make_pair(tmp_path, lambda p, k: write_zero12(p, k, [list(k.shapes)], 2))
-    full = checkpoint_at(pair.folder / "old")
-    masters = {key: state for key, state in full.states.items() if key[1] != "weight"}
-    partial_source = replace(full, states=masters, missing=("weight: not saved",))
-    assert state_to_copy(partial_source, "lm_head.weight", "weight") == masters["lm_head.weight", "fp32"]
-    recipe = load_composition(
-        Location.local(pair.recipe("default: new\ntake: [{from: old, units: [lm_head]}]\n")), LocalStore()
-    )
-    opened = {
-        Location.local(pair.folder / "new"): checkpoint_at(pair.folder / "new"),
-        Location.local(pair.folder / "old"): partial_source,
-    }
-    plan = plan_composition(MetadataStore(), assign(recipe, opened))
-    written = next(file for file in plan.files if file.name == "mp_rank_00_model_states.pt")
-    master = masters["lm_head.weight", "fp32"].pieces
-    taken = [s for s in written.segments if isinstance(s, CopyRange) and not s.is_skeleton]
-    assert [(s.file, s.offset, s.nbytes) for s in taken] == [(p.file, p.offset, p.nbytes) for p in master]
-
-
-def test_stored_values__differ_between_the_two_sources(pair: Pair) -> None:
-    """The other tests compare something."""
-    old, new = (checkpoint_at(pair.folder / n) for n in ("old", "new"))
-    same: Mapping[str, bool] = {
-        f"{n} {k}": bool((stored_values(s) == stored_values(new.states[n, k])).all())
-        for (n, k), s in old.states.items()
-    }
-    assert [name for name, equal in same.items() if equal] == []
