@@ -23,8 +23,8 @@ from benchmarks.peer_codecs import Measured, installed_codecs
 from mergepipe.core.blocks import DTYPES, DType
 from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, decode_block, encode_block
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS
+from mergepipe.deltastore.encode_pass import cut_of, sample_of
 from mergepipe.deltastore.index import CHECK_BYTES, ROW_BYTES, digest, make_row
-from mergepipe.deltastore.pack.encode_pass import cut_of, sample_of
 
 OURS = "ours"
 SMALLEST_TIMED_BYTES = 4 << 20

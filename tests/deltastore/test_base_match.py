@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 import mergepipe
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.deltastore.pack.job import match_base
+from mergepipe.deltastore.job import match_base
 from mergepipe.errors import MismatchError, RecipeError
 from mergepipe.reports import Progress
 from mergepipe.storage.ledger import Purpose

@@ -24,7 +24,7 @@ from mergepipe.deltastore.codec.block import (
     encode_block,
 )
 from mergepipe.deltastore.codec.levels import HEAD_DENSITY, RECORDED_LEVELS, Codec, Level, Piece
-from mergepipe.deltastore.pack.encode_pass import choose_cut
+from mergepipe.deltastore.encode_pass import choose_cut
 from mergepipe.errors import CorruptError
 from mergepipe.testing.contracts import SPECIAL
 from support.rounding import decode, encode

@@ -21,7 +21,7 @@ from mergepipe.deltastore.codec.block import (
     encode_converted,
 )
 from mergepipe.deltastore.codec.levels import Codec, Level
-from mergepipe.deltastore.pack.encode_pass import choose_cut
+from mergepipe.deltastore.encode_pass import choose_cut
 from mergepipe.testing.contracts import SPECIAL
 from support.rounding import decode, encode
 from support.safetensors_bytes import file_bytes

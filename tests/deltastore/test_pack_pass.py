@@ -12,7 +12,7 @@ import pytest
 from packing_cases import SHAPES, PackFamily, halves, make_family, store_tree, write_model
 
 import mergepipe
-from mergepipe.deltastore.pack import encode_pass as pack_pass
+from mergepipe.deltastore import encode_pass as pack_pass
 from mergepipe.errors import ConflictError, LimitError
 from mergepipe.reports import Progress
 from mergepipe.snapshots.staging import Staging

@@ -18,7 +18,7 @@ from mergepipe.deltastore.codec.bands import encode_bands
 from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, decode_block, encode_block
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
 from mergepipe.deltastore.codec.planes import encode_planes
-from mergepipe.deltastore.pack.encode_pass import cut_of, sample_of
+from mergepipe.deltastore.encode_pass import cut_of, sample_of
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
 from support.rounding import encode
 

@@ -52,7 +52,7 @@ Outputs = dict[str, dict[str, bytes]]
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("mergepipe.deltastore.pack.builder.NOTE_BLOCKS", 1)
+    monkeypatch.setattr("mergepipe.deltastore.builder.NOTE_BLOCKS", 1)
     with recording_often():
         yield
 

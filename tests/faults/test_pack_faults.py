@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import mergepipe
+from mergepipe.deltastore import builder as store_building
+from mergepipe.deltastore.builder import StoreBuilder
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.deltastore.pack import builder as store_building
-from mergepipe.deltastore.pack.builder import StoreBuilder
 from mergepipe.errors import MergePipeError, StorageError
 from mergepipe.reports import PackReport, Progress
 from mergepipe.storage.owner import LOG_NAME

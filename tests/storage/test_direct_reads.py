@@ -30,7 +30,7 @@ ALLOWED = {
     "cli/commands/budgets.py": ("exists is_dir is_file is_symlink", OWN),
     "cli/guard.py": ("os.open", "/dev/null"),
     "cli/pages.py": ("read_text", "a template of the package"),
-    "deltastore/pack/builder.py": ("is_dir", OWN),
+    "deltastore/builder.py": ("is_dir", OWN),
     "deltastore/writer.py": ("regular.read_head stat", OWN),
     "jobs/gc.py": ("exists glob is_dir is_file is_symlink os.walk rglob stat", OWN),
     "jobs/push.py": ("exists", "whether a name is a folder of this machine, or a model of the Hub"),

@@ -17,8 +17,8 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import read_matrix, read_span
 from mergepipe.core.blocks import F32, Span
+from mergepipe.deltastore.encode_pass import read_sample
 from mergepipe.deltastore.index import read_index
-from mergepipe.deltastore.pack.encode_pass import read_sample
 from mergepipe.errors import CorruptError
 from mergepipe.jobs.diff import norm
 from mergepipe.storage.contract import RangeFile

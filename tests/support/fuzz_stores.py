@@ -30,8 +30,8 @@ from mergepipe.deltastore.codec.block import (
     raw_block,
 )
 from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, Codec, Level, Piece
+from mergepipe.deltastore.encode_pass import choose_cut
 from mergepipe.deltastore.index import HEADER_NAME, INDEX_NAME, PIECE_NAMES, ROW_BYTES, StoreIndex, index_digest
-from mergepipe.deltastore.pack.encode_pass import choose_cut
 from mergepipe.deltastore.tensor import PackedTensor, StandaloneTensor
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.ledger import Purpose

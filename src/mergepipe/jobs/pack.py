@@ -23,6 +23,14 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, check_unchanged, open_files, read_span
 from mergepipe.core.blocks import BlockGrid, Span, element_count
 from mergepipe.core.units import positive
+from mergepipe.deltastore.builder import (
+    FILES_OF_BUILDER,
+    PackJob,
+    StoreBuilder,
+    file_parts,
+    open_builder,
+    write_kept,
+)
 from mergepipe.deltastore.checkpoint import (
     MOST_DEPTH,
     OpenedStore,
@@ -35,17 +43,9 @@ from mergepipe.deltastore.checkpoint import (
 from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec
+from mergepipe.deltastore.encode_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.deltastore.index import HEADER_NAME, HEADERS_NAME, PackedEntry, digest
-from mergepipe.deltastore.pack.builder import (
-    FILES_OF_BUILDER,
-    PackJob,
-    StoreBuilder,
-    file_parts,
-    open_builder,
-    write_kept,
-)
-from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
-from mergepipe.deltastore.pack.job import check_names, doubt_about, is_done, job_of, match_base, open_base
+from mergepipe.deltastore.job import check_names, doubt_about, is_done, job_of, match_base, open_base
 from mergepipe.deltastore.tensor import PackedFetch
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, Problem, RecipeError
 from mergepipe.options import PackOptions, home_of, threads_of

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.checkpoints.packed import is_packed
+from mergepipe.deltastore.builder import published_store
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.index import is_own_name
-from mergepipe.deltastore.pack.builder import published_store
 from mergepipe.errors import CorruptError, OutputError, UnsupportedError
 from mergepipe.options import PushOptions
 from mergepipe.recipes.references import resolve_model_name

@@ -20,10 +20,10 @@ from mergepipe.checkpoints.open_files import decoded, open_files, read_elements
 from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.core.units import format_percent
+from mergepipe.deltastore.builder import PackJob, file_parts
 from mergepipe.deltastore.checkpoint import MOST_DEPTH, OpenedStore, open_packed, read_header, read_store
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, can_be_base_of
 from mergepipe.deltastore.index import digest, is_own_name
-from mergepipe.deltastore.pack.builder import PackJob, file_parts
 from mergepipe.errors import OutputError, RecipeError, UnsupportedError
 from mergepipe.reports import BaseMatch
 from mergepipe.snapshots.object_upload import check_apart, staging_place

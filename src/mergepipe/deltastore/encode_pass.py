@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.checkpoints.open_files import read_elements
 from mergepipe.core.blocks import DType, Span
+from mergepipe.deltastore.builder import Place, StoreBuilder
 from mergepipe.deltastore.codec.arrays import scratch
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes, encode_block, encode_converted, raw_block
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, HEAD_DENSITY
 from mergepipe.deltastore.index import digest, make_row
-from mergepipe.deltastore.pack.builder import Place, StoreBuilder
 from mergepipe.kernels.codec import decode_tile
 from mergepipe.kernels.compiled import Floats
 from mergepipe.kernels.merge import take_delta

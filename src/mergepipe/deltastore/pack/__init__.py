@@ -1,1 +1,0 @@
-"""Packing: experts encoded into delta stores in one streaming pass."""
