@@ -122,16 +122,15 @@ def merge(
     Args:
         options: what is merged and how; the fields of `MergeOptions` are keywords, too: `budget="25%"`, `seed=7`.
     """
-    started = perf_counter()
     made = MergeOptions.of(options, fields)
-    from mergepipe.runs.work import merge_settings, output_place
+    from mergepipe.runs.work import merge_settings
 
-    place, settings = output_place(out, merge_settings(made), made.home)
+    settings = merge_settings(made, out, on_progress)
     on_cluster = made.executor == ExecutorName.RAY
     if made.budget is None and made.target_loss is None and not on_cluster:
         from mergepipe.jobs.merge import run_merge
 
-        return run_merge(_recipe(recipe), place, settings, started=started, on_progress=on_progress)
+        return run_merge(_recipe(recipe), settings)
     from mergepipe.jobs.evaluate import TARGET_BUDGETS, merge_to_target, parse_evaluation
     from mergepipe.jobs.merge import run_budgeted
     from mergepipe.jobs.plan import plan_request
@@ -142,17 +141,12 @@ def merge(
         if settings.destination is not None:
             message, hint = "looks at each merge in a folder of this machine", "merge into a folder"
             raise RecipeError.of("option.conflict", "--target-loss", message, hint)
-        return merge_to_target(
-            _recipe(recipe), place, request, settings, parse_evaluation(made.evaluate), made.target_loss,
-            started=started, on_progress=on_progress,
-        )  # fmt: skip
+        return merge_to_target(_recipe(recipe), request, settings, parse_evaluation(made.evaluate), made.target_loss)
     if on_cluster:
         from mergepipe.jobs.merge_on_ray import run_merge_on_ray
 
-        return run_merge_on_ray(
-            _recipe(recipe), place, request, made, settings, started=started, on_progress=on_progress
-        )
-    return run_budgeted(_recipe(recipe), place, request, settings, started=started, on_progress=on_progress)
+        return run_merge_on_ray(_recipe(recipe), request, made, settings)
+    return run_budgeted(_recipe(recipe), request, settings)
 
 
 # --- planning under a budget ---
@@ -231,18 +225,17 @@ def run(
     Args:
         options: `OutputOptions`: threads, memory and the catalog, and what is written how.
     """
-    started = perf_counter()
     made, decided = OutputOptions.of(options, fields), _plan_value(plan)
-    from mergepipe.runs.work import output_place, run_settings
+    from mergepipe.runs.work import run_settings
 
-    place, settings = output_place(out, run_settings(made, decided.seed), made.home)
+    settings = run_settings(made, decided.seed, out, on_progress)
     if made.executor == ExecutorName.RAY:
         from mergepipe.jobs.merge_on_ray import run_plan_on_ray
 
-        return run_plan_on_ray(decided, place, made, settings, started=started, on_progress=on_progress)
+        return run_plan_on_ray(decided, made, settings)
     from mergepipe.jobs.merge import run_plan
 
-    return run_plan(decided, place, settings, started=started, on_progress=on_progress)
+    return run_plan(decided, settings)
 
 
 def run_part(
@@ -267,7 +260,6 @@ def run_part(
     Raises:
         MergePipeError: among others `parts.busy`, another process is making the part under the same budget.
     """
-    started = perf_counter()
     made = OutputOptions.of(options, fields)
     if made.executor != ExecutorName.THREADS:
         hint = "give one of the two: a cluster makes all parts"
@@ -277,13 +269,12 @@ def run_part(
         raise RecipeError.of("option.conflict", "--resume" if made.resume else "--no-resume", message, "leave it out")
     from mergepipe.jobs.parts import PartChoice, check_part
     from mergepipe.jobs.parts import run_part as run_one
-    from mergepipe.runs.work import output_place, run_settings
+    from mergepipe.runs.work import run_settings
 
     number, n_parts = (None, 1) if part is None else check_part(*part)
     decided = _plan_value(plan)
-    place, settings = output_place(out, run_settings(made, decided.seed), made.home)
-    choice = PartChoice(number, n_parts, finishes=part is None)
-    return run_one(decided, place, choice, settings, started=started, on_progress=on_progress)
+    settings = run_settings(made, decided.seed, out, on_progress)
+    return run_one(decided, PartChoice(number, n_parts, finishes=part is None), settings)
 
 
 def parts_status(plan: Plan | str | Path, out: str | Path, *, n_parts: int | None = None) -> PartsStatus:
@@ -774,14 +765,12 @@ def replay(
         snapshot: see `verify`.
         options: `OutputOptions`: threads, memory and the catalog, and `force`.
     """
-    started = perf_counter()
     made = OutputOptions.of(options, fields)
     from mergepipe.jobs.replay import replay_snapshot
-    from mergepipe.runs.work import output_place, run_settings
+    from mergepipe.runs.work import run_settings
 
-    place, settings = output_place(out, run_settings(made, 0), made.home)
-    path = _snapshot_location(snapshot, made.home)
-    return replay_snapshot(path, place, settings, started=started, on_progress=on_progress)
+    settings = run_settings(made, 0, out, on_progress)
+    return replay_snapshot(_snapshot_location(snapshot, made.home), settings)
 
 
 def push(

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
-
-from hypothesis import given
-from hypothesis import strategies as st
 
 import mergepipe
 from mergepipe.errors import NotFoundError
-from mergepipe.jobs.explain import explanation_of, joined
+from mergepipe.jobs.explain import explanation_of
 from mergepipe.planning.plan import Access, Plan, PlannedModel, PlannedTensor
 from mergepipe.recipes.tasks import TensorParameters
 from mergepipe.reports import BlockUse, Explanation
 from support.refusals import refuses
-
-RUNS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda run: (run[0], run[0] + run[1])), max_size=8)
 
 
 def model(role: str, name: str, planned_bytes: int) -> PlannedModel:
@@ -93,12 +87,3 @@ def test_explanation__a_pattern_without_a_match_is_an_error() -> None:
 
 def test_explain__takes_a_plan_as_a_value() -> None:
     assert mergepipe.explain(make_plan()).touched == 7
-
-
-@given(RUNS)
-def test_joined__is_the_union_sorted_and_disjoint(runs: list[tuple[int, int]]) -> None:
-    found = joined(runs)
-    assert {i for start, stop in found for i in range(start, stop)} == {
-        i for start, stop in runs for i in range(start, stop)
-    }
-    assert all(a[1] < b[0] for a, b in pairwise(found))

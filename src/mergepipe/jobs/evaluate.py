@@ -22,7 +22,7 @@ from mergepipe.jobs.merge import run_budgeted
 from mergepipe.jobs.plan import PlanRequest
 from mergepipe.planning.budget import parse_budget
 from mergepipe.recipes.yaml_source import RecipeText
-from mergepipe.reports import MergeReport, ProgressCallback, TriedBudget
+from mergepipe.reports import MergeReport, TriedBudget
 from mergepipe.runs.progress import Resume
 from mergepipe.runs.work import MergeSettings
 from mergepipe.snapshots.manifest import Manifest
@@ -158,14 +158,10 @@ class _TooLossyError(Exception):
 
 def merge_to_target(
     recipe: Location | RecipeText,
-    out: Path,
     request: PlanRequest,
     settings: MergeSettings,
     evaluation: Evaluation,
     target_loss: float,
-    *,
-    started: float,
-    on_progress: ProgressCallback | None,
 ) -> MergeReport:
     """Merge under one budget of `TARGET_BUDGETS` after the other, and publish the first of which the loss is met.
 
@@ -186,9 +182,7 @@ def merge_to_target(
         rung = replace(request, budget=parse_budget(budget))
         anew = replace(anew, tried_expert_bytes=sum(one.expert_bytes for one in tried))
         try:
-            report = run_budgeted(
-                recipe, out, rung, anew, started=started, on_progress=on_progress, before_publish=evaluate
-            )
+            report = run_budgeted(recipe, rung, anew, before_publish=evaluate)
         except _TooLossyError:
             continue
         return replace(report, tried=tuple(tried))

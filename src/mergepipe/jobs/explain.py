@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import chain
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mergepipe.checkpoints.content_id import digest_of_files
 from mergepipe.checkpoints.contract import CheckpointKind
-from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, element_count
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, element_count
+from mergepipe.engine.tensor_work import FREE, OMITTED, level_of_blocks
 from mergepipe.errors import NotFoundError, did_you_mean
 from mergepipe.jobs.plan import read_plan
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.overlap import overlaps_of
-from mergepipe.planning.plan import Access, Plan, Runs, format_runs
+from mergepipe.planning.plan import ALL, Access, Plan, PlannedTensor, format_runs, read_alike
 from mergepipe.planning.selection import layer_of
 from mergepipe.recipes.tasks import Action
 from mergepipe.reports import BlockUse, ExpertShare, Explanation, LayerShare, Overlap, TensorUse
-from mergepipe.runs.budget import analysis_advice, blocks_by_level, level_name, verdict_of
+from mergepipe.runs.budget import BlockCounts, analysis_advice, blocks_by_level, count_blocks, level_name, verdict_of
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.runs.work import KnownStatistics
@@ -27,26 +30,6 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
-
-READ, FREE, OMITTED = "read", "free", "omitted"
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """One merged tensor with its runs of blocks per expert; a full merge has every block in `blocks`.
-
-    Experts that take no part have no access.
-    """
-
-    name: str
-    n_blocks: int
-    access: tuple[Access | None, ...]
-    probability: float = 1.0  # that a block was drawn for a sample
-
-    def touched(self) -> Runs:
-        """Runs of blocks that at least one expert contributed to."""
-        present = [access for access in self.access if access is not None]
-        return joined(chain.from_iterable(access.blocks for access in present))
 
 
 def explain_subject(subject_text: str, pattern: str | None, home: Path) -> Explanation:
@@ -83,9 +66,11 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
     source = plan if plan is not None else manifest
     if source is None:
         raise ValueError("neither a plan nor a manifest")
-    tensors = _planned(plan) if plan is not None else _full_merge_tensors(manifest) if manifest is not None else ()
+    tensors = plan.tensors if plan is not None else _full_merge_tensors(manifest) if manifest is not None else ()
     sources = plan.models if plan is not None else manifest.inputs if manifest is not None else ()
     models = [(source.model, source.path) for source in sources if source.role == "expert"]
+    block_elements = DEFAULT_BLOCK_ELEMENTS if plan is None else plan.block_elements
+    counts = count_blocks(tensors, block_elements, len(models))
     return Explanation(
         kind="plan" if manifest is None else "snapshot",
         path=path,
@@ -99,12 +84,14 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
         planned_bytes=None if plan is None else plan.planned_bytes,
         full_bytes=None if plan is None else plan.full_cost_bytes,
         realized_bytes=None if manifest is None else manifest.realized.expert + manifest.realized.analysis,
-        block_elements=DEFAULT_BLOCK_ELEMENTS if plan is None else plan.block_elements,
-        blocks=sum(tensor.n_blocks for tensor in tensors),
-        touched=sum(_count(tensor.touched()) for tensor in tensors),
-        experts=_expert_shares(tensors, models, plan, manifest),
-        layers=_layer_shares(tensors, len(models)),
-        tensors=() if pattern is None else _tensor_uses(tensors, pattern, [name for name, _ in models], plan),
+        block_elements=block_elements,
+        blocks=counts.blocks,
+        touched=counts.touched,
+        experts=_expert_shares(counts, models, plan, manifest),
+        layers=_layer_shares(tensors, block_elements, len(models)),
+        tensors=()
+        if pattern is None
+        else _tensor_uses(tensors, block_elements, pattern, [name for name, _ in models], plan),
         fallbacks=() if plan is None else plan.fallbacks,
         adjustments=() if plan is None else plan.adjustments,
         verdict=None if plan is None else verdict_of(plan),
@@ -114,90 +101,58 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
     )
 
 
-def _planned(plan: Plan) -> tuple[_Tensor, ...]:
-    n_experts = sum(model.role == "expert" for model in plan.models)
-    return tuple(
-        _Tensor(
-            tensor.name,
-            -(-tensor.n_elements // plan.block_elements),
-            tuple(tensor.access_of(e) for e in range(n_experts)),
-            tensor.probability,
-        )
-        for tensor in plan.tensors
-    )
-
-
-def _full_merge_tensors(manifest: Manifest) -> tuple[_Tensor, ...]:
-    """List the tensors of a full merge: every block of every expert, on the default grid."""
+def _full_merge_tensors(manifest: Manifest) -> tuple[PlannedTensor, ...]:
+    """List the tensors of a full merge as if they were planned: every block of every expert, on the default grid."""
     n_experts = sum(source.role == "expert" for source in manifest.inputs)
     tensors = []
     for tensor in manifest.tensors:
         if tensor.action == Action.MERGE.value:
-            n_blocks = -(-element_count(tensor.shape) // DEFAULT_BLOCK_ELEMENTS)
-            access = Access(((0, n_blocks),) if n_blocks else ())
-            tensors.append(_Tensor(tensor.name, n_blocks, (access,) * n_experts))
+            n_elements = element_count(tensor.shape)
+            n_blocks = BlockGrid(n_elements, DEFAULT_BLOCK_ELEMENTS).n_blocks
+            reads = read_alike(Access(((0, n_blocks),) if n_blocks else ()), n_experts)
+            tensors.append(PlannedTensor(tensor.name, n_elements, 0, tuple(range(n_experts)), reads))
     return tuple(tensors)
 
 
 def _expert_shares(
-    tensors: Sequence[_Tensor], models: Sequence[tuple[str, str]], plan: Plan | None, manifest: Manifest | None
+    counts: BlockCounts, models: Sequence[tuple[str, str]], plan: Plan | None, manifest: Manifest | None
 ) -> tuple[ExpertShare, ...]:
     planned = [model for model in plan.models if model.role == "expert"] if plan is not None else None
     realized = [source.read_bytes for source in manifest.inputs if source.role == "expert"] if manifest else None
-    shares = []
-    for e, (model, path) in enumerate(models):
-        counts = [_counts(tensor, e) for tensor in tensors]
-        read, free, omitted = (sum(count[kind] for count in counts) for kind in range(3))
-        shares.append(
-            ExpertShare(
-                model=model,
-                path=path,
-                read=read,
-                free=free,
-                omitted=omitted,
-                full_bytes=None if planned is None else planned[e].full_cost_bytes,
-                planned_bytes=None if planned is None else planned[e].planned_bytes,
-                realized_bytes=None if realized is None else realized[e],
-                in_part=sum(stop - start for access in _accesses(tensors, e) for start, stop, _ in access.levels),
-                levels=blocks_by_level(_accesses(tensors, e)),
-            )
-        )
-    return tuple(shares)
-
-
-def _accesses(tensors: Iterable[_Tensor], e: int) -> list[Access]:
-    """Yield the accesses of an expert, for the tensors it contributes to."""
-    return [access for tensor in tensors if (access := tensor.access[e]) is not None]
-
-
-def _counts(tensor: _Tensor, e: int) -> tuple[int, int, int]:
-    """Count the blocks of an expert that are read, free and omitted."""
-    access = tensor.access[e]
-    if access is None:
-        return 0, 0, 0
-    read, free = _count(access.blocks), _count(access.free)
-    return read, free, tensor.n_blocks - read - free
-
-
-def _layer_shares(tensors: Sequence[_Tensor], n_experts: int) -> tuple[LayerShare, ...]:
-    """Sum the shares by layer, in numeric order, tensors outside layers last."""
-    by_layer: dict[str, list[_Tensor]] = {}
-    for tensor in tensors:
-        by_layer.setdefault(layer_of(tensor.name), []).append(tensor)
-    ordered = sorted(by_layer.items(), key=lambda item: (not item[0], int(item[0] or 0)))
+    read_E, free_E, omitted_E, in_part_E = (
+        blocks_E.tolist() for blocks_E in (counts.read_E, counts.free_E, counts.omitted_E, counts.in_part_E)
+    )
     return tuple(
-        LayerShare(
-            layer=layer,
-            blocks=sum(tensor.n_blocks for tensor in inside),
-            touched=sum(_count(tensor.touched()) for tensor in inside),
-            taking_part=tuple(sum(sum(_counts(t, e)[:2]) for t in inside) for e in range(n_experts)),
-            levels=blocks_by_level(a for e in range(n_experts) for a in _accesses(inside, e)),
+        ExpertShare(
+            model=model,
+            path=path,
+            read=read_E[e],
+            free=free_E[e],
+            omitted=omitted_E[e],
+            full_bytes=None if planned is None else planned[e].full_cost_bytes,
+            planned_bytes=None if planned is None else planned[e].planned_bytes,
+            realized_bytes=None if realized is None else realized[e],
+            in_part=in_part_E[e],
+            levels=blocks_by_level(counts.level_EL[e]),
         )
-        for layer, inside in ordered
+        for e, (model, path) in enumerate(models)
     )
 
 
-def _reasons(plan: Plan | None) -> tuple[Callable[[_Tensor], str], str]:
+def _layer_shares(tensors: Sequence[PlannedTensor], block_elements: int, n_experts: int) -> tuple[LayerShare, ...]:
+    """Sum the shares by layer, in numeric order, tensors outside layers last."""
+    by_layer: dict[str, list[PlannedTensor]] = {}
+    for tensor in tensors:
+        by_layer.setdefault(layer_of(tensor.name), []).append(tensor)
+    shares = []
+    for layer, inside in sorted(by_layer.items(), key=lambda item: (not item[0], int(item[0] or 0))):
+        counts = count_blocks(inside, block_elements, n_experts)
+        taking_part, levels = counts.read_E + counts.free_E, blocks_by_level(counts.level_EL.sum(axis=0))
+        shares.append(LayerShare(layer, counts.blocks, counts.touched, tuple(taking_part.tolist()), levels))
+    return tuple(shares)
+
+
+def _reasons(plan: Plan | None) -> tuple[Callable[[PlannedTensor], str], str]:
     """Return a function that says why blocks of a tensor are read, and why others are omitted."""
     if plan is None:
         return lambda _: "a full merge reads everything", ""
@@ -209,7 +164,7 @@ def _reasons(plan: Plan | None) -> tuple[Callable[[_Tensor], str], str]:
     return lambda _: f"chosen by policy '{plan.policy}'", spent
 
 
-def _drawn(tensor: _Tensor, seed: int) -> str:
+def _drawn(tensor: PlannedTensor, seed: int) -> str:
     if tensor.probability >= 1:
         return "all of the tensor is in the sample"
     drawn = f"drawn with probability {tensor.probability:.3g}, seed {seed}"
@@ -217,62 +172,38 @@ def _drawn(tensor: _Tensor, seed: int) -> str:
 
 
 def _tensor_uses(
-    tensors: Sequence[_Tensor], pattern: str, names: Sequence[str], plan: Plan | None
+    tensors: Sequence[PlannedTensor], block_elements: int, pattern: str, names: Sequence[str], plan: Plan | None
 ) -> tuple[TensorUse, ...]:
     reading, omitted = _reasons(plan)
     chosen = [tensor for tensor in tensors if fnmatchcase(tensor.name, pattern)]
     if not chosen:
         hint = did_you_mean(pattern, [tensor.name for tensor in tensors])
         raise NotFoundError.of("tensor.not-found", "--tensor", f"no merged tensor matches '{pattern}'", hint)
-    return tuple(
-        TensorUse(
-            tensor.name, tensor.n_blocks, format_runs(tensor.touched()),
-            tuple(use for e, name in enumerate(names) for use in _uses(tensor, e, name, reading(tensor), omitted)),
-        )
-        for tensor in chosen
-    )  # fmt: skip
+    uses = []
+    for tensor in chosen:
+        levels_EB = level_of_blocks(tensor, BlockGrid(tensor.n_elements, block_elements).n_blocks)
+        experts = sorted(zip(tensor.models, levels_EB, strict=True), key=lambda expert: expert[0])
+        blocks = tuple(use for e, levels_B in experts for use in _uses(levels_B, names[e], reading(tensor), omitted))
+        touched = _runs_text(np.any(levels_EB > OMITTED, axis=0))
+        uses.append(TensorUse(tensor.name, levels_EB.shape[1], touched, blocks))
+    return tuple(uses)
 
 
-def _uses(tensor: _Tensor, e: int, model: str, reading: str, why_omitted: str) -> Iterable[BlockUse]:
-    access = tensor.access[e]
-    if access is None:
-        return
-    in_part = joined((start, stop) for start, stop, _ in access.levels)
-    in_full = joined(run for start, stop in access.blocks for run in _gaps_inside(in_part, start, stop))
-    if in_full:
-        yield BlockUse(model, READ, format_runs(in_full), reading)
-    for level in sorted({level for _, _, level in access.levels}):
-        runs = joined((start, stop) for start, stop, block_level in access.levels if block_level == level)
-        yield BlockUse(model, f"{READ} at level {level}", format_runs(runs), f"{level_name(level)}; {reading}")
-    if access.free:
-        yield BlockUse(model, FREE, format_runs(access.free), "equal to the base's, known without reading")
-    omitted = _gaps(access.runs, tensor.n_blocks)
-    if omitted:
-        yield BlockUse(model, OMITTED, format_runs(omitted), why_omitted)
-
-
-def joined(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Return the union of half-open runs: sorted, disjoint, joined where they touch."""
-    union: list[tuple[int, int]] = []
-    for start, stop in sorted(runs):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(stop, union[-1][1]))
+def _uses(levels_B: NDArray[np.int16], model: str, reading: str, why_omitted: str) -> Iterator[BlockUse]:
+    present = set(levels_B.tolist())
+    for level in filter(present.__contains__, (ALL, *range(1, ALL), FREE, OMITTED)):
+        if level == ALL:
+            use, why = "read", reading
+        elif level == FREE:
+            use, why = "free", "equal to the base's, known without reading"
+        elif level == OMITTED:
+            use, why = "omitted", why_omitted
         else:
-            union.append((start, stop))
-    return tuple(union)
+            use, why = f"read at level {level}", f"{level_name(level)}; {reading}"
+        yield BlockUse(model, use, _runs_text(levels_B == level), why)
 
 
-def _gaps(runs: Runs, n_blocks: int) -> Runs:
-    """Return the parts of `[0, n_blocks)` outside `runs` (sorted, disjoint)."""
-    edges = [0, *chain.from_iterable(runs), n_blocks]
-    return joined((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
-
-
-def _gaps_inside(runs: Runs, start: int, stop: int) -> Runs:
-    """Return the parts of `[start, stop)` outside `runs`."""
-    inside = [(max(a, start) - start, min(b, stop) - start) for a, b in runs if a < stop and start < b]
-    return tuple((a + start, b + start) for a, b in _gaps(tuple(inside), stop - start))
-
-
-def _count(runs: Runs) -> int:
-    return sum(stop - start for start, stop in runs)
+def _runs_text(is_in_B: NDArray[np.bool_]) -> str:
+    """Format the blocks that are in a set as runs."""
+    edges = np.flatnonzero(np.diff(is_in_B, prepend=False, append=False)).tolist()
+    return format_runs(tuple(zip(edges[::2], edges[1::2], strict=True)))

@@ -24,7 +24,7 @@ from mergepipe.planning.plan import NOTHING_READ, PLAN_FORMAT, Plan
 from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.yaml_source import RecipeText
-from mergepipe.reports import AppliedAdapter, MergeReport, Progress, ProgressCallback
+from mergepipe.reports import AppliedAdapter, MergeReport, Progress
 from mergepipe.runs.budget import analysis_advice, coverage_of, verdict_of
 from mergepipe.runs.inputs import Inputs, open_inputs, with_known_digests, with_parameters
 from mergepipe.runs.model_card import hub_id_of
@@ -32,6 +32,7 @@ from mergepipe.runs.progress import MergeProgress, Resume, run_key
 from mergepipe.runs.small_files import PlannedFiles, plan_small_files, planned_sidecars, sidecar_contents
 from mergepipe.runs.stored_plan import open_planned, plan_key, store_plan, stored_plan
 from mergepipe.runs.work import (
+    NO_IDS,
     CatalogLink,
     MergeSettings,
     kept_facts,
@@ -83,33 +84,21 @@ BeforePublish = Callable[[Manifest, Path], None]
 """Looks at the finished manifest and the folder that it describes; what it raises prevents publishing."""
 
 
-def run_merge(
-    recipe: Location | RecipeText,
-    out: Path,
-    settings: MergeSettings,
-    *,
-    started: float,
-    on_progress: ProgressCallback | None,
-) -> MergeReport:
-    """Merge in full, and publish; see `api.merge`. `started` is the `perf_counter` reading that time is taken from."""
+def run_merge(recipe: Location | RecipeText, settings: MergeSettings) -> MergeReport:
+    """Merge in full, and publish; see `api.merge`."""
     store = Stores(settings=settings.engine.remote)
-    with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
+    with closing(CatalogLink(settings.home)) as link, IntermediateWriter(settings, store) as intermediates:
         inputs = open_inputs(
             recipe, store, settings.allow_dropped, intermediates.write, settings.strictness,
             keeps_absolute_paths=settings.absolute_paths,
         )  # fmt: skip
-        settings.base_model_ids.check_names(inputs.leaf_models)
-        return MergeRun(inputs, None, settings, store, link, started, on_progress).publish(out)
+        return MergeRun(inputs, None, settings, store, link).publish()
 
 
 def run_budgeted(
     recipe: Location | RecipeText,
-    out: Path,
     request: PlanRequest,
     settings: MergeSettings,
-    *,
-    started: float,
-    on_progress: ProgressCallback | None,
     before_publish: BeforePublish | None = None,
 ) -> MergeReport:
     """Plan and run at once; an unfinished merge of this very request is resumed with the plan it was begun with."""
@@ -120,34 +109,32 @@ def run_budgeted(
         recipe, store, request.allow_dropped, strictness=settings.strictness,
         keeps_absolute_paths=settings.absolute_paths,
     )  # fmt: skip
-    settings.base_model_ids.check_names(inputs.leaf_models)
     settings = replace(settings, plan_key=plan_key(inputs, repr(request)))
     follows = settings.resume in (Resume.AUTO, Resume.REQUIRED)
-    plan = stored_plan(staging_directory(out.absolute()), settings.plan_key) if follows else None
+    plan = stored_plan(staging_directory(settings.out.absolute()), settings.plan_key) if follows else None
     with closing(CatalogLink(settings.home)) as link:
         if plan is None:
             plan = make_plan(store, inputs, request, link)
-        run = MergeRun(with_parameters(inputs, plan), plan, settings, store, link, started, on_progress)
-        return run.publish(out, before_publish)
+        return MergeRun(with_parameters(inputs, plan), plan, settings, store, link).publish(before_publish)
 
 
-def run_plan(
-    plan: Plan, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
-) -> MergeReport:
+def run_plan(plan: Plan, settings: MergeSettings) -> MergeReport:
     """Run a stored plan against the inputs it was made for."""
     store = Stores(settings=settings.engine.remote)
     with closing(CatalogLink(settings.home)) as link:
         inputs = with_parameters(open_planned(plan, store, link), plan)
-        settings.base_model_ids.check_names(inputs.leaf_models)
-        return MergeRun(inputs, plan, settings, store, link, started, on_progress).publish(out)
+        return MergeRun(inputs, plan, settings, store, link).publish()
 
 
 class IntermediateWriter:
     """Writes intermediate merges that later documents need complete, next to the output; removes them on exit."""
 
-    def __init__(self, out: Path, settings: MergeSettings, store: Store) -> None:
-        self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
-        self._settings = replace(settings, home=None, resume=Resume.NEVER, force=False, destination=None)
+    def __init__(self, settings: MergeSettings, store: Store) -> None:
+        self._staging = Staging(settings.out.with_name(f"{settings.out.name}.intermediates"), force=False)
+        self._settings = replace(
+            settings, home=None, resume=Resume.NEVER, force=False, destination=None, on_progress=None,
+            base_model_ids=NO_IDS,
+        )  # fmt: skip
         self._store = store
         self._stack = contextlib.ExitStack()
         self._n_written = 0
@@ -163,10 +150,10 @@ class IntermediateWriter:
         if not self._n_written:
             self._stack.enter_context(self._staging)
         self._n_written += 1
-        place = self._staging.path / str(self._n_written)
+        settings = replace(self._settings, out=self._staging.path / str(self._n_written))
         with closing(CatalogLink(None)) as link, private_outputs():
-            MergeRun(inputs, None, self._settings, self._store, link, time.perf_counter(), None).publish(place)
-        return place
+            MergeRun(inputs, None, settings, self._store, link).publish()
+        return settings.out
 
 
 class MergeRun:
@@ -176,22 +163,14 @@ class MergeRun:
     """
 
     def __init__(
-        self,
-        inputs: Inputs,
-        plan: Plan | None,
-        settings: MergeSettings,
-        store: Store,
-        link: CatalogLink,
-        started: float,
-        on_progress: ProgressCallback | None,
+        self, inputs: Inputs, plan: Plan | None, settings: MergeSettings, store: Store, link: CatalogLink
     ) -> None:
+        settings.base_model_ids.check_names(inputs.leaf_models)
         self._inputs = inputs = with_known_digests(inputs, link)
         self._plan = plan
         self._settings = settings
         self._store = store
         self._link = link
-        self._started = started
-        self._on_progress = on_progress
         self._output = output = output_of(inputs, settings.shard_bytes, settings.file)
         self._seed = settings.seed if plan is None else plan.seed
         self._earlier_bytes = 0
@@ -200,15 +179,10 @@ class MergeRun:
         expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
         self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
 
-    def publish(
-        self, out: Path, before_publish: BeforePublish | None = None, made: MadeParts | None = None
-    ) -> MergeReport:
-        """Write the output, and publish it at `out`.
-
-        With a destination in the settings it is published there, and `out` is where it is staged. Of an output that is
-        `made` already, no tensor is read.
-        """
+    def publish(self, before_publish: BeforePublish | None = None, made: MadeParts | None = None) -> MergeReport:
+        """Write the output, and publish it; of one that is `made` already, no tensor is read."""
         settings, plan, output, link = self._settings, self._plan, self._output, self._link
+        out = settings.out
         check_target(out, [checkpoint.path for checkpoint in self._inputs.checkpoints], force=settings.force)
         remote = self._remote_output(is_made=made is not None)
         weight_bytes = output.total_bytes if remote is None else remote.staged_bytes
@@ -233,7 +207,7 @@ class MergeRun:
         )  # fmt: skip
         is_sent = None if remote is None else remote.has
         can_continue = partial(progress.can_continue, is_sent=is_sent)
-        with published_but(settings.destination or out):
+        with published_but(settings.place):
             with (
                 Staging(out, force=settings.force, can_continue=can_continue) as staging,
                 progress.recorded(staging),
@@ -262,7 +236,7 @@ class MergeRun:
                         manifest, record_folder(out).absolute(), created=datetime.now(UTC)
                     )
                 )
-            return self._report(settings.destination or out, manifest, progress)
+            return self._report(manifest, progress)
 
     def _remote_output(self, *, is_made: bool) -> RemoteOutput | None:
         """Return what publishes in a bucket or on the Hub, if the output goes there."""
@@ -330,10 +304,11 @@ class MergeRun:
 
     def _tick(self, phase: str, notices: tuple[str, ...] = ()) -> None:
         """Report progress."""
-        if self._on_progress is not None:
-            done_bytes = self._store.ledger.total_bytes()
-            retries = self._store.counts.retries
-            self._on_progress(Progress(phase, done_bytes, self._total_bytes, notices, self._earlier_bytes, retries))
+        if self._settings.on_progress is not None:
+            ledger, retries = self._store.ledger, self._store.counts.retries
+            self._settings.on_progress(
+                Progress(phase, ledger.total_bytes(), self._total_bytes, notices, self._earlier_bytes, retries)
+            )
 
     def _manifest(
         self, digests: tuple[TensorDigest, ...], ids: Mapping[int, str], progress: MergeProgress, blocks: Digested
@@ -354,7 +329,7 @@ class MergeRun:
             plan=plan,
             coverage=None if self._plan is None else coverage_of(self._plan),
             run={
-                "seconds": round(time.perf_counter() - self._started, 3),
+                "seconds": round(time.perf_counter() - self._settings.started, 3),
                 "threads": self._settings.engine.threads,
                 "memory_bytes": self._settings.engine.memory_bytes,
                 **traffic(self._store, usage).facts(),
@@ -425,13 +400,13 @@ class MergeRun:
         notices = tuple(f"{fallback.where}: {fallback.decision}: {fallback.reason}" for fallback in starved)
         return (*notices, *analysis_advice(self._plan))
 
-    def _report(self, out: Path | Location, manifest: Manifest, progress: MergeProgress) -> MergeReport:
+    def _report(self, manifest: Manifest, progress: MergeProgress) -> MergeReport:
         """Report what was done, up to now."""
         by_purpose = self._store.ledger.usage()
         usage = RealizedBytes.of(by_purpose)
         resolution = (self._inputs.plain or self._inputs).resolution
         return MergeReport(
-            out=out,
+            out=self._settings.place,
             sid=manifest.sid,
             operator=manifest.operator,
             merged_tensors=resolution.n_merged,
@@ -442,7 +417,7 @@ class MergeRun:
             analysis_bytes=usage.analysis,
             metadata_bytes=usage.metadata,
             output_bytes=usage.output,
-            seconds=time.perf_counter() - self._started,
+            seconds=time.perf_counter() - self._settings.started,
             planned_bytes=None if self._plan is None else self._plan.planned_bytes,
             budget_bytes=None if self._plan is None else self._plan.budget_bytes,
             notices=(*self._link.notices, *self._store.notices, *self._budget_notices()),

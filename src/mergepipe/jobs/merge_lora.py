@@ -364,9 +364,9 @@ class _AdapterMerge:
             recipe: Json = {**(self.recipe or self._stated_recipe()), "dtype": "float32"}
             if operator_named(self.options.method).spec.base_role is not BaseRole.NONE:
                 recipe["base_model"] = "zeros"
-            settings = merge_settings(MergeOptions(catalog=False, seed=self.options.seed, card=False))
-            text, out = recipe_text(recipe, Location.local(root)), root / "merged"
-            run_merge(text, out, settings, started=time.perf_counter(), on_progress=None)
+            out = root / "merged"
+            settings = merge_settings(MergeOptions(catalog=False, seed=self.options.seed, card=False), out)
+            run_merge(recipe_text(recipe, Location.local(root)), settings)
             tensors = load_tensors(Location.local(out), base=None, framework="numpy", threads=1)
             return {name: np.asarray(tensors[name], np.float64) for name in tensors}
 

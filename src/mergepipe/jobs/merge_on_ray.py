@@ -12,7 +12,6 @@ import pickle
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -42,7 +41,7 @@ from mergepipe.runs.parts import open_output, record_planning
 from mergepipe.runs.progress import Resume
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
-from mergepipe.runs.work import CatalogLink, MergeSettings, output_place, run_settings
+from mergepipe.runs.work import CatalogLink, MergeSettings, run_settings
 from mergepipe.snapshots.parts import JOB_NAME, PartsPlace
 from mergepipe.snapshots.parts_places import job_at, parts_place, plan_digests_at
 from mergepipe.snapshots.staging import check_free_space
@@ -82,36 +81,29 @@ def make_part_of_plan(payload: bytes) -> bytes:
         message = f"{socket.gethostname()} sees no parts of it"
         hint = "mount the same storage under the same path on every node"
         raise NotFoundError.of("ray.not-shared", task.out, message, hint)
-    settings = run_settings(task.options, plan.seed)
-    staged, settings = output_place(
-        task.out if isinstance(task.out, Path) else str(task.out), settings, task.options.home
-    )
-    choice = PartChoice(task.number, task.n_parts, publishes=False)
-    return pickle.dumps(run_part(plan, staged, choice, settings, started=time.perf_counter(), on_progress=None))
+    out = task.out if isinstance(task.out, Path) else str(task.out)
+    settings = run_settings(task.options, plan.seed, out)
+    return pickle.dumps(run_part(plan, PartChoice(task.number, task.n_parts, publishes=False), settings))
 
 
 def run_merge_on_ray(
-    recipe: Location | RecipeText,
-    out: Path,
-    request: PlanRequest,
-    cluster: OutputOptions,
-    settings: MergeSettings,
-    *,
-    started: float,
-    on_progress: ProgressCallback | None,
+    recipe: Location | RecipeText, request: PlanRequest, cluster: OutputOptions, settings: MergeSettings
 ) -> MergeReport:
     """Plan a recipe, and make the plan's output on a cluster; an unfinished merge of this very request is resumed."""
     store = Stores(settings=settings.engine.remote)
     inputs = open_inputs(recipe, store, request.allow_dropped, strictness=settings.strictness)
-    place, key = settings.destination or out.absolute(), plan_key(inputs, repr(request))
+    place, key = _absolute(settings.place), plan_key(inputs, repr(request))
     check_output(place, inputs, force=settings.force)
     digests = () if settings.resume is Resume.NEVER else plan_digests_at(place)
     plan = next(filter(None, (_plan_of_parts(place, digest, key) for digest in digests)), None)
     if plan is None:
         with closing(CatalogLink(settings.home)) as link:
             plan = make_plan(store, inputs, request, link)
-    planning = inputs, store.ledger.usage()
-    return _publish(plan, key, planning, out, cluster, settings, started=started, on_progress=on_progress)
+    return _publish(plan, key, (inputs, store.ledger.usage()), cluster, settings)
+
+
+def _absolute(place: Path | Location) -> Path | Location:
+    return place.absolute() if isinstance(place, Path) else place
 
 
 def _plan_of_parts(out: Path | Location, plan_digest: str, key: str | None = None) -> Plan | None:
@@ -125,32 +117,20 @@ def _plan_of_parts(out: Path | Location, plan_digest: str, key: str | None = Non
     return None
 
 
-def run_plan_on_ray(
-    plan: Plan,
-    out: Path,
-    cluster: OutputOptions,
-    settings: MergeSettings,
-    *,
-    started: float,
-    on_progress: ProgressCallback | None,
-) -> MergeReport:
+def run_plan_on_ray(plan: Plan, cluster: OutputOptions, settings: MergeSettings) -> MergeReport:
     """Make the output of a plan as tasks of a cluster, and publish it. If that fails, what is made is kept."""
-    return _publish(plan, "", None, out, cluster, settings, started=started, on_progress=on_progress)
+    return _publish(plan, "", None, cluster, settings)
 
 
 def _publish(
     plan: Plan,
     key: str,
     planning: tuple[Inputs, Usage] | None,
-    out: Path,
     cluster: OutputOptions,
     settings: MergeSettings,
-    *,
-    started: float,
-    on_progress: ProgressCallback | None,
 ) -> MergeReport:
     """Make the parts of a plan, and publish its output. `planning`: what was read of the inputs to make the plan."""
-    place = settings.destination or out.absolute()
+    place = _absolute(settings.place)
     planned = open_output(plan, settings.shard_bytes, Stores(settings=settings.engine.remote))
     settings.base_model_ids.check_names(planned.inputs.leaf_models)
     check_output(place, planned.inputs, force=settings.force)
@@ -170,10 +150,9 @@ def _publish(
         task = PartTask(place, plan.digest, 0, len(parts.job.shards), options)
         with _kept(parts):
             read_bytes = planned.inputs.resolution.base_bytes + plan.planned_bytes
-            _make_all(ray, shape, parts, task, read_bytes, on_progress)
-    choice = PartChoice(None, 1, finishes=True)
+            _make_all(ray, shape, parts, task, read_bytes, settings.on_progress)
     with _kept(parts):
-        report = run_part(plan, out, choice, settings, started=started, on_progress=on_progress).merge
+        report = run_part(plan, PartChoice(None, 1, finishes=True), settings).merge
     if report is None:
         raise OutputError.of("output.exists", place, "was published by another process meanwhile", "look at that")
     return report

@@ -54,12 +54,13 @@ class OpenedMerge:
         if options.target_loss is not None:
             message = "looks at merges in folders, and this one is not written"
             raise RecipeError.of("option.conflict", "target_loss", message, "leave it out, or call `merge`")
-        self._settings = settings = merge_settings(options)
+        settings = merge_settings(options)
         self._store = store = Stores(settings=settings.engine.remote)
         with ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mergepipe-")))
+            self._settings = settings = replace(settings, out=self.folder / "merge")
             link = stack.enter_context(closing(CatalogLink(settings.home)))
-            intermediates = stack.enter_context(IntermediateWriter(self.folder / "merge", settings, store))
+            intermediates = stack.enter_context(IntermediateWriter(settings, store))
             inputs = open_inputs(
                 recipe, store, settings.allow_dropped, intermediates.write, settings.strictness,
                 keeps_absolute_paths=True,

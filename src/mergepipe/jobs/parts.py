@@ -13,7 +13,7 @@ from mergepipe.engine.work import Observer, Part, split, split_sizes
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.jobs.merge import MergeRun
 from mergepipe.planning.plan import Plan
-from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
+from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ShardStatus
 from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.parts import MadeParts, PartsWorker, PlannedOutput, open_output
 from mergepipe.runs.progress import Resume
@@ -82,39 +82,20 @@ def _not_a_part(text: str) -> MergePipeError:
     return RecipeError.of("option.invalid", "--part", f"'{text[:40]}' was given", "write the second of 7 parts as 2/7")
 
 
-def run_part(
-    plan: Plan,
-    out: Path,
-    choice: PartChoice,
-    settings: MergeSettings,
-    *,
-    started: float,
-    on_progress: ProgressCallback | None,
-) -> PartReport:
+def run_part(plan: Plan, choice: PartChoice, settings: MergeSettings) -> PartReport:
     """Make the shards of one part that are not done; whoever completes the last one finishes the output."""
-    run = _PartRun(plan, out, choice, settings, started, on_progress)
+    run = _PartRun(plan, choice, settings)
     return run.report((), (), is_published=True) if run.is_published() else run.make_and_finish()
 
 
 class _PartRun:
     """One run of one part."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        out: Path,
-        choice: PartChoice,
-        settings: MergeSettings,
-        started: float,
-        on_progress: ProgressCallback | None,
-    ) -> None:
+    def __init__(self, plan: Plan, choice: PartChoice, settings: MergeSettings) -> None:
         self._plan = plan
-        self._staged = out
-        self._out = settings.destination or out
+        self._out = settings.place
         self._choice = choice
         self._settings = settings
-        self._started = started
-        self._on_progress = on_progress
         self._store: Store = Stores()
         self._total_bytes = 1
         self._parts: PartsPlace | None = None
@@ -130,7 +111,7 @@ class _PartRun:
         planned = open_output(self._plan, self._settings.shard_bytes, self._store)
         self._settings.base_model_ids.check_names(planned.inputs.leaf_models)
         check_output(self._out, planned.inputs, force=self._settings.force)
-        self._parts = parts = parts_place(self._out, planned.job(self._out), self._staged)
+        self._parts = parts = parts_place(self._out, planned.job(self._out), self._settings.out)
         made, done_shards = tuple[int, ...](), tuple[int, ...]()
         names = [name for name, _ in parts.job.shards]
         try:
@@ -164,7 +145,7 @@ class _PartRun:
         """Make shards; those that another process is making are left to the end, as an error."""
         sizes = [parts.job.shards[shard][1] for shard in part.shards]
         own_bytes = sum(sizes)
-        check_free_space(self._staged, own_bytes if isinstance(self._out, Path) else max(sizes, default=0))
+        check_free_space(self._settings.out, own_bytes if isinstance(self._out, Path) else max(sizes, default=0))
         all_bytes = sum(nbytes for _, nbytes in parts.job.shards)
         resolution = planned.inputs.resolution
         whole_bytes = resolution.base_bytes + self._plan.planned_bytes
@@ -207,13 +188,12 @@ class _PartRun:
         inputs = self._worker_of(planned, parts, store, Observer()).with_shared_facts(read_missing=False)
         settings = replace(self._settings, resume=Resume.NEVER)
         with closing(CatalogLink(settings.home)) as link, published_but(self._out):
-            run = MergeRun(inputs, self._plan, settings, store, link, self._started, self._on_progress)
-            self._merge = run.publish(self._staged, made=made)
+            self._merge = MergeRun(inputs, self._plan, settings, store, link).publish(made=made)
             parts.remove()
 
     def _tick(self) -> None:
-        if self._on_progress is not None:
-            self._on_progress(Progress("merge", self._store.ledger.total_bytes(), self._total_bytes, (), 0))
+        if self._settings.on_progress is not None:
+            self._settings.on_progress(Progress("merge", self._store.ledger.total_bytes(), self._total_bytes, (), 0))
 
     def _report_shards(
         self, names: Sequence[str], made: Iterable[int], reused: Iterable[int], *, is_published: bool
@@ -237,7 +217,7 @@ class _PartRun:
             base_bytes=usage[Purpose.BASE],
             expert_bytes=usage.expert_bytes,
             output_bytes=usage[Purpose.OUTPUT],
-            seconds=time.perf_counter() - self._started,
+            seconds=time.perf_counter() - self._settings.started,
             is_published=is_published,
             merge=self._merge,
         )

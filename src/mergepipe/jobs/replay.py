@@ -20,7 +20,7 @@ from mergepipe.planning.plan import Plan
 from mergepipe.recipes.fields import LENIENT
 from mergepipe.recipes.recipe_files import reload_recipes
 from mergepipe.recipes.references import reference_text, referenced_paths
-from mergepipe.reports import MergeReport, ProgressCallback
+from mergepipe.reports import MergeReport
 from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.model_card import BaseModelIds
 from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
@@ -107,8 +107,10 @@ def rebuild_tensors(
     store: Store, manifest: Manifest, names: Collection[str], directory: Path, engine: EngineOptions
 ) -> tuple[RebuiltTensor, ...]:
     """Recompute the named tensors into one file in `directory`."""
-    settings = MergeSettings(engine, manifest.seed, force=False, shard_bytes=_ONE_FILE, home=None)
-    with IntermediateWriter(directory / "made", settings, store) as intermediates:
+    settings = MergeSettings(
+        engine, manifest.seed, force=False, shard_bytes=_ONE_FILE, home=None, out=directory / "made"
+    )
+    with IntermediateWriter(settings, store) as intermediates:
         inputs = open_recorded(manifest, store, intermediates.write)
         wanted = set(names)
         output = plan_output([task for task in inputs.resolution.tasks if task.name in wanted], _ONE_FILE)
@@ -138,10 +140,8 @@ def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
 _MOST_NAMED = 5
 
 
-def replay_snapshot(
-    path: Location, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
-) -> MergeReport:
-    """Recompute the snapshot at `path` into `out`; seed and shard sizes come from the manifest, not `settings`."""
+def replay_snapshot(path: Location, settings: MergeSettings) -> MergeReport:
+    """Recompute the snapshot at `path`; seed and shard sizes come from the manifest, not `settings`."""
     store = Stores(settings=settings.engine.remote)
     manifest = with_inputs_found(read_manifest_value(store, path), store, settings.home)
     settings = replace(
@@ -150,10 +150,10 @@ def replay_snapshot(
         shard_bytes=shard_bytes_of(manifest, path),
         base_model_ids=BaseModelIds.recorded(manifest),
     )
-    with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
+    with closing(CatalogLink(settings.home)) as link, IntermediateWriter(settings, store) as intermediates:
         inputs = open_recorded(manifest, store, intermediates.write)
-        run = MergeRun(inputs, recorded_plan(manifest), settings, store, link, started, on_progress)
-        return run.publish(out, lambda made, _: _check_same(manifest, made, settings.destination or out))
+        run = MergeRun(inputs, recorded_plan(manifest), settings, store, link)
+        return run.publish(lambda made, _: _check_same(manifest, made, settings.place))
 
 
 def shard_bytes_of(manifest: Manifest, where: object) -> int:

@@ -148,7 +148,8 @@ class _Search:
         self._out, self._options, self._on_progress = out, options, on_progress
         self._rungs = tuple(options.rungs)
         self._requests = {rung: plan_request(rung, options.common(PlanOptions)) for rung in self._rungs}
-        self._settings = run_settings(options.common(OutputOptions, catalog=False, resume=None), _SEED)
+        settings = run_settings(options.common(OutputOptions, catalog=False, resume=None), _SEED)
+        self._settings = replace(settings, on_progress=self._report)
         self._objectives = tuple(map(parse_objective, options.objectives))
         self._evaluate, self._command = evaluate, self._parsed_command(evaluate)
         self._loads_models = loads_models
@@ -271,11 +272,8 @@ class _Search:
         return written_recipe(with_values(self._source.root, values), self._folder)
 
     def _merged(self, values: Mapping[KeyPath, Any], rung: str | None, out: Path) -> MergeReport:
-        recipe, started = self._recipe(values), time.perf_counter()
-        if rung is None:
-            return run_merge(recipe, out, self._settings, started=started, on_progress=self._report)
-        request = self._requests[rung]
-        return run_budgeted(recipe, out, request, self._settings, started=started, on_progress=self._report)
+        recipe, settings = self._recipe(values), replace(self._settings, out=out, started=time.perf_counter())
+        return run_merge(recipe, settings) if rung is None else run_budgeted(recipe, self._requests[rung], settings)
 
     def _evaluated(self, folder: Path) -> tuple[float, ...]:
         if self._evaluate is not None:
@@ -300,7 +298,8 @@ class _Search:
         """Merge the best values again into the output, and tell all trials."""
         best = self._best()
         values = {searched.key_path: best.params[searched.name] for searched in self._searched}
-        self._settings = run_settings(self._options.common(OutputOptions, resume=None), _SEED)
+        settings = run_settings(self._options.common(OutputOptions, resume=None), _SEED)
+        self._settings = replace(settings, on_progress=self._report)
         merged = self._merged(values, self._rungs[-1] if self._rungs else None, self._out)
         trials = self._study.get_trials(deepcopy=False)
         front = {trial.number for trial in self._study.best_trials} if len(self._objectives) > 1 else {best.number}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -24,9 +23,9 @@ from mergepipe.planning.budget import BudgetRequest, Policy, ShareBudget, parse_
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import ByteProgress, MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
-from mergepipe.runs.budget import blocks_by_level, verdict_of
+from mergepipe.runs.budget import blocks_by_level, counts_of, verdict_of
 from mergepipe.runs.inputs import Inputs, open_inputs
-from mergepipe.runs.work import CatalogLink, run_settings
+from mergepipe.runs.work import CatalogLink, MergeSettings, run_settings
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
@@ -135,9 +134,8 @@ class _Sweep:
             return make_plan(self._store, inputs, request, link)
 
     def _full_merge(self, inputs: Inputs) -> _Reference:
-        out = self._directory / "full"
-        started = time.perf_counter()
-        report = run_merge(self._recipe, out, self._settings, started=started, on_progress=self._phase("full merge"))
+        settings = self._settings_of("full merge", "full")
+        report, out = run_merge(self._recipe, settings), settings.out
         full = open_checkpoint(self._store, Location.local(out))
         changed = distance(self._store, full, inputs.base, self._meter("full merge: measure", full, inputs.base))
         size = norm(self._store, full, self._meter("full merge: measure", full))
@@ -148,11 +146,13 @@ class _Sweep:
 
     def _point(self, inputs: Inputs, reference: _Reference, budget: SweepBudget, policy: Policy) -> SweepPoint:
         label = f"{budget.text} {policy.value}"
-        started = time.perf_counter()
+        settings = self._settings_of(label, "budgeted")
         plan = self._plan(inputs, replace(self._request, budget=budget.request, policy=policy))
-        with self._merged() as out:
-            report = run_plan(plan, out, self._settings, started=started, on_progress=self._phase(label))
-            error, loss = self._error(label, out, reference.full), self._loss(out)
+        try:
+            report = run_plan(plan, settings)
+            error, loss = self._error(label, settings.out, reference.full), self._loss(settings.out)
+        finally:
+            owned.remove_tree(settings.out, ignore_errors=True)
         return SweepPoint(
             budget=budget.text,
             policy=policy.value,
@@ -164,7 +164,7 @@ class _Sweep:
             error=_share(error, reference.changed_norm),
             flattering_error=_share(error, reference.full_norm),
             loss=loss,
-            levels=blocks_by_level(access for tensor in plan.tensors for access in tensor.access),
+            levels=blocks_by_level(counts_of(plan).level_EL.sum(axis=0)),
             unread=tuple(expert.model for expert in verdict_of(plan).experts if not expert.share),
         )
 
@@ -174,20 +174,14 @@ class _Sweep:
         merged = open_checkpoint(self._store, Location.local(out))
         return distance(self._store, merged, full, self._meter(f"{label}: measure", merged, full))
 
-    @contextlib.contextmanager
-    def _merged(self) -> Iterator[Path]:
-        out = self._directory / "budgeted"
-        try:
-            yield out
-        finally:
-            owned.remove_tree(out, ignore_errors=True)
+    def _settings_of(self, label: str, name: str) -> MergeSettings:
+        """Return the settings of a merge that begins now, and of which progress tells by a label."""
 
-    def _phase(self, label: str) -> ProgressCallback:
         def report(progress: Progress) -> None:
             if self._on_progress is not None:
                 self._on_progress(replace(progress, phase=label))
 
-        return report
+        return replace(self._settings, out=self._directory / name, started=time.perf_counter(), on_progress=report)
 
     def _meter(self, label: str, *checkpoints: Checkpoint) -> Callable[[int], None]:
         return ByteProgress(self._on_progress, label, sum(checkpoint.tensor_bytes for checkpoint in checkpoints)).add

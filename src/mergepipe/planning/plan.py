@@ -208,10 +208,6 @@ class PlannedTensor:
         """The largest factor on the merged delta; 1 where no sample was drawn, or the sample is empty."""
         return 1 / self.probability if self.probability else 1.0
 
-    def access_of(self, expert: int) -> Access | None:
-        """Return the access of one of the plan's experts; None if it does not contribute to this tensor."""
-        return self.access[self.models.index(expert)] if expert in self.models else None
-
 
 def read_alike(access: Access, n_experts: int) -> tuple[Access, ...]:
     """Return the `reads` of a tensor whose experts all have one access."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Readable, TensorEntry, Unchanged, block_costs_bytes
 from mergepipe.core.blocks import BlockGrid, Span
@@ -15,7 +17,7 @@ from mergepipe.engine.segments import at_level
 from mergepipe.engine.tensor_work import FREE, OMITTED, level_of_blocks
 from mergepipe.planning.budget import BudgetRequest
 from mergepipe.planning.candidates import REASON_MISSING
-from mergepipe.planning.plan import NOTHING_READ, UNSPENT, Access, Plan, PlannedTensor
+from mergepipe.planning.plan import ALL, NOTHING_READ, UNSPENT, Access, Plan, PlannedTensor
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.reports import WHOLE, BudgetVerdict, ExpertCoverage
 from mergepipe.runs.inputs import Inputs
@@ -99,30 +101,70 @@ def _source_cost(source: Readable, spans: Sequence[Span]) -> int:
     return sum(source.cost_bytes(span) for span in (spans[:1] if source.is_unit else spans))
 
 
-# --- count what a plan covers: blocks read and free per expert, and blocks that any expert contributes to ---
-
-
-def coverage_of(plan: Plan) -> Coverage:
-    """Count the blocks of all planned tensors."""
-    n_experts = sum(model.role == "expert" for model in plan.models)
-    blocks = touched = 0
-    read_E, free_E = (np.zeros(n_experts, np.int64) for _ in range(2))
-    for tensor in plan.tensors:
-        n_blocks = BlockGrid(tensor.n_elements, plan.block_elements).n_blocks
-        levels_EB = level_of_blocks(tensor, n_blocks)
-        blocks += n_blocks
-        touched += int((levels_EB > OMITTED).any(axis=0).sum())
-        experts = list(tensor.models)
-        read_E[experts] += (levels_EB > OMITTED).sum(axis=1)
-        free_E[experts] += (levels_EB == FREE).sum(axis=1)
-    return Coverage(blocks, touched, tuple(read_E.tolist()), tuple(free_E.tolist()))
-
-
-# --- count the blocks that a plan reads at each level ---
+# --- count what a plan covers: blocks that any expert contributes to, and those of each expert by level ---
 
 
 NAMES = ("largest", WHOLE)
 """Which deltas of a block are read at a level of a packed tensor, from 1 on."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks of some tensors: all, those that any expert contributes to, and how many each expert has at each level.
+
+    `level_EL` counts from the level `FREE` on; the last is that of blocks that are read unencoded.
+    """
+
+    blocks: int
+    touched: int
+    level_EL: NDArray[np.int64]
+
+    @property
+    def free_E(self) -> NDArray[np.int64]:
+        """By expert, blocks that equal the base's."""
+        return self.level_EL[:, 0]
+
+    @property
+    def omitted_E(self) -> NDArray[np.int64]:
+        """By expert, blocks that are left out."""
+        return self.level_EL[:, OMITTED - FREE]
+
+    @property
+    def read_E(self) -> NDArray[np.int64]:
+        """By expert, blocks that are read, at any level."""
+        read_E: NDArray[np.int64] = self.level_EL[:, OMITTED - FREE + 1 :].sum(axis=1)
+        return read_E
+
+    @property
+    def in_part_E(self) -> NDArray[np.int64]:
+        """By expert, blocks of which not everything is read."""
+        in_part_E: NDArray[np.int64] = self.level_EL[:, OMITTED - FREE + 1 : -1].sum(axis=1)
+        return in_part_E
+
+
+def count_blocks(tensors: Iterable[PlannedTensor], block_elements: int, n_experts: int) -> BlockCounts:
+    """Count the blocks of planned tensors."""
+    blocks = touched = 0
+    level_EL = np.zeros((n_experts, ALL - FREE + 1), np.int64)
+    for tensor in tensors:
+        n_blocks = BlockGrid(tensor.n_elements, block_elements).n_blocks
+        levels_EB = level_of_blocks(tensor, n_blocks)
+        blocks += n_blocks
+        touched += int((levels_EB > OMITTED).any(axis=0).sum())
+        for e, levels_B in zip(tensor.models, levels_EB, strict=True):
+            level_EL[e] += np.bincount(levels_B - FREE, minlength=level_EL.shape[1])
+    return BlockCounts(blocks, touched, level_EL)
+
+
+def counts_of(plan: Plan) -> BlockCounts:
+    """Count the blocks of all tensors of a plan."""
+    return count_blocks(plan.tensors, plan.block_elements, sum(model.role == "expert" for model in plan.models))
+
+
+def coverage_of(plan: Plan) -> Coverage:
+    """Return what a manifest records of a plan's blocks."""
+    counts = counts_of(plan)
+    return Coverage(counts.blocks, counts.touched, tuple(counts.read_E.tolist()), tuple(counts.free_E.tolist()))
 
 
 def level_name(level: int) -> str:
@@ -130,15 +172,11 @@ def level_name(level: int) -> str:
     return NAMES[level - 1] if 0 < level < len(NAMES) else str(level)
 
 
-def blocks_by_level(accesses: Iterable[Access]) -> tuple[tuple[str, int], ...]:
-    """Count blocks by level, lowest first; `whole` are those read unencoded."""
-    blocks = Counter[str]()
-    for access in accesses:
-        blocks[WHOLE] += access.n_blocks
-        for start, stop, level in access.levels:
-            blocks[level_name(level)] += stop - start
-            blocks[WHOLE] -= stop - start
-    return tuple((name, blocks[name]) for name in NAMES if blocks[name])
+def blocks_by_level(level_L: NDArray[np.int64]) -> tuple[tuple[str, int], ...]:
+    """Return the counts of blocks by level, lowest first; `whole` are those read unencoded."""
+    in_part_L, whole_L = np.split(level_L[OMITTED - FREE + 1 :], [len(NAMES) - 1])
+    counts = (*in_part_L.tolist(), int(whole_L.sum()))
+    return tuple((name, count) for name, count in zip(NAMES, counts, strict=True) if count)
 
 
 # --- say of a budgeted merge what it reads and what is missing of each expert, and which command would tell more ---
@@ -157,7 +195,7 @@ def verdict_of(plan: Plan) -> BudgetVerdict:
         is_full=_is_full(plan),
         planned_bytes=plan.planned_bytes,
         full_bytes=plan.full_cost_bytes,
-        experts=tuple(sorted(_coverage(plan, coverage_of(plan)), key=lambda expert: expert.share)),
+        experts=tuple(sorted(_coverage(plan), key=lambda expert: expert.share)),
         unread=tuple(fallback.where for fallback in plan.fallbacks if fallback.decision == NOTHING_READ),
         measured=MEASURED_ORDERS if plan.sampling is None else MEASURED_SAMPLES,
         unspent_bytes=plan.budget_bytes - plan.planned_bytes if unspent else 0,
@@ -165,24 +203,18 @@ def verdict_of(plan: Plan) -> BudgetVerdict:
     )
 
 
-def _coverage(plan: Plan, coverage: Coverage) -> Iterator[ExpertCoverage]:
+def _coverage(plan: Plan) -> Iterator[ExpertCoverage]:
     """Yield for each expert the share of the blocks that it changes that is in the merge, as far as that is known."""
-    models = [model.model for model in plan.models if model.role == "expert"]
-    planned, rough = ([0] * len(models) for _ in range(2))
-    for tensor in plan.tensors:
-        for e, access in zip(tensor.models, tensor.access, strict=True):
-            planned[e] += -(-tensor.n_elements // plan.block_elements)
-            rough[e] += sum(stop - start for start, stop, _ in access.levels)
-    for e, model in enumerate(models):
-        changed = planned[e] - coverage.free[e]
-        shares = (coverage.read[e] / changed, rough[e] / changed) if changed else (1.0, 0.0)
-        yield ExpertCoverage(model, *shares)
+    models, counts = [model.model for model in plan.models if model.role == "expert"], counts_of(plan)
+    changed_E = counts.read_E + counts.omitted_E
+    numbers = np.stack([changed_E, counts.read_E, counts.in_part_E], axis=1).tolist()
+    for model, (changed, read, in_part) in zip(models, numbers, strict=True):
+        yield ExpertCoverage(model, *((read / changed, in_part / changed) if changed else (1.0, 0.0)))
 
 
 def _is_full(plan: Plan) -> bool:
     """Tell whether a plan is the full merge: every block at its highest level, with the recipe's parameters."""
-    is_whole = all(expert.share == 1 and not expert.rough for expert in _coverage(plan, coverage_of(plan)))
-    return is_whole and not plan.adjustments
+    return not plan.adjustments and all(expert.share == 1 and not expert.rough for expert in _coverage(plan))
 
 
 def analysis_advice(plan: Plan) -> tuple[str, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import sub
 from pathlib import Path
 from typing import Final, TypeVar
@@ -39,7 +40,7 @@ from mergepipe.options import (
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.tasks import Action, MergeTask
-from mergepipe.reports import KeptShare
+from mergepipe.reports import KeptShare, ProgressCallback
 from mergepipe.runs.inputs import Inputs, PairStatistics
 from mergepipe.runs.model_card import BaseModelIds, parse_base_model_ids
 from mergepipe.runs.progress import Resume
@@ -58,14 +59,15 @@ NO_IDS = BaseModelIds()
 
 @dataclass(frozen=True, slots=True)
 class MergeSettings:
-    """Settings of one merge run. `home` is the catalog's directory; None runs without a catalog.
+    """Settings of one merge run. It publishes at `out`; for a remote `destination` it stages there.
+
+    `home` is the catalog's directory; None runs without a catalog. `started` is when the run began, by `perf_counter`.
 
     `strictness` says whether what has no effect in a recipe is refused, and what an interrupted run leaves to be read
-    beyond the budget. With a `plan_key` the plan is kept beside the unfinished output, see `stored_plan`. With a
-    `destination` in a bucket the output goes there, and is staged on this machine. With `absolute_paths` the snapshot's
-    files name inputs by their absolute paths. `base_model_ids` are ids on the Hub that the user states.
-    `tried_expert_bytes` were read under budgets of which the result was not good enough. `file` is the name of an
-    output that is one file.
+    beyond the budget. With a `plan_key` the plan is kept beside the unfinished output, see `stored_plan`. With
+    `absolute_paths` the snapshot's files name inputs by their absolute paths. `base_model_ids` are ids on the Hub that
+    the user states. `tried_expert_bytes` were read under budgets of which the result was not good enough. `file` is the
+    name of an output that is one file.
     """
 
     engine: EngineOptions
@@ -83,6 +85,14 @@ class MergeSettings:
     base_model_ids: BaseModelIds = NO_IDS
     tried_expert_bytes: int = 0
     file: str = ""
+    out: Path = Path()
+    on_progress: ProgressCallback | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def place(self) -> Path | Location:
+        """Where the output is published."""
+        return self.destination or self.out
 
     @property
     def beside(self) -> str:
@@ -90,19 +100,26 @@ class MergeSettings:
         return BESIDE if self.file else ""
 
 
-def merge_settings(options: MergeOptions) -> MergeSettings:
-    """Return the settings of a merge."""
+def merge_settings(
+    options: MergeOptions, out: str | Path | None = None, on_progress: ProgressCallback | None = None
+) -> MergeSettings:
+    """Return the settings of a merge, which begins now."""
     return replace(
-        run_settings(options, options.seed),
+        run_settings(options, options.seed, out, on_progress),
         allow_dropped=options.allow_dropped,
         small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
         strictness=Strictness(options.strict, options.lenient),
     )
 
 
-def run_settings(options: OutputOptions, seed: int) -> MergeSettings:
-    """Return the settings of a run whose plan or manifest says what is merged. Raises as `merge_settings`."""
-    return MergeSettings(
+def run_settings(
+    options: OutputOptions,
+    seed: int,
+    out: str | Path | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> MergeSettings:
+    """Return the settings of a run, which begins now, whose plan or manifest says what is merged."""
+    settings = MergeSettings(
         engine=engine_options(options),
         seed=check_seed(seed),
         force=options.force,
@@ -112,7 +129,9 @@ def run_settings(options: OutputOptions, seed: int) -> MergeSettings:
         strictness=Strictness(strict=options.strict),
         absolute_paths=options.paths == PathStyle.ABSOLUTE,
         base_model_ids=parse_base_model_ids(options.base_model_ids),
+        on_progress=on_progress,
     )
+    return settings if out is None else _placed(settings, Location.of(out), options.home)
 
 
 def resume_of(resume: bool | None) -> Resume:
@@ -122,22 +141,18 @@ def resume_of(resume: bool | None) -> Resume:
     return Resume.REQUIRED if resume else Resume.NEVER
 
 
-def output_place(
-    out: str | Path | Location, settings: MergeSettings, home: str | Path | None
-) -> tuple[Path, MergeSettings]:
-    """Return where an output is staged or published on this machine; settings name the bucket it goes to, if any."""
-    location = Location.of(out)
-    if location.suffix in FILE_SUFFIXES and location.is_local and not index_name(location.name):
-        return location.without_detours().local_path, replace(settings, file=location.name)
-    if location.suffix in _OTHER_SUFFIXES:
+def _placed(settings: MergeSettings, location: Location, home: str | Path | None) -> MergeSettings:
+    """Return the settings of an output at a location; one in a bucket is staged on this machine."""
+    is_file_name = location.suffix in FILE_SUFFIXES and location.is_local and not index_name(location.name)
+    if location.suffix in _OTHER_SUFFIXES and not is_file_name:
         message = f"is the name of a file; the output is a folder that holds {SINGLE_NAME}"
         raise OutputError.of("output.place", location, message, f"write {location.parent / location.stem}")
     if location.is_local:
-        return location.without_detours().local_path, settings
+        return replace(settings, out=location.without_detours().local_path, file=location.name if is_file_name else "")
     from mergepipe.snapshots.object_upload import check_destination, staging_place
 
     check_destination(location, force=settings.force)
-    return staging_place(location, home_of(home)), replace(settings, destination=location)
+    return replace(settings, out=staging_place(location, home_of(home)), destination=location)
 
 
 # --- use the catalog where there is one: its first failure becomes a notice; look up statistics by content ---

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,9 +76,8 @@ class PlacedFile:
 
 @dataclass(frozen=True, slots=True)
 class PlacedBlock:
-    """One block: bytes `[start, stop)` of its file."""
+    """One block: bytes `[start, stop)` of a file."""
 
-    file: PlacedFile
     tensor: PlacedTensor
     index: int
     start: int
@@ -103,9 +104,7 @@ class SnapshotLayout:
         for tensor in file.tensors:
             size = tensor.dtype.itemsize
             for index, span in enumerate(BlockGrid(tensor.n_elements, self.block_elements).spans()):
-                yield PlacedBlock(
-                    file, tensor, index, tensor.offset + span.start * size, tensor.offset + span.stop * size
-                )
+                yield PlacedBlock(tensor, index, tensor.offset + span.start * size, tensor.offset + span.stop * size)
 
 
 def layout_of(manifest: Manifest, where: object, block_elements: int = DEFAULT_BLOCK_ELEMENTS) -> SnapshotLayout:
@@ -185,7 +184,6 @@ def small_digest(content: bytes) -> str:
 
 READ_BYTES = 8 << 20
 FEWEST_READERS = 4
-_QUEUED_READS = 64
 
 # Values with all of these bits set are not finite: the exponent's, or all but the sign in formats without infinities.
 _NOT_FINITE: dict[DType, int] = {
@@ -206,7 +204,7 @@ class Scan:
     blocks: list[list[bytes | None]]
     headers: list[bytes | None]
     unreadable: dict[str, str] = field(default_factory=dict)
-    not_finite: dict[str, int] = field(default_factory=dict)
+    not_finite: Counter[str] = field(default_factory=Counter)
     n_bytes: int = 0
 
 
@@ -215,32 +213,32 @@ def scan_snapshot(store: Store, directory: Location, layout: SnapshotLayout, thr
 
     `on_bytes` is called on the calling thread with the bytes read since the last call.
     """
-    tensors = layout.tensors
-    scan = Scan(
-        [[None] * -(-tensor.n_elements // layout.block_elements) for tensor in tensors], [None] * len(layout.files)
-    )
-    workers = max(FEWEST_READERS, 2 * threads)
-    with ThreadPoolExecutor(workers, "mergepipe-scan") as pool, contextlib.ExitStack() as stack:
-        buffers = _Buffers(_largest_read(layout))
+    blocks: list[list[bytes | None]] = [[None] * -(-t.n_elements // layout.block_elements) for t in layout.tensors]
+    scan = Scan(blocks, [None] * len(layout.files))
+    widest = max((tensor.dtype.itemsize for tensor in layout.tensors), default=1)
+    local = _Local(max(READ_BYTES, layout.block_elements * widest) + 2 * PAGE_BYTES)
+    with ExitStack() as stack, ThreadPoolExecutor(max(FEWEST_READERS, 2 * threads), "mergepipe-scan") as pool:
         for file in layout.files:
-            opened = _open(store, directory / file.name, scan, file)
-            if opened is None:
+            try:
+                opened = store.open(directory / file.name, direct=True)
+            except (NotFoundError, StorageError) as error:
+                scan.unreadable[file.name] = error.problems[0].message
                 continue
             stack.callback(opened.close)
             scan.headers[file.index] = _header_digest(store, opened.location, file)
-            reads = _bounded(pool, [_Read(opened, blocks, buffers) for blocks in _runs(layout, file)])
-            for read in reads:
-                _take(scan, read)
-                on_bytes(read.n_bytes)
+            read = partial(_read_blocks, opened, local)
+            reads = pool.map(read, _runs(layout, file))
+            with closing(reads):  # type: ignore[type-var]  # a generator: left early, no other read begins
+                for found in reads:
+                    on_bytes(_take(scan, file, found))
     return scan
 
 
-def _open(store: Store, path: Location, scan: Scan, file: PlacedFile) -> RangeFile | None:
-    try:
-        return store.open(path, direct=True)
-    except (NotFoundError, StorageError) as error:
-        scan.unreadable[file.name] = error.problems[0].message
-        return None
+class _Local(threading.local):
+    """What each thread reads into."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = aligned_buffer(round_up(nbytes, PAGE_BYTES))
 
 
 def _header_digest(store: Store, path: Location, file: PlacedFile) -> bytes | None:
@@ -262,94 +260,37 @@ def _runs(layout: SnapshotLayout, file: PlacedFile) -> Iterator[tuple[PlacedBloc
         yield tuple(run)
 
 
-def _largest_read(layout: SnapshotLayout) -> int:
-    widest = max((tensor.dtype.itemsize for tensor in layout.tensors), default=1)
-    return max(READ_BYTES, layout.block_elements * widest) + 2 * PAGE_BYTES
+_Found: TypeAlias = tuple[PlacedBlock, bytes | None, int, str]
+"""A block, its digest if it is there, how many of its values are not finite, and why it cannot be read, if so."""
 
 
-class _Buffers:
-    """One page-aligned buffer for each thread."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = round_up(nbytes, PAGE_BYTES)
-        self._local = threading.local()
-
-    def take(self) -> NDArray[np.uint8]:
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = aligned_buffer(self._nbytes)
-        buffer: NDArray[np.uint8] = self._local.buffer
-        return buffer
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The digests of the blocks of one read; unread ones have none."""
-
-    digests: tuple[tuple[PlacedBlock, bytes | None], ...]
-    not_finite: Mapping[str, int]
-    n_bytes: int
-    failure: str = ""
+def _read_blocks(file: RangeFile, local: _Local, blocks: Sequence[PlacedBlock]) -> list[_Found]:
+    """Read blocks by one request, and digest them."""
+    first, last = blocks[0].start, blocks[-1].stop
+    try:
+        read = read_exact(file, first, last, Purpose.ANALYSIS, local.buffer)
+    except StorageError as error:
+        return [(block, None, 0, error.problems[0].message) for block in blocks]
+    except CorruptError:  # the file ends before: some of the blocks may be there
+        alone = ([(block, None, 0, "")] if len(blocks) == 1 else _read_blocks(file, local, [block]) for block in blocks)
+        return list(chain.from_iterable(alone))
+    contents = ((block, read[block.start - first : block.stop - first]) for block in blocks)
+    return [(block, block_digest(raw.data), count_not_finite(raw, block.tensor.dtype), "") for block, raw in contents]
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """One request and its processing, on a thread of the pool."""
-
-    file: RangeFile
-    blocks: tuple[PlacedBlock, ...]
-    buffers: _Buffers
-
-    def __call__(self) -> _Found:
-        first, last = self.blocks[0].start, self.blocks[-1].stop
-        try:
-            read = read_exact(self.file, first, last, Purpose.ANALYSIS, self.buffers.take())
-        except StorageError as error:
-            return _Found(tuple((block, None) for block in self.blocks), {}, 0, error.problems[0].message)
-        except CorruptError:  # the file ends before: some of the blocks may be there
-            return self._missing() if len(self.blocks) == 1 else self._each_alone()
-        digests: list[tuple[PlacedBlock, bytes | None]] = []
-        not_finite: dict[str, int] = {}
-        for block in self.blocks:
-            content = read[block.start - first : block.stop - first]
-            digests.append((block, block_digest(content.data)))
-            count = count_not_finite(content, block.tensor.dtype)
-            if count:
-                not_finite[block.tensor.name] = not_finite.get(block.tensor.name, 0) + count
-        return _Found(tuple(digests), not_finite, last - first)
-
-    def _missing(self) -> _Found:
-        nbytes = self.blocks[-1].stop - self.blocks[0].start
-        return _Found(tuple((block, None) for block in self.blocks), {}, nbytes)
-
-    def _each_alone(self) -> _Found:
-        """Read every block on its own, for a file that ends inside the request for all."""
-        alone = [replace(self, blocks=(block,))() for block in self.blocks]
-        not_finite: Counter[str] = Counter()
-        for read in alone:
-            not_finite.update(read.not_finite)
-        digests = tuple(pair for read in alone for pair in read.digests)
-        failures = [read.failure for read in alone if read.failure]
-        return _Found(digests, not_finite, sum(read.n_bytes for read in alone), failures[0] if failures else "")
-
-
-def _bounded(pool: ThreadPoolExecutor, reads: list[_Read]) -> Iterator[_Found]:
-    """Run reads in order, with a bounded number of them waiting."""
-    waiting = [pool.submit(read) for read in reads[:_QUEUED_READS]]
-    for position in range(len(reads)):
-        read = waiting[position].result()
-        if len(waiting) < len(reads):
-            waiting.append(pool.submit(reads[len(waiting)]))
-        yield read
-
-
-def _take(scan: Scan, read: _Found) -> None:
-    scan.n_bytes += read.n_bytes
-    for block, digest in read.digests:
+def _take(scan: Scan, file: PlacedFile, found: Sequence[_Found]) -> int:
+    """Note what was read of a file; return its bytes."""
+    nbytes = 0
+    for block, digest, n_not_finite, failure in found:
         scan.blocks[block.tensor.index][block.index] = digest
-        if read.failure:
-            scan.unreadable[block.file.name] = read.failure
-    for name, count in read.not_finite.items():
-        scan.not_finite[name] = scan.not_finite.get(name, 0) + count
+        if failure:
+            scan.unreadable[file.name] = failure
+        else:
+            nbytes += block.stop - block.start
+        if n_not_finite:
+            scan.not_finite[block.tensor.name] += n_not_finite
+    scan.n_bytes += nbytes
+    return nbytes
 
 
 def count_not_finite(content: NDArray[np.uint8], dtype: DType) -> int:
