@@ -6,23 +6,28 @@ At each point of failure the laws are the same, see `check_finished`.
 
 from __future__ import annotations
 
-import os
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import pytest
-from crash_cases import make_job, recording_often
+from commands import (
+    COMMANDS,
+    SHARD_BYTES,
+    Command,
+    Report,
+    check_finished,
+    made,
+    make_plan,
+    merge_command,
+    recording_often,
+)
 
 import mergepipe
 from mergepipe.cli.printing import report_text
 from mergepipe.errors import NotFoundError
-from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
-from mergepipe.planning.plan import Plan
-from mergepipe.reports import MergeReport, PackReport, PartReport
+from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.runs import parts as worker_module
 from mergepipe.snapshots import work_log
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -30,24 +35,11 @@ from mergepipe.snapshots.staging import staging_directory
 from mergepipe.snapshots.work_log import merge_state, read_work_log
 from support.bucket_outputs import Killed, bucket_server, files_below, new_prefix, objects_below, watch_buckets
 from support.crashes import Death, count_operations, run_killed
-from support.families import TINY, write_family
+from support.refusals import refuses
 from support.s3_server import S3Server
 from support.slow_cases import slow_unless
 
 pytestmark = pytest.mark.usefixtures("exact_reads")
-
-SHARD_BYTES = 30_000
-RECIPE = """\
-merge_method: {method}
-base_model: {root}/family/base
-models:
-- {{model: {root}/family/expert-1, parameters: {{weight: 0.6}}}}
-- {{model: {root}/family/expert-2, parameters: {{weight: 0.4}}}}
-parameters: {{density: 0.4}}
-dtype: bfloat16
-"""
-Report = MergeReport | PackReport | PartReport
-Outputs = dict[str, dict[str, bytes]]
 
 
 @pytest.fixture(autouse=True)
@@ -57,82 +49,10 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def made(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Without the manifest, which tells of the run."""
-    return {name: content for name, content in files.items() if name != MANIFEST_NAME}
-
-
-def is_resumed(report: Report) -> bool:
-    match report:
-        case MergeReport():
-            return any("resumed" in notice for notice in report.notices)
-        case PackReport():
-            return any(expert.resumed_bytes for expert in report.experts)
-        case PartReport():
-            return len(report.made_shards) < report.n_shards
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command that makes outputs below `results`, what it makes undisturbed, and what it may read in one run."""
-
-    root: Path
-    run: Callable[[], Report]
-    wanted: Outputs
-    most_bytes: int = 0
-    old: Path | None = None
-
-    @property
-    def results(self) -> Path:
-        return self.root / "results"
-
-    def made(self) -> Outputs:
-        """The visible outputs."""
-        found = self.results.iterdir() if self.results.exists() else ()
-        return {path.name: made(files_below(path)) for path in found if not path.name.startswith(".")}
-
-    def prepare(self) -> None:
-        """Leave nothing but what is to be replaced."""
-        shutil.rmtree(self.results, ignore_errors=True)
-        shutil.rmtree(self.root / "home", ignore_errors=True)
-        if self.old is not None:
-            shutil.copytree(self.old, self.results / "out")
-
-    def undisturbed(self) -> Command:
-        """The same with what it makes when nothing interferes."""
-        self.prepare()
-        report = self.run()
-        merge = report.merge if isinstance(report, PartReport) else report
-        most_bytes = self.most_bytes
-        if isinstance(merge, MergeReport):
-            most_bytes = most_bytes or merge.budget_bytes or merge.expert_bytes + merge.analysis_bytes
-        return replace(self, wanted=self.made(), most_bytes=most_bytes)
-
-
-def check_finished(command: Command) -> bool:
-    """After a crash what is visible is whole, old or new; the same command finishes; whether it resumed."""
-    visible = command.made()
-    old = {} if command.old is None else made(files_below(command.old))
-    assert [name for name, files in visible.items() if files not in (command.wanted[name], old)] == []
-    went_on = False
-    if visible != command.wanted or command.old is not None:
-        report = command.run()
-        went_on = is_resumed(report)
-        merge = report.merge if isinstance(report, PartReport) else report
-        if isinstance(merge, MergeReport):
-            read_bytes = merge.expert_bytes + merge.analysis_bytes
-            assert merge.earlier_expert_bytes <= read_bytes <= merge.earlier_expert_bytes + command.most_bytes
-    assert command.made() == command.wanted
-    for path in command.results.glob(".*"):  # of a process that was killed while it removed it; not just made
-        os.utime(path, (time.time() - 60,) * 2)
-    mergepipe.gc([command.results], home=command.root / "no-home")
-    assert list(command.results.glob(".*")) == []
-    return went_on
-
-
 def check_recorded(command: Command) -> None:
     """The catalog knows the snapshot, once, if need be after it was rebuilt, and it is sound."""
-    home, out = command.root / "home", command.results / "out"
+    home, (name, *_) = command.home, sorted(command.wanted)
+    out = command.results / name
     if out not in [each.path for each in mergepipe.list_snapshots(home=home)]:
         mergepipe.rebuild_catalog([command.results], home=home)
     assert [each.path for each in mergepipe.list_snapshots(home=home)].count(out) == 1
@@ -140,55 +60,12 @@ def check_recorded(command: Command) -> None:
     assert (report.damages, report.notices) == ((), ())
 
 
-def merge_command(root: Path, *, budget: str | None = None, force: bool = False) -> Command:
-    job = make_job(root, budget=budget, force=force)
-    old = root / "old" if force else None
-    if old is not None:
-        (root / "other.yml").write_text((root / "recipe.yml").read_text().replace("0.6", "0.1"))
-        mergepipe.merge(root / "other.yml", old, options=MergeOptions(catalog=False))
-    return Command(root, job.run, {}, old=old)
-
-
-def pack_command(root: Path) -> Command:
-    write_family(root / "family", TINY, 2)
-    experts = [root / "family/expert-1", root / "family/expert-2"]
-    return Command(root, lambda: mergepipe.pack(root / "family/base", experts, root / "results", threads=2), {})
-
-
-def make_plan(root: Path, budget: str | None, *, is_packed: bool = False) -> Plan:
-    """The plan of a family below `root`, plain or packed."""
-    write_family(root / "family", TINY, 2)
-    recipe = RECIPE.format(method="dare_ties", root=root)
-    if is_packed:
-        family = root / "family"
-        mergepipe.pack(family / "base", [family / "expert-1", family / "expert-2"], root / "packed")
-        recipe = recipe.replace("family/expert", "packed/expert")
-    (root / "recipe.yml").write_text(recipe)
-    options = PlanOptions(block_elements=16384)
-    return mergepipe.plan(root / "recipe.yml", budget, everything=budget is None, home=root / "plans", options=options)
-
-
-def part_command(root: Path, *, budget: str | None = None, is_packed: bool = False) -> Command:
-    plan = make_plan(root, budget, is_packed=is_packed)
-    options = OutputOptions(catalog=False, threads=2, shard_bytes=SHARD_BYTES)
-    run = lambda: mergepipe.run_part(plan, root / "results/out", (1, 1), options=options)  # noqa: E731
-    return Command(root, run, {}, most_bytes=plan.planned_bytes)
-
-
-COMMANDS: dict[str, Callable[[Path], Command]] = {
-    "merge": merge_command,
-    "merge --budget": lambda root: merge_command(root, budget="60%"),
-    "merge --force": lambda root: merge_command(root, force=True),
-    "merge --force --budget": lambda root: merge_command(root, force=True, budget="60%"),
-    "pack": pack_command,
-    "part": lambda root: part_command(root, is_packed=True),
-    "part --budget": lambda root: part_command(root, budget="60%"),
-}
 # The fast form looks at so many operations and at one kind of death, the slow one at all.
 FEW = {"merge": (12, Death.TORN), "merge --force": (12, Death.BEFORE), "pack": (12, Death.TORN),
+       "merge of one file": (12, Death.BEFORE), "merge --force of one file": (12, Death.BEFORE),
        "part": (3, Death.BEFORE), "part --budget": (3, Death.BEFORE)}  # fmt: skip
 ROWS = [(name, death, points) for name, (points, death) in FEW.items()]
-ROWS += [(name, death, 0) for name, death in product(COMMANDS, Death)]
+ROWS += [(name, death, 0) for name, death in product(COMMANDS, Death) if name != "merge of ties"]
 
 
 @pytest.mark.parametrize(("name", "death", "points"), slow_unless(lambda row: row[2] > 0, ROWS))
@@ -279,21 +156,19 @@ def test_upload__killed_at_any_request_is_finished_by_the_same_command(
 
 
 def test_merge__resuming_where_there_is_nothing_says_so(tmp_path: Path) -> None:
-    job = make_job(tmp_path)
-    with pytest.raises(NotFoundError) as caught:
-        mergepipe.merge(tmp_path / "recipe.yml", job.out, options=MergeOptions(resume=True, catalog=False))
-    assert caught.value.code == "resume.nothing"
-    assert not job.out.parent.exists()
+    command = merge_command(tmp_path)
+    with refuses(NotFoundError, "resume.nothing"):
+        command.run(resume=True)
+    assert not command.results.exists()
 
 
 def test_merge__killed_counts_what_it_read_and_says_why_it_starts_over(tmp_path: Path) -> None:
     work_log.UNIT_BYTES = 1 << 30  # as a user has it, not as the tests above do; `recording_often` sets it back
-    job = make_job(tmp_path)
+    job = merge_command(tmp_path).undisturbed()
     full = mergepipe.merge(tmp_path / "recipe.yml", tmp_path / "full", options=MergeOptions(catalog=False))
     operations = count_operations(job.run)
     last = len(operations) - 1 - operations[::-1].index("ftruncate")  # every expert is read by then, or nearly
-    shutil.rmtree(job.out.parent)
-    shutil.rmtree(job.home)
+    job.prepare()
     killed_bytes = 0
     for _ in range(2):
         assert run_killed(job.run, last, Death.BEFORE)
@@ -303,7 +178,7 @@ def test_merge__killed_counts_what_it_read_and_says_why_it_starts_over(tmp_path:
         assert state is not None
         assert killed_bytes < state.expert_bytes <= killed_bytes + full.expert_bytes
         killed_bytes = state.expert_bytes
-    report = job.run()
+    report = job.merge()
     assert report.earlier_expert_bytes == killed_bytes
     assert report.expert_bytes == killed_bytes + full.expert_bytes
     (snapshot,) = (each for each in mergepipe.list_snapshots(home=job.home) if each.path == job.out)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from crash_cases import CrashJob, make_job, recording_often
+from commands import Command, is_resumed, merge_command, recording_often
 
 from mergepipe.snapshots import work_log as work_log
 from mergepipe.snapshots.staging import CONTENT_NAME
-from support.disk_families import weights_digest
 from support.power import Kind, Trace, Traced, leave, undurable
 
 DRAWN = 3  # random subsets beside the systematic ones, at every point
@@ -28,7 +26,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def trace_of(job: CrashJob) -> Sequence[Traced]:
+def trace_of(job: Command) -> Sequence[Traced]:
     trace = Trace(job.out.parent)
     with trace.recording():
         job.run()
@@ -51,7 +49,7 @@ def losses(lost: list[int], rng: random.Random) -> Iterator[frozenset[int]]:
 
 def check_all_losses(tmp_path: Path, *, step: int) -> tuple[int, int]:
     """Lose power after every `step`-th operation, in all ways; return how many there were and how often it went on."""
-    job = make_job(tmp_path)
+    job = merge_command(tmp_path).undisturbed()
     operations = trace_of(job)
     results, rng = job.out.parent, random.Random(1)
     outcomes: dict[str, bool] = {}
@@ -60,16 +58,15 @@ def check_all_losses(tmp_path: Path, *, step: int) -> tuple[int, int]:
         done = operations[:stop]
         for lost in sorted(losses(undurable(done), rng), key=sorted):
             n_losses += 1
-            shutil.rmtree(results, ignore_errors=True)
-            shutil.rmtree(job.home, ignore_errors=True)
+            job.prepare()
             leave(done, lost, results, results)
             if job.out.exists():
                 job.check_whole()
                 continue
             left = left_there(results)
             if left not in outcomes:
-                outcomes[left] = any("resumed" in notice for notice in job.run().notices)
-                assert weights_digest(job.out) == job.wanted
+                outcomes[left] = is_resumed(job.run())
+                assert job.made() == job.wanted
             went_on += outcomes[left]
     return n_losses, went_on
 
@@ -94,7 +91,7 @@ def test_merge__survives_any_loss_of_power_at_any_time(tmp_path: Path) -> None:
 
 
 def test_leave__without_a_loss_gives_what_is_there(tmp_path: Path) -> None:
-    job = make_job(tmp_path)
+    job = merge_command(tmp_path).undisturbed()
     operations = trace_of(job)
     leave(operations, (), job.out.parent, tmp_path / "model")
     made = {p.relative_to(tmp_path / "model"): p.read_bytes() for p in (tmp_path / "model").rglob("*") if p.is_file()}

@@ -9,7 +9,6 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import OutputError
-from support.crashes import Death, count_operations, run_killed
 from support.disk_families import make_models, write_bare, write_sharded
 
 pytestmark = pytest.mark.usefixtures("exact_reads")
@@ -117,46 +116,3 @@ def test_single_file__other_places_are_refused(recipe: Path, tmp_path: Path, out
     place = out if ":" in out else tmp_path / out
     with pytest.raises(OutputError, match=message):
         mergepipe.merge(recipe, place, catalog=False, force=True)
-
-
-def test_single_file__is_not_made_in_parts(recipe: Path, tmp_path: Path) -> None:
-    plan = mergepipe.plan(recipe, everything=True)
-    with pytest.raises(OutputError, match="is the name of one file, which is not made in parts"):
-        mergepipe.run_part(plan, tmp_path / "out.safetensors", (1, 1))
-
-
-@pytest.mark.parametrize("replaces", [False, True])
-def test_single_file__killed_at_any_rename_is_old_or_new_and_is_finished(
-    recipe: Path, tmp_path: Path, *, replaces: bool
-) -> None:
-    other = write_recipe(tmp_path, "base", 0.7)
-    out = tmp_path / "out" / "merged.safetensors"
-    mergepipe.merge(recipe, out, catalog=False)
-    old = out.read_bytes()
-    shutil.copytree(out.parent, tmp_path / "old")
-    mergepipe.merge(other, out, catalog=False, force=True)
-    new = out.read_bytes()
-
-    def prepare() -> None:
-        shutil.rmtree(out.parent)
-        shutil.copytree(tmp_path / "old", out.parent) if replaces else out.parent.mkdir()
-
-    def merge() -> object:
-        return mergepipe.merge(other, out, catalog=False, force=replaces, threads=1)
-
-    prepare()
-    operations = count_operations(merge)
-    points = [at for at, name in enumerate(operations) if name in ("rename", "renameat2", "unlink", "rmdir")]
-    assert len(points) > 2
-    for at, collected in [(at, collected) for at in points for collected in (False, True)]:
-        prepare()
-        assert run_killed(merge, at, Death.BEFORE)
-        found = out.read_bytes() if out.exists() else b""
-        assert found in ((old if replaces else b""), new), operations[at]
-        if collected:
-            mergepipe.gc([out.parent], home=tmp_path / "home")
-            assert not out.exists() or mergepipe.verify(out).is_sound
-        if found != new:
-            merge()
-        assert out.read_bytes() == new
-        assert mergepipe.verify(out).is_sound

@@ -1,10 +1,7 @@
-"""A pack that is interrupted, or whose system calls fail: it goes on to the same store. Killed ones: `test_crashes`."""
+"""A pack that is interrupted goes on to the same store. Failing calls and killed ones are in the other files here."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +13,9 @@ import mergepipe
 from mergepipe.deltastore import builder as store_building
 from mergepipe.deltastore.builder import StoreBuilder
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.errors import MergePipeError, StorageError
+from mergepipe.errors import StorageError
 from mergepipe.reports import PackReport, Progress
 from mergepipe.storage.owner import LOG_NAME
-from support.faults import Fault, open_descriptors, replaced, system_error, worker_threads
 from support.safetensors_bytes import file_bytes
 
 SIZES = (5000, BLOCK_ELEMENTS + 100, 300, 2 * BLOCK_ELEMENTS)
@@ -137,34 +133,3 @@ def test_pack__begins_anew_where_what_was_left_is_of_no_use(
     assert all(expert.resumed_bytes == 0 for expert in report.experts)
     stored = {name: raw for name, raw in tree(case.out).items() if not name.endswith("store.json")}
     assert stored == {name: raw for name, raw in case.wanted.items() if not name.endswith("store.json")}
-
-
-# The fast form fails in one way and the other in turn, the slow ones fail in one way at every place.
-WAYS = [
-    (errno.ENOSPC, errno.EIO),
-    pytest.param((errno.ENOSPC,), marks=pytest.mark.slow),
-    pytest.param((errno.EIO,), marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("numbers", WAYS, ids=lambda numbers: "-".join(errno.errorcode[each] for each in numbers))
-@pytest.mark.parametrize("name", ["write", "fsync", "open", "preadv", "mkdir", "replace"])
-def test_pack__on_failing_calls_ends_in_an_error_of_ours_and_goes_on(
-    case: PackCase, name: str, numbers: tuple[int, ...]
-) -> None:
-    counting = Fault()
-    with replaced(os, name, counting.wrap):
-        case.run()
-    fired = 0
-    for place, at in enumerate(range(0, counting.calls, max(1, counting.calls // 5))):
-        case.clear()
-        descriptors = open_descriptors()
-        fault = Fault(at, system_error(numbers[place % len(numbers)]))
-        with replaced(os, name, fault.wrap), contextlib.suppress(MergePipeError):
-            case.run()
-        fired += fault.fired  # there are fewer calls when threads meet otherwise
-        assert worker_threads() == []
-        assert open_descriptors() <= descriptors
-        case.run()
-        assert tree(case.out) == case.wanted
-    assert fired >= min(counting.calls, 4)

@@ -1,11 +1,10 @@
-"""An interrupted merge goes on: whatever stopped it, the bytes are the same, and what was read counts."""
+"""What was interrupted goes on: whatever stopped it, the bytes are the same, and what was read counts."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,11 +13,11 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
-from crash_cases import CrashJob, make_job, recording_often
+from commands import SHARD_BYTES, Command, is_resumed, merge_command, recording_often
 
 import mergepipe
-from mergepipe import api as keeping
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, StorageError
 from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.reports import MergeReport, Progress
@@ -32,7 +31,9 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import LOG_NAME, OWNER_NAME
 from support.crashes import Death, count_operations, run_forked, run_killed
+from support.disk_families import write_single
 from support.faults import Fault, replaced, system_error
+from support.refusals import refuses
 from support.slow_cases import slow_unless
 
 
@@ -43,15 +44,11 @@ def _often() -> Iterator[None]:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> CrashJob:
-    return make_job(tmp_path)
+def job(tmp_path: Path) -> Command:
+    return merge_command(tmp_path).undisturbed()
 
 
-def went_on(notices: tuple[str, ...]) -> bool:
-    return any("resumed" in notice for notice in notices)
-
-
-def state_of(job: CrashJob) -> MergeState:
+def state_of(job: Command) -> MergeState:
     """What the log of an unfinished merge tells."""
     logged = read_work_log(staging_directory(job.out))
     state = MergeState() if logged is None else merge_state(logged)
@@ -59,12 +56,11 @@ def state_of(job: CrashJob) -> MergeState:
     return state
 
 
-def interrupt_late(job: CrashJob, error: BaseException) -> None:
+def interrupt_late(job: Command, error: BaseException) -> None:
     """Stop a run once two of its three files are durable."""
     operation = [i for i, name in enumerate(count_operations(job.run)) if name == "ftruncate"]
     assert len(operation) == 3
-    shutil.rmtree(job.out.parent)
-    shutil.rmtree(job.home, ignore_errors=True)
+    job.prepare()
     fault = Fault(2, error)
     with (
         replaced(os, "ftruncate", fault.wrap),
@@ -79,14 +75,14 @@ ERRORS = [KeyboardInterrupt(), system_error(errno.ENOSPC), system_error(errno.ED
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["ctrl-c", "full", "quota", "io"])
-def test_merge__stopped_goes_on_where_it_was(job: CrashJob, error: BaseException) -> None:
+def test_merge__stopped_goes_on_where_it_was(job: Command, error: BaseException) -> None:
     interrupt_late(job, error)
     state = state_of(job)
     assert state.expert_bytes == usage_of(state.usage).expert_bytes > 0
     held = sum(path.stat().st_size for path in (staging_directory(job.out) / CONTENT_NAME).iterdir())
     before = {(file, purpose): nbytes for file, purpose, nbytes in state.usage}
-    report = job.run()
-    assert went_on(report.notices)
+    report = job.merge()
+    assert is_resumed(report)
     job.check_whole()
     assert report.base_bytes > sum(n for (_, purpose), n in before.items() if purpose is Purpose.BASE)
     full = mergepipe.merge(
@@ -96,73 +92,68 @@ def test_merge__stopped_goes_on_where_it_was(job: CrashJob, error: BaseException
     assert 0 < held < full.output_bytes
 
 
-def change_input(job: CrashJob) -> None:
+def change_input(job: Command) -> None:
     os.utime(next((job.root / "family" / "expert-1").glob("*.safetensors")))
 
 
-def change_recipe(job: CrashJob) -> None:
+def change_recipe(job: Command) -> None:
     path = job.root / "recipe.yml"
     path.write_text(path.read_text() + "# another\n")
 
 
-def lose_file(job: CrashJob) -> None:
+def lose_file(job: Command) -> None:
     sorted((staging_directory(job.out) / CONTENT_NAME).glob("*.safetensors"))[0].unlink()
 
 
-def cut_file(job: CrashJob) -> None:
+def cut_file(job: Command) -> None:
     path = sorted((staging_directory(job.out) / CONTENT_NAME).glob("*.safetensors"))[0]
     os.truncate(path, path.stat().st_size - 1)
 
 
-def swap_content(job: CrashJob) -> None:
+def swap_content(job: Command) -> None:
     """What an exchange that was killed half way leaves: the log, and beside it the snapshot that was replaced."""
     content = staging_directory(job.out) / CONTENT_NAME
     content.rename(content.with_name("was"))
-    shutil.copytree(job.root / "wanted", content)
+    mergepipe.merge(job.root / "recipe.yml", content, shard_bytes=SHARD_BYTES, catalog=False)
 
 
-CHANGES: list[Callable[[CrashJob], None]] = [change_input, change_recipe, lose_file, cut_file, swap_content]
+CHANGES: list[Callable[[Command], None]] = [change_input, change_recipe, lose_file, cut_file, swap_content]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_merge__does_not_go_on_with_something_else(job: CrashJob, change: Callable[[CrashJob], None]) -> None:
+def test_merge__does_not_go_on_with_something_else(job: Command, change: Callable[[Command], None]) -> None:
     interrupt_late(job, KeyboardInterrupt())
     change(job)
-    with pytest.raises(NotFoundError) as caught:
-        mergepipe.merge(
-            job.root / "recipe.yml", job.out, options=MergeOptions(shard_bytes=30_000, home=job.home, resume=True)
-        )
-    assert caught.value.code == "resume.nothing"
+    with refuses(NotFoundError, "resume.nothing"):
+        job.run(resume=True)
     assert state_of(job).digests
-    assert not went_on(job.run().notices)
+    assert not is_resumed(job.run())
     job.check_whole()
 
 
-def test_merge__an_interrupted_run_is_garbage_until_it_is_gone_on_with(job: CrashJob) -> None:
+def test_merge__an_interrupted_run_is_garbage_until_it_is_gone_on_with(job: Command) -> None:
     interrupt_late(job, KeyboardInterrupt())
-    (found,) = keeping.gc([job.root / "results"], dry_run=True, home=job.home).garbage
+    (found,) = mergepipe.gc([job.root / "results"], dry_run=True, home=job.home).garbage
     assert (found.kind, found.what) == ("staging", str(staging_directory(job.out)))
     assert "could be resumed" in found.reason
     assert found.nbytes > 0
     assert staging_directory(job.out).exists()
-    assert keeping.gc([job.root / "results"], home=job.home).freed_bytes == found.nbytes
+    assert mergepipe.gc([job.root / "results"], home=job.home).freed_bytes == found.nbytes
     assert not staging_directory(job.out).exists()
-    assert keeping.gc([job.root / "results"], home=job.home).garbage == ()
+    assert mergepipe.gc([job.root / "results"], home=job.home).garbage == ()
 
 
-def test_merge__of_two_to_one_place_one_wins(job: CrashJob) -> None:
+def test_merge__of_two_to_one_place_one_wins(job: Command) -> None:
     inside: list[MergePipeError] = []
 
     def again(_: Progress) -> None:
         if not inside and staging_directory(job.out).exists():
-            with pytest.raises(ConflictError) as caught:
+            with refuses(ConflictError, "output.busy") as caught:
                 job.run()
             inside.append(caught.value)
 
-    mergepipe.merge(
-        job.root / "recipe.yml", job.out, options=MergeOptions(shard_bytes=30_000, home=job.home), on_progress=again
-    )
-    assert [error.code for error in inside] == ["output.busy"]
+    job.run(on_progress=again)
+    assert inside
     job.check_whole()
 
 
@@ -206,10 +197,10 @@ TWO_DEATHS = slow_unless(
 )
 
 
-def noted(job: CrashJob, total: mmap.mmap) -> None:
+def noted(job: Command, total: mmap.mmap) -> None:
     """Merge, and leave behind how that ended."""
     total[8] = Ending.FAILED
-    total[8] = Ending.WENT_ON if went_on(job.run().notices) else Ending.BEGAN_ANEW
+    total[8] = Ending.WENT_ON if is_resumed(job.run()) else Ending.BEGAN_ANEW
 
 
 def requested(total: mmap.mmap) -> int:
@@ -222,13 +213,12 @@ def test_merge__killed_twice_under_a_budget_is_finished_and_tells_what_was_read_
     tmp_path: Path, budget: str, step: int
 ) -> None:
     """What the system is asked for in three runs is told; each run alone stays within the budget."""
-    job = make_job(tmp_path, budget=budget)
+    job = merge_command(tmp_path, budget=budget).undisturbed()
     limit = mergepipe.plan(job.root / "recipe.yml", budget, home=job.home).budget_bytes
     n_operations = len(count_operations(job.run))
     endings = set()
     for at in range(n_operations // 6, n_operations, step):
-        shutil.rmtree(job.out.parent, ignore_errors=True)
-        shutil.rmtree(job.home, ignore_errors=True)
+        job.prepare()
         total = mmap.mmap(-1, 4096)
         reads = [0]
         with replaced(os, "preadv", partial(counted, total)):
@@ -256,7 +246,7 @@ def test_merge__killed_twice_under_a_budget_is_finished_and_tells_what_was_read_
 
 def test_merge__that_fails_twice_under_a_budget_tells_every_read(tmp_path: Path) -> None:
     """Read errors, which leave nothing to continue: the log alone stays, and is exact."""
-    job = make_job(tmp_path, budget="100%")
+    job = merge_command(tmp_path, budget="100%").undisturbed()
     staging = staging_directory(job.out)
     total = mmap.mmap(-1, 4096)
     sums = []
@@ -292,28 +282,80 @@ def test_merge__that_fails_twice_under_a_budget_tells_every_read(tmp_path: Path)
 
 
 def test_merge__that_is_strict_does_not_go_beyond_the_budget(tmp_path: Path) -> None:
-    job = make_job(tmp_path, budget="100%")
+    job = merge_command(tmp_path, budget="100%").undisturbed()
     interrupt_late(job, KeyboardInterrupt())
     staging = staging_directory(job.out)
     logged = read_work_log(staging)
     assert logged is not None
     with closing(WorkLog(staging, logged.key, logged)) as log:
         log.append({"kind": "read", "expert_bytes": 10**9}, is_durable=True)
-    options = MergeOptions(shard_bytes=30_000, home=job.home, strict=True)
     with pytest.raises(LimitError, match="earlier runs may have read 1000000000 of") as caught:
-        mergepipe.merge(job.root / "recipe.yml", job.out, budget="100%", options=options)
+        job.run(strict=True)
     assert caught.value.code == "resume.budget"
-    report = job.run()
-    assert went_on(report.notices)
+    report = job.merge()
+    assert is_resumed(report)
     assert report.earlier_expert_bytes == 10**9
     assert any("x the budget was read over 3 runs" in notice for notice in report.notices)
     job.check_whole()
 
 
 def test_merge__begun_anew_forgets_what_was_read(tmp_path: Path) -> None:
-    job = make_job(tmp_path, budget="100%")
+    job = merge_command(tmp_path, budget="100%").undisturbed()
     interrupt_late(job, KeyboardInterrupt())
-    report = job.run(resume=False)
-    assert (went_on(report.notices), report.earlier_expert_bytes) == (False, 0)
+    report = job.merge(resume=False)
+    assert (is_resumed(report), report.earlier_expert_bytes) == (False, 0)
     job.check_whole()
     assert [path.name for path in job.out.parent.iterdir()] == ["out"]
+
+
+SMALL, LARGE, N_SMALL = 65_536, 1 << 19, 6
+UNPREPARED = """\
+merge_method: ties
+base_model: base
+models:
+- {model: expert-0, parameters: {density: 0.2}}
+- {model: expert-1, parameters: {density: 0.2}}
+parameters: {weight: 1.0}
+"""
+
+
+def unprepared_command(root: Path) -> Command:
+    """All but one block of experts of which nothing is known: what the budget leaves over, a crash may waste."""
+    rng = np.random.default_rng(5)
+    base = {f"layers.{t}.w": rng.standard_normal(SMALL).astype(np.float32) for t in range(N_SMALL)}
+    base["zz.large"] = rng.standard_normal(LARGE).astype(np.float32)
+    write_single(root / "base", base)
+    for e in range(2):
+        moved = {
+            name: (values + (1e-6 if name == "zz.large" else 0.01) * rng.standard_normal(len(values))).astype("f4")
+            for name, values in base.items()
+        }
+        write_single(root / f"expert-{e}", moved)
+    (root / "recipe.yml").write_text(UNPREPARED)
+    budget, home = f"{2 * N_SMALL * SMALL * 4 + 900_000}B", root / "home"
+    options = MergeOptions(threads=2, shard_bytes=300_000, home=home, budget=budget, block_elements=LARGE)
+    return Command(root, partial(mergepipe.merge, root / "recipe.yml", root / "results/out", options=options), {})
+
+
+def test_merge__unprepared_and_killed_is_resumed_with_the_plan_that_it_was_begun_with(tmp_path: Path) -> None:
+    job = unprepared_command(tmp_path)
+    n_operations = len(count_operations(job.run))
+    wanted, plan_digest = job.made(), plan_digest_of(job.out)
+    n_resumed = 0
+    for at in range(n_operations // 2, n_operations, n_operations // 6):
+        job.prepare()
+        run_killed(job.run, at, Death.BEFORE)
+        if job.out.exists():
+            continue
+        logged = read_work_log(staging_directory(job.out))
+        state = None if logged is None else merge_state(logged)
+        is_durable = state is not None and bool(state.digests)
+        assert is_resumed(job.run()) == is_durable
+        n_resumed += is_durable
+        if is_durable:
+            assert (job.made(), plan_digest_of(job.out)) == (wanted, plan_digest)
+    assert n_resumed > 0
+
+
+def plan_digest_of(out: Path) -> str | None:
+    return read_manifest_value(LocalStore(), Location.local(out)).plan_digest

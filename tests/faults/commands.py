@@ -1,0 +1,208 @@
+"""The commands of the tests of crashes: what each makes undisturbed, and what must hold after it was stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import mergepipe
+from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
+from mergepipe.planning.plan import Plan
+from mergepipe.reports import MergeReport, PackReport, PartReport
+from mergepipe.runs import progress
+from mergepipe.snapshots import work_log
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from support.bucket_outputs import files_below
+from support.families import TINY, write_family
+
+SHARD_BYTES = 30_000
+RECIPE = """\
+merge_method: {method}
+base_model: family/base
+models:
+- {{model: family/expert-1, parameters: {{weight: 0.6}}}}
+- {{model: family/expert-2, parameters: {{weight: 0.4}}}}
+dtype: bfloat16
+"""
+Report = MergeReport | PackReport | PartReport
+Outputs = dict[str, dict[str, bytes]]
+
+
+@contextlib.contextmanager
+def recording_often() -> Iterator[None]:
+    """Record every few kilobytes, whatever the time."""
+    before = work_log.UNIT_BYTES, progress.READ_AHEAD_BYTES, work_log.UNIT_SECONDS
+    work_log.UNIT_BYTES, progress.READ_AHEAD_BYTES, work_log.UNIT_SECONDS = 10_000, 4096, math.inf
+    try:
+        yield
+    finally:
+        work_log.UNIT_BYTES, progress.READ_AHEAD_BYTES, work_log.UNIT_SECONDS = before
+
+
+def made(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Without the manifest, which tells of the run."""
+    return {name: content for name, content in files.items() if name != MANIFEST_NAME}
+
+
+def outputs_below(folder: Path) -> Outputs:
+    """The visible outputs in a folder: folders with their files, and files."""
+    found = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.exists() else []
+    return {path.name: made(files_below(path)) if path.is_dir() else {path.name: path.read_bytes()} for path in found}
+
+
+def weights_of(outputs: Outputs) -> list[list[bytes]]:
+    """The weight files alone: others tell of the recipe as it is written."""
+    return [[raw for name, raw in files.items() if name.endswith(".safetensors")] for files in outputs.values()]
+
+
+def is_resumed(report: Report) -> bool:
+    match report:
+        case MergeReport():
+            return any("resumed" in notice for notice in report.notices)
+        case PackReport():
+            return any(expert.resumed_bytes for expert in report.experts)
+        case PartReport():
+            return len(report.made_shards) < report.n_shards
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command that makes outputs below `results`, what it makes undisturbed, and what it may read in one run.
+
+    Beforehand lies there what is in the folder `old`, if there is one.
+    """
+
+    root: Path
+    run: Callable[..., Report]
+    wanted: Outputs
+    most_bytes: int = 0
+    old: Path | None = None
+
+    @property
+    def results(self) -> Path:
+        return self.root / "results"
+
+    @property
+    def out(self) -> Path:
+        return self.results / "out"
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    def made(self) -> Outputs:
+        """The visible outputs."""
+        return outputs_below(self.results)
+
+    def prepare(self) -> None:
+        """Leave nothing but what is to be replaced."""
+        shutil.rmtree(self.results, ignore_errors=True)
+        shutil.rmtree(self.home, ignore_errors=True)
+        if self.old is not None:
+            shutil.copytree(self.old, self.results)
+
+    def undisturbed(self) -> Command:
+        """The same with what it makes when nothing interferes; that is removed again."""
+        self.prepare()
+        report = self.run()
+        merge = report.merge if isinstance(report, PartReport) else report
+        most_bytes = self.most_bytes
+        if isinstance(merge, MergeReport):
+            most_bytes = most_bytes or merge.budget_bytes or merge.expert_bytes + merge.analysis_bytes
+        known = replace(self, wanted=self.made(), most_bytes=most_bytes)
+        self.prepare()
+        return known
+
+    def merge(self, **fields: object) -> MergeReport:
+        """Run a merge."""
+        report = self.run(**fields)
+        assert isinstance(report, MergeReport)
+        return report
+
+    def check_whole(self) -> None:
+        """What is visible is the new output, its weights to the byte, and sound."""
+        assert weights_of(self.made()) == weights_of(self.wanted)
+        report = mergepipe.verify(self.out, catalog=False)
+        assert (report.damages, report.notices) == ((), ())
+
+
+def check_finished(command: Command) -> bool:
+    """After a crash what is visible is whole, old or new; the same command finishes; whether it resumed."""
+    visible = command.made()
+    old = {} if command.old is None else outputs_below(command.old)
+    assert [name for name, files in visible.items() if files not in (command.wanted[name], old.get(name))] == []
+    went_on = False
+    if visible != command.wanted or command.old is not None:
+        report = command.run()
+        went_on = is_resumed(report)
+        merge = report.merge if isinstance(report, PartReport) else report
+        if isinstance(merge, MergeReport):
+            read_bytes = merge.expert_bytes + merge.analysis_bytes
+            assert merge.earlier_expert_bytes <= read_bytes <= merge.earlier_expert_bytes + command.most_bytes
+    assert command.made() == command.wanted
+    for path in command.results.glob(".*"):  # of a process that was killed while it removed it; not just made
+        os.utime(path, (time.time() - 60,) * 2)
+    mergepipe.gc([command.results], home=command.root / "no-home")
+    assert list(command.results.glob(".*")) == []
+    return went_on
+
+
+def merge_command(
+    root: Path, method: str = "linear", *, budget: str | None = None, force: bool = False, name: str = "out"
+) -> Command:
+    """A merge of several files or into one, by force where a snapshot is or not, under a budget or not."""
+    write_family(root / "family", TINY, 2)
+    parameters = "" if method == "linear" else "parameters: {density: 0.4}\n"
+    (root / "recipe.yml").write_text(RECIPE.format(method=method) + parameters)
+    options = MergeOptions(threads=2, shard_bytes=SHARD_BYTES, home=root / "home", budget=budget, force=force)
+    old = root / "old" if force else None
+    if old is not None:
+        (root / "other.yml").write_text((root / "recipe.yml").read_text().replace("0.6", "0.1"))
+        mergepipe.merge(root / "other.yml", old / name, options=MergeOptions(catalog=False))
+    run = partial(mergepipe.merge, root / "recipe.yml", root / "results" / name, options=options)
+    return Command(root, run, {}, old=old)
+
+
+def pack_command(root: Path) -> Command:
+    write_family(root / "family", TINY, 2)
+    experts = [root / "family/expert-1", root / "family/expert-2"]
+    return Command(root, partial(mergepipe.pack, root / "family/base", experts, root / "results", threads=2), {})
+
+
+def make_plan(root: Path, budget: str | None, *, is_packed: bool = False) -> Plan:
+    """The plan of a family below `root`, plain or packed."""
+    merge_command(root, "dare_ties")
+    if is_packed:
+        family, recipe = root / "family", root / "recipe.yml"
+        mergepipe.pack(family / "base", [family / "expert-1", family / "expert-2"], root / "packed")
+        recipe.write_text(recipe.read_text().replace("family/expert", "packed/expert"))
+    options = PlanOptions(block_elements=16384)
+    return mergepipe.plan(root / "recipe.yml", budget, everything=budget is None, home=root / "plans", options=options)
+
+
+def part_command(root: Path, *, budget: str | None = None, is_packed: bool = False) -> Command:
+    plan = make_plan(root, budget, is_packed=is_packed)
+    options = OutputOptions(catalog=False, threads=2, shard_bytes=SHARD_BYTES)
+    run = partial(mergepipe.run_part, plan, root / "results/out", (1, 1), options=options)
+    return Command(root, run, {}, most_bytes=plan.planned_bytes)
+
+
+COMMANDS: dict[str, Callable[[Path], Command]] = {
+    "merge": merge_command,
+    "merge of ties": lambda root: merge_command(root, "ties"),
+    "merge --budget": lambda root: merge_command(root, budget="60%"),
+    "merge --force": lambda root: merge_command(root, force=True),
+    "merge --force --budget": lambda root: merge_command(root, force=True, budget="60%"),
+    "merge of one file": lambda root: merge_command(root, name="out.safetensors"),
+    "merge --force of one file": lambda root: merge_command(root, force=True, name="out.safetensors"),
+    "pack": pack_command,
+    "part": lambda root: part_command(root, is_packed=True),
+    "part --budget": lambda root: part_command(root, budget="60%"),
+}
