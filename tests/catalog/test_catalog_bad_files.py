@@ -8,12 +8,12 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest
+from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, publish, snapshots_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,30 +73,85 @@ def test_catalog__is_wal_with_our_mark(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA page_size").fetchone() == (PAGE_BYTES,)
 
 
+def content(raw_bytes: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(raw_bytes)
+
+
+def sql(statement: str, *, of_others: bool = False) -> Callable[[Path], None]:
+    """A statement by somebody else, in a file of theirs or in ours."""
+
+    def change(path: Path) -> None:
+        if of_others:
+            path.unlink()
+        with raw(path) as connection:
+            connection.execute(statement)
+
+    return change
+
+
+def cut(share: float) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, int(path.stat().st_size * share))
+
+
+def overwrite_a_page(path: Path) -> None:
+    """The page of the first digest."""
+    raw_bytes = bytearray(path.read_bytes())
+    start = raw_bytes.index(b"ab" * 32) // PAGE_BYTES * PAGE_BYTES
+    raw_bytes[start : start + PAGE_BYTES] = b"\xa5" * PAGE_BYTES
+    path.write_bytes(raw_bytes)
+
+
+DAMAGED, FOREIGN = (CorruptError, "catalog.damaged"), (MismatchError, "catalog.foreign")
+Refusal = tuple[type[MergePipeError], str]
+TROUBLES: dict[str, tuple[Callable[[Path], object], Refusal, bool]] = {
+    "text": (content(b"not a database" * 1000), DAMAGED, True),
+    "a bad header": (content(b"SQLite format 3\0".ljust(1024, b"x")), DAMAGED, True),
+    "a header alone": (content(b"SQLite format 3\0" + b"\xff" * 9000), DAMAGED, True),
+    **{f"cut at {share}": (cut(share), DAMAGED, True) for share in (0.03, 0.3, 0.6, 0.99)},
+    "a damaged page": (overwrite_a_page, DAMAGED, True),
+    "no table": (sql("DROP TABLE file_digests"), DAMAGED, True),
+    "no time": (sql("UPDATE snapshots SET created = 'yesterday'"), DAMAGED, True),
+    "no facts": (sql("UPDATE snapshots SET facts = 'few'"), DAMAGED, True),
+    "tables of others": (sql("CREATE TABLE theirs (x)", of_others=True), FOREIGN, False),
+    "the mark of others": (sql("PRAGMA application_id = 7", of_others=True), FOREIGN, False),
+    "no mark": (sql("PRAGMA user_version = 1", of_others=True), FOREIGN, False),
+    "newer": (sql("PRAGMA user_version = 99"), (UnsupportedError, "catalog.newer"), False),
+    "older": (sql(f"PRAGMA user_version = {SCHEMA_VERSION - 1}"), (UnsupportedError, "catalog.older"), True),
+}
+"""What happened to the file, how it is refused, and whether a rebuild sets it aside: else it is left alone."""
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_catalog__in_trouble_is_refused_and_set_aside_by_a_rebuild_or_left_alone(tmp_path: Path, name: str) -> None:
+    change, (kind, code), is_mended = TROUBLES[name]
+    home = tmp_path / "home"
+    publish(tmp_path / "results" / "one")
+    path = filled_home(home)
+    for number in (1, 2):
+        change(path)
+        before, descriptors = path.read_bytes(), open_descriptors()
+        with refuses(kind, code) as caught:
+            use_everything(home)
+        assert ("mergepipe catalog rebuild" in str(caught.value)) == (code in ("catalog.damaged", "catalog.older"))
+        assert open_descriptors() <= descriptors  # also while the error is held
+        assert path.read_bytes() == before
+        if not is_mended:
+            with refuses(kind, code):
+                rebuild(home, [tmp_path / "results"])
+            assert path.read_bytes() == before
+            return
+        report = rebuild(home, [tmp_path / "results"])
+        assert [row.path.name for row in snapshots_of(home)] == ["one"]
+        assert report.moved_aside == path.with_name(f"{CATALOG_NAME}.corrupt-{number}")
+        assert report.moved_aside.read_bytes() == before
+        path.unlink()
+        filled_home(home)
+
+
 def test_open__an_empty_file_is_a_new_catalog(tmp_path: Path) -> None:
     (tmp_path / CATALOG_NAME).touch()
     with Catalog.open(tmp_path) as catalog:
         assert catalog.snapshots() == ()
-
-
-@pytest.mark.parametrize(
-    "content", [b"not a database" * 1000, b"SQLite format 3\0".ljust(1024, b"x"), b"SQLite format 3\0" + b"\xff" * 9000]
-)
-def test_open__garbage_is_corrupt_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / CATALOG_NAME).write_bytes(content)
-    with refuses(CorruptError, "catalog.damaged") as caught:
-        Catalog.open(tmp_path)
-    assert "mergepipe catalog rebuild" in str(caught.value)
-    assert (tmp_path / CATALOG_NAME).read_bytes() == content
-
-
-@pytest.mark.parametrize("share", [0.03, 0.3, 0.6, 0.99])
-def test_catalog__a_truncated_file_is_corrupt(tmp_path: Path, share: float) -> None:
-    path = filled_home(tmp_path / "home")
-    os.truncate(path, int(path.stat().st_size * share))
-    with pytest.raises(CorruptError) as caught:
-        use_everything(tmp_path / "home")
-    assert caught.value.code.startswith("catalog.damaged")
 
 
 @functools.cache
@@ -121,44 +176,6 @@ def test_catalog__after_any_damage_it_works_or_says_so_and_a_rebuild_mends_it(
                 return
         rebuild(Path(place), [])
         use_everything(Path(place))
-
-
-def test_catalog__a_table_that_is_missing_is_corrupt(tmp_path: Path) -> None:
-    with raw(filled_home(tmp_path / "home")) as connection:
-        connection.execute("DROP TABLE file_digests")
-    with pytest.raises(CorruptError, match="file_digests"):
-        use_everything(tmp_path / "home")
-    rebuild(tmp_path / "home", [])
-    use_everything(tmp_path / "home")
-
-
-@pytest.mark.parametrize("sql", ["UPDATE snapshots SET created = 'yesterday'", "UPDATE snapshots SET facts = 'few'"])
-def test_catalog__a_row_that_makes_no_sense_is_corrupt(tmp_path: Path, sql: str) -> None:
-    with raw(filled_home(tmp_path / "home")) as connection:
-        connection.execute(sql)
-    before = open_descriptors()
-    with refuses(CorruptError, "catalog.damaged"):
-        use_everything(tmp_path / "home")
-    assert open_descriptors() <= before  # also while the error is held
-
-
-@pytest.mark.parametrize("sql", ["CREATE TABLE theirs (x)", "PRAGMA application_id = 7", "PRAGMA user_version = 1"])
-def test_open__a_database_of_another_application_is_left_alone(tmp_path: Path, sql: str) -> None:
-    with raw(tmp_path / CATALOG_NAME) as connection:
-        connection.execute(sql)
-    content = (tmp_path / CATALOG_NAME).read_bytes()
-    with refuses(MismatchError, "catalog.foreign"):
-        Catalog.open(tmp_path)
-    assert (tmp_path / CATALOG_NAME).read_bytes() == content
-
-
-def test_open__a_newer_schema_is_refused_untouched(tmp_path: Path) -> None:
-    with raw(filled_home(tmp_path)) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    content = (tmp_path / CATALOG_NAME).read_bytes()
-    with refuses(UnsupportedError, "catalog.newer"):
-        Catalog.open(tmp_path)
-    assert (tmp_path / CATALOG_NAME).read_bytes() == content
 
 
 def test_catalog__a_lock_held_too_long_is_a_conflict_and_reading_goes_on(tmp_path: Path) -> None:

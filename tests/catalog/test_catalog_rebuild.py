@@ -9,16 +9,14 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, publish
+from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, publish, snapshots_of
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import PAGE_BYTES, SCHEMA_VERSION
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
-from mergepipe.catalog.snapshots import SnapshotRow
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.cli.printing import report_text
-from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
+from mergepipe.errors import ConflictError, NotFoundError
 from mergepipe.snapshots.manifest import COMPOSITE_FORMAT, MANIFEST_NAME
 from support.refusals import refuses
 
@@ -32,11 +30,6 @@ def family(tmp_path: Path, n_models: int = 2) -> None:
             catalog.record_digests(with_digests(checkpoint, {WEIGHTS_NAME: f"{number:064x}"}))
         manifest = publish(tmp_path / "out" / "one", tuple(each.path.local_path for each in checkpoints[:2]))
         catalog.record_snapshot(manifest, tmp_path / "out" / "one", created=NOON)
-
-
-def snapshots_of(home: Path) -> tuple[SnapshotRow, ...]:
-    with Catalog.open(home) as catalog:
-        return catalog.snapshots()
 
 
 def test_rebuild__of_a_sound_catalog_changes_nothing(tmp_path: Path) -> None:
@@ -129,66 +122,6 @@ def test_rebuild__a_root_that_is_not_there_is_an_error_before_anything_happens(t
     assert not (tmp_path / "home").exists()
 
 
-def page_of(path: Path, marker: bytes) -> int:
-    """The number of the page, from 0, that holds `marker`."""
-    return path.read_bytes().index(marker) // PAGE_BYTES
-
-
-def overwrite_page(path: Path, page: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = b"\xa5" * PAGE_BYTES
-    path.write_bytes(content)
-
-
-def test_rebuild__of_a_damaged_page_keeps_the_file_aside(tmp_path: Path) -> None:
-    family(tmp_path, n_models=40)
-    path = tmp_path / "home" / CATALOG_NAME
-    overwrite_page(path, page_of(path, f"{20:064x}".encode()))
-    damaged = path.read_bytes()
-    report = rebuild(tmp_path / "home", [tmp_path / "out"])
-    assert report.moved_aside == tmp_path / "home" / f"{CATALOG_NAME}.corrupt-1"
-    assert report.moved_aside.read_bytes() == damaged
-    with Catalog.open(tmp_path / "home") as catalog:
-        assert [row.path.name for row in catalog.snapshots()] == ["one"]
-        assert catalog.stats().digests == 0
-
-
-@pytest.mark.parametrize("content", [b"not a database" * 1000, b"SQLite format 3\0" + b"\xff" * 9000])
-def test_rebuild__of_garbage_keeps_it_aside_and_starts_anew(tmp_path: Path, content: bytes) -> None:
-    publish(tmp_path / "out")
-    path = tmp_path / "home" / CATALOG_NAME
-    path.parent.mkdir()
-    for number in (1, 2):
-        path.write_bytes(content)
-        report = rebuild(tmp_path / "home", [tmp_path / "out"])
-        assert report.snapshots == 1
-        assert report.moved_aside == path.with_name(f"{CATALOG_NAME}.corrupt-{number}")
-        assert report.moved_aside.read_bytes() == content
-
-
-def test_rebuild__leaves_alone_what_is_not_ours_to_mend(tmp_path: Path) -> None:
-    path = tmp_path / "home" / CATALOG_NAME
-    path.parent.mkdir()
-    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("CREATE TABLE theirs (x)")
-    content = path.read_bytes()
-    with pytest.raises(MismatchError):
-        rebuild(tmp_path / "home", [])
-    assert [entry.name for entry in path.parent.iterdir()] == [CATALOG_NAME]
-    assert path.read_bytes() == content
-
-
-def test_rebuild__does_not_touch_a_newer_catalog(tmp_path: Path) -> None:
-    family(tmp_path)
-    path = tmp_path / "home" / CATALOG_NAME
-    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("PRAGMA user_version = 99")
-    content = path.read_bytes()
-    with pytest.raises(UnsupportedError):
-        rebuild(tmp_path / "home", [])
-    assert path.read_bytes() == content
-
-
 def test_rebuild__waits_for_a_writer_and_then_says_so(tmp_path: Path) -> None:
     family(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "home" / CATALOG_NAME, isolation_level=None)) as other:
@@ -204,19 +137,3 @@ def test_adopt_snapshot__without_a_manifest_is_not_found(tmp_path: Path) -> None
             catalog.adopt_snapshot(tmp_path, created=NOON)
         catalog.record_snapshot(make_manifest("a"), tmp_path / "a", created=NOON)
         assert len(catalog.snapshots()) == 1
-
-
-def test_open__an_older_catalog_is_refused_and_a_rebuild_sets_it_aside(tmp_path: Path) -> None:
-    Catalog.open(tmp_path).close()
-    with contextlib.closing(sqlite3.connect(tmp_path / CATALOG_NAME)) as connection:
-        connection.execute("PRAGMA journal_mode = DELETE")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
-        connection.commit()
-    content = (tmp_path / CATALOG_NAME).read_bytes()
-    with pytest.raises(UnsupportedError, match="analyze again") as caught:
-        Catalog.open(tmp_path)
-    assert caught.value.code == "catalog.older"
-    assert (tmp_path / CATALOG_NAME).read_bytes() == content
-    aside = rebuild(tmp_path, []).moved_aside
-    assert aside is not None
-    assert (aside.name, aside.read_bytes()) == (f"{CATALOG_NAME}.corrupt-1", content)

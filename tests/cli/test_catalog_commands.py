@@ -7,7 +7,7 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -62,27 +62,6 @@ def test_ls__an_empty_home_stays_empty(work: Workplace, run: Runner) -> None:
     assert not (work.root / "home").exists()
 
 
-@pytest.mark.usefixtures("catalog")
-def test_ls__lists_newest_first_and_says_what_is_gone(work: Workplace, run: Runner) -> None:
-    other = work.root / "other"
-    run("merge", work.recipe, other, "--budget", "50%", "-q")
-    listed = run("ls", "--json").json()["snapshots"]
-    assert [each["path"] for each in listed] == [str(other), str(work.out)]
-    assert [each["plan_digest"] is None for each in listed] == [False, True]
-    shutil.rmtree(work.out)
-    assert [each["is_present"] for each in run("ls", "--json").json()["snapshots"]] == [True, False]
-    assert f"{work.out} (gone)" in run("ls").out
-
-
-@pytest.mark.usefixtures("catalog")
-def test_show__by_path_sid_and_first_digits(work: Workplace, run: Runner) -> None:
-    shown = [run("show", name, "--json").json() for name in (work.out, sid_of(work.out), sid_of(work.out)[:8])]
-    assert shown[0] == shown[1] == shown[2]
-    assert (shown[0]["sid"], shown[0]["is_recorded"]) == (sid_of(work.out), True)
-    assert [source["role"] for source in shown[0]["inputs"]] == ["base", "expert", "expert"]
-    assert sid_of(work.out) in run("show", work.out).out
-
-
 def test_show__a_snapshot_the_catalog_does_not_know(work: Workplace, run: Runner) -> None:
     run("merge", work.recipe, work.out, "-q", "--no-catalog")
     shown = run("show", work.out, "--json").json()
@@ -108,6 +87,9 @@ def test_ls__filters_by_model_operator_and_day(work: Workplace, run: Runner) -> 
     assert listed("--with", "family/none") == listed("--until", "2020-01-01") == listed("--operator", "slerp") == []
     assert listed("--since", "2100-01-01") == []
     assert run("ls", "--since", "yesterday").exit_code == 2
+    shutil.rmtree(work.out)
+    assert [row["is_present"] for row in run("ls", "--json").json()["snapshots"]] == [True, False]
+    assert f"{work.out} (gone)" in run("ls").out
 
 
 @pytest.mark.usefixtures("catalog")
@@ -141,44 +123,41 @@ def test_lineage__of_a_snapshot_that_is_not_recorded_says_what_to_do(work: Workp
 # --- a catalog in trouble ---
 
 
-@pytest.fixture
-def empty_catalog(work: Workplace) -> Path:
-    """The file of a catalog that knows nothing."""
-    with Catalog.open(work.root / "home"):
-        return work.root / "home" / CATALOG_NAME
+def damaged(path: Path) -> None:
+    path.write_bytes(b"not a database at all" * 100)
 
 
-@pytest.fixture
-def locked(empty_catalog: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The catalog held by somebody else, and no patience."""
-    monkeypatch.setitem(Catalog.open.__func__.__kwdefaults__, "timeout_seconds", 0.1)  # type: ignore[attr-defined]
-    with closing(sqlite3.connect(empty_catalog, isolation_level=None)) as connection:
+def newer(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 999")
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """The catalog held by somebody else."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
         connection.execute("BEGIN EXCLUSIVE")
-        yield empty_catalog
+        yield
 
 
-@pytest.mark.parametrize("command", NEEDING)
-@pytest.mark.usefixtures("locked")
-def test_commands__a_locked_catalog_is_a_conflict(run: Runner, command: tuple[str, ...]) -> None:
-    ran = run(*command)
-    assert (ran.exit_code, codes(ran)) == (9, ["catalog.locked"])
-
-
-@pytest.mark.parametrize("command", NEEDING)
-def test_commands__a_corrupt_catalog_is_told_and_left_alone(
-    run: Runner, empty_catalog: Path, command: tuple[str, ...]
+@pytest.mark.parametrize("trouble", [(9, "catalog.locked"), (4, "catalog.damaged"), (6, "catalog.newer")])
+def test_commands__that_need_the_catalog_say_what_is_wrong_with_it_and_leave_it_alone(
+    work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch, trouble: tuple[int, str]
 ) -> None:
-    empty_catalog.write_bytes(b"not a database at all" * 100)
-    ran = run(*command)
-    assert (ran.exit_code, codes(ran)) == (4, ["catalog.damaged"])
-    assert "mergepipe catalog rebuild" in ran.err
-    assert empty_catalog.read_bytes() == b"not a database at all" * 100
-
-
-@pytest.mark.parametrize("command", NEEDING)
-def test_commands__a_newer_catalog_is_refused(run: Runner, empty_catalog: Path, command: tuple[str, ...]) -> None:
-    with closing(sqlite3.connect(empty_catalog)) as connection:
-        connection.execute("PRAGMA user_version = 999")
-    ran = run(*command)
-    assert (ran.exit_code, codes(ran)) == (6, ["catalog.newer"])
+    exit_code, code = trouble
+    with Catalog.open(work.root / "home") as catalog:
+        path = catalog.path
+    monkeypatch.setitem(Catalog.open.__func__.__kwdefaults__, "timeout_seconds", 0.1)  # type: ignore[attr-defined]
+    if code == "catalog.damaged":
+        damaged(path)
+    if code == "catalog.newer":
+        newer(path)
+    before = path.read_bytes()
+    with held(path) if code == "catalog.locked" else nullcontext():
+        for command in NEEDING:
+            ran = run(*command)
+            assert (ran.exit_code, codes(ran)) == (exit_code, [code])
+            assert ("mergepipe catalog rebuild" in ran.err) == (code == "catalog.damaged")
+    if code != "catalog.locked":
+        assert path.read_bytes() == before

@@ -3,24 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
-from mergepipe.reports import CheckReport
 from support.command_line import Runner, Workplace
-
-
-def test_check__json_is_the_report(work: Workplace, run: Runner) -> None:
-    ran = run("check", work.recipe, "--json")
-    content = ran.json()
-    assert content.keys() == {field.name for field in fields(CheckReport)} | {"format", "free_bytes"}
-    assert (content["base_bytes"], content["expert_bytes"], content["output_bytes"]) == (82304, 164608, 82304)
-    assert content["free_bytes"] > 0
-    assert ran.err == ""
-
-
-def test_check__shard_size_decides_the_number_of_files(work: Workplace, run: Runner) -> None:
-    assert run("check", work.recipe, "--shard-size", "40KB", "--json").json()["shards"] >= 3
 
 
 def test_check__writes_nothing(work: Workplace, run: Runner) -> None:

@@ -63,22 +63,12 @@ def make_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+ALLOWED = ["--allow-dropped", "extra*"]
 COMMANDS: dict[str, list[str]] = {
-    "check": ["check", "recipe.yml", "--allow-dropped", "extra*"],
+    "check": ["check", "recipe.yml", *ALLOWED],
     "check-dropped": ["check", "recipe.yml"],
-    "plan": [
-        "plan",
-        "recipe.yml",
-        "--budget",
-        "60%",
-        "--select",
-        "norm",
-        "--allow-dropped",
-        "extra*",
-        "--out",
-        "p.plan.json",
-    ],
-    "merge": ["merge", "recipe.yml", "out\u202e", "--allow-dropped", "extra*", "--force"],
+    "plan": ["plan", "recipe.yml", "--budget", "60%", "--select", "norm", *ALLOWED, "--out", "p.plan.json"],
+    "merge": ["merge", "recipe.yml", "out\u202e", *ALLOWED, "--force"],
     "merge-dropped": ["merge", "recipe.yml", "other"],
     "run": ["run", "p.plan.json", "planned", "--force"],
     "explain": ["explain", "planned"],
@@ -90,18 +80,7 @@ COMMANDS: dict[str, list[str]] = {
     "shown": ["show", "out\u202e"],
     "analyze": ["analyze", "base", FOLDER],
     "pack": ["pack", "base", FOLDER, "--out", "packed"],
-    "sweep": [
-        "sweep",
-        "recipe.yml",
-        "--budgets",
-        "50%",
-        "--select",
-        "norm",
-        "--allow-dropped",
-        "extra*",
-        "--html",
-        "sweep.html",
-    ],
+    "sweep": ["sweep", "recipe.yml", "--budgets", "50%", "--select", "norm", *ALLOWED, "--html", "sweep.html"],
     "missing": ["merge", NASTY.replace("\n", ""), "x"],
     "option": ["merge", "recipe.yml", "x", "--threads", NASTY],
 }

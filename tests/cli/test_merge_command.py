@@ -29,13 +29,6 @@ def test_merge__quiet_and_json_together_still_give_the_report(work: Workplace, r
     assert run("merge", work.recipe, work.out, "--quiet", "--json").json()["out"] == str(work.out)
 
 
-def test_merge__quiet_still_tells_errors(work: Workplace, run: Runner) -> None:
-    work.out.touch()
-    ran = run("merge", work.recipe, work.out, "--quiet")
-    assert ran.exit_code == 7
-    assert len(ran.error_lines) == 1
-
-
 class Given(NamedTuple):
     """Arguments of `api.merge`, as the command line filled them in."""
 
@@ -87,21 +80,6 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
     assert given.keywords == {"options": expected}
     resumed = given_to_api(monkeypatch, run, "r.yml", "o", "--resume").keywords["options"]
     assert resumed == MergeOptions(resume=True)
-
-
-def test_merge__bad_options_are_told_as_json_too(work: Workplace, run: Runner) -> None:
-    ran = run("merge", work.recipe, work.out, "--json", "--memory", "plenty")
-    problem = ran.json()["error"]["problems"][0]
-    assert (ran.exit_code, problem["code"], problem["where"]) == (2, "option.invalid", "--memory")
-    assert ran.error_lines[0].endswith("[option.invalid]")
-
-
-def test_merge__parents_made_for_a_merge_that_fails_go_away_again(work: Workplace, run: Runner) -> None:
-    shard = work.family.experts[0] / "model.safetensors"
-    ran = run("merge", work.recipe, work.root / "a" / "b" / "out", "--memory", "1KiB")
-    assert ran.exit_code == 10
-    assert shard.is_file()
-    assert not (work.root / "a").exists()
 
 
 def test_merge__debug_adds_the_traceback(work: Workplace, run: Runner) -> None:

@@ -11,7 +11,7 @@ from mergepipe.cli import main, mergekit_main
 from mergepipe.cli.mergekit import build_command, shard_bytes_of
 from mergepipe.errors import RecipeError
 from mergepipe.runs.small_files import MERGEKIT_CONFIG_NAME
-from support.command_line import Ran, Workplace
+from support.command_line import Runner, Workplace
 
 FLAGS_OF_MERGEKIT = [
     "--allow-crimes", "--no-allow-crimes", "--unsafe-truncate-embeddings", "--no-unsafe-truncate-embeddings",
@@ -28,18 +28,7 @@ FLAGS_OF_MERGEKIT = [
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
-
-
-class Runner:
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object) -> Ran:
-        self._capsys.readouterr()
-        exit_code = mergekit_main([str(argument) for argument in arguments])
-        captured = self._capsys.readouterr()
-        return Ran(exit_code, captured.out, captured.err)
+    return Runner(capsys, mergekit_main)
 
 
 def test_flags__are_those_of_mergekit_and_the_guide_names_each() -> None:

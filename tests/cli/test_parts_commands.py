@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
-from support.command_line import SIGNAL_AT_EVENT, Runner, finish, make_workplace, start_python
-from support.disk_families import weights_digest
-
-SHARDS = ("--shard-size", "30kB")
-
-
-def test_run__part_of_a_killed_process_is_made_by_another(run: Runner, tmp_path: Path) -> None:
-    place, plan = make_workplace(tmp_path), tmp_path / "plan.json"
-    home = ("--home", tmp_path / "home")
-    run("merge", place.recipe, tmp_path / "whole", *SHARDS, *home)
-    run("plan", place.recipe, "--all", "--out", plan, *home)
-    command = ("run", plan, place.out, "--part", "1/2", *SHARDS, "--no-catalog")
-    killed = finish(start_python(SIGNAL_AT_EVENT, int(signal.SIGKILL), "open", "model-00001-of", *command))
-    assert killed.exit_code == -signal.SIGKILL
-    assert list(tmp_path.glob(".out.mergepipe-parts-*"))
-    for part in ("2/2", "1/2"):
-        assert run("run", plan, place.out, "--part", part, *SHARDS, *home).exit_code == 0
-    assert weights_digest(place.out) == weights_digest(tmp_path / "whole")
-    assert not [name for name in place.names() if name.startswith(".")]
+from support.command_line import Runner, make_workplace
 
 
 def test_pack__in_parts_gives_what_one_command_gives(run: Runner, tmp_path: Path) -> None:

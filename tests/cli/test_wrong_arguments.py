@@ -17,14 +17,6 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     return make_workplace(tmp_path)
 
 
-@pytest.mark.parametrize("flag", ["--cuda", "--lora-merge-cache", "--no-lazy-unpickle", "--random-seed", "-j"])
-def test_merge__points_to_mergepipe_yaml_for_mergekits_flags(work: Workplace, run: Runner, flag: str) -> None:
-    ran = run("merge", work.recipe, work.out, flag)
-    assert (ran.exit_code, len(ran.error_lines)) == (2, 1)
-    assert "it is a flag of mergekit-yaml: `mergepipe-yaml CONFIG OUT` takes those" in ran.err
-    assert "did you mean '--budget'" in run("merge", work.recipe, work.out, "--bugdet").err
-
-
 def test_errors_about_models__name_the_line_of_the_recipe_and_a_tidy_path(work: Workplace, run: Runner) -> None:
     (work.root / "sub").mkdir()
     (work.root / "broken").mkdir()

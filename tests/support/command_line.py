@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,12 +98,12 @@ def make_workplace(root: Path) -> Workplace:
 class Runner:
     """Runs commands in this process."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
+    def __init__(self, capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int] = main) -> None:
+        self._capsys, self._main = capsys, main
 
     def __call__(self, *arguments: object) -> Ran:
         self._capsys.readouterr()
-        exit_code = main([str(each) for each in arguments])
+        exit_code = self._main([str(each) for each in arguments])
         captured = self._capsys.readouterr()
         return Ran(exit_code, captured.out, captured.err)
 
