@@ -229,8 +229,8 @@ def scan_snapshot(store: Store, directory: Location, layout: SnapshotLayout, thr
             read = partial(_read_blocks, opened, local)
             reads = pool.map(read, _runs(layout, file))
             with closing(reads):  # type: ignore[type-var]  # a generator: left early, no other read begins
-                for found in reads:
-                    on_bytes(_take(scan, file, found))
+                for examined in reads:
+                    on_bytes(_take(scan, file, examined))
     return scan
 
 
@@ -260,11 +260,11 @@ def _runs(layout: SnapshotLayout, file: PlacedFile) -> Iterator[tuple[PlacedBloc
         yield tuple(run)
 
 
-_Found: TypeAlias = tuple[PlacedBlock, bytes | None, int, str]
+_Examined: TypeAlias = tuple[PlacedBlock, bytes | None, int, str]
 """A block, its digest if it is there, how many of its values are not finite, and why it cannot be read, if so."""
 
 
-def _read_blocks(file: RangeFile, local: _Local, blocks: Sequence[PlacedBlock]) -> list[_Found]:
+def _read_blocks(file: RangeFile, local: _Local, blocks: Sequence[PlacedBlock]) -> list[_Examined]:
     """Read blocks by one request, and digest them."""
     first, last = blocks[0].start, blocks[-1].stop
     try:
@@ -278,10 +278,10 @@ def _read_blocks(file: RangeFile, local: _Local, blocks: Sequence[PlacedBlock]) 
     return [(block, block_digest(raw.data), count_not_finite(raw, block.tensor.dtype), "") for block, raw in contents]
 
 
-def _take(scan: Scan, file: PlacedFile, found: Sequence[_Found]) -> int:
+def _take(scan: Scan, file: PlacedFile, examined: Sequence[_Examined]) -> int:
     """Note what was read of a file; return its bytes."""
     nbytes = 0
-    for block, digest, n_not_finite, failure in found:
+    for block, digest, n_not_finite, failure in examined:
         scan.blocks[block.tensor.index][block.index] = digest
         if failure:
             scan.unreadable[file.name] = failure
