@@ -55,10 +55,10 @@ LIES: dict[str, tuple[bytes, str]] = {
     "shorter than the prefix": (b"\0" * 7, "a safetensors file starts with 8 bytes of"),
     "length over the cap": ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}", "the header claims 16777217"),
     "length of all ones": (b"\xff" * 8 + b"{}", "the header claims 18446744073709551615"),
-    "zip archive": (b"PK\x03\x04" + bytes(60), "the header claims 67324752 bytes, at most"),
-    "git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:", "the header claims"),
+    "zip archive": (b"PK\x03\x04" + bytes(60), "PyTorch file"),
+    "git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:", "git LFS pointer"),
     "pickle": (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." + bytes(60), "the header claims 5088219219985302144"),
-    "length beyond the file": ((3).to_bytes(8, "little") + b"{}", "truncated inside the header: 11 bytes are"),
+    "length beyond the file": ((3).to_bytes(8, "little") + b"{}", "header: 11 bytes are needed, the file has 10"),
     "no header": (file_bytes(b""), "the header must start with '{', found b''"),
     "leading space": (file_bytes(" {}"), "the header must start with '{', found b' {}'"),
     "byte order mark": (file_bytes("\ufeff{}"), "the header must start with '{', found"),
@@ -103,7 +103,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "entry without shape": (one({"dtype": "F32", "data_offsets": [0, 4]}), "tensor 'w' has no 'shape'"),
     "entry without offsets": (one({"dtype": "F32", "shape": [1]}), "tensor 'w' has no 'data_offsets'"),
     "entry with more": (one_with("strides", [1]), "tensor 'w' has an unknown key 'strides'"),
-    "unknown dtype": (one_with("dtype", "FP32"), "tensor 'w' has the unknown dtype 'FP32'"),
+    "unknown dtype": (one_with("dtype", "FP32"), "the unknown dtype 'FP32'; did you mean 'F32'?"),
     "dtype in lower case": (one_with("dtype", "f32"), "tensor 'w' has the unknown dtype 'f32'"),
     "dtype number": (one_with("dtype", 32), "the dtype of tensor 'w' must be a string,"),
     "dtype list": (one_with("dtype", ["F32"]), "the dtype of tensor 'w' must be a string,"),
@@ -131,18 +131,18 @@ LIES: dict[str, tuple[bytes, str]] = {
     "offsets negative": (one_with("data_offsets", [-4, 0]), "the data_offsets of tensor 'w' must be two"),
     "offsets reversed": (one_with("data_offsets", [4, 0]), "the data_offsets of tensor 'w' must be two"),
     "offsets wider than the shape": (one({**record(0, 8), "shape": [1]}, bytes(8)), "tensor 'w' of shape [1] and"),
-    "offsets narrower than the shape": (one({**record(0, 4), "shape": [2]}), "tensor 'w' of shape [2] and dtype"),
+    "offsets narrower than the shape": (one({**record(0, 4), "shape": [2]}), "8 bytes, its data_offsets [0, 4] give 4"),
     "scalar of nothing": (one(record(0, 0, shape=[]), b""), "tensor 'w' of shape [] and dtype F32 needs"),
     "same bytes twice": (file_bytes({"a": record(0, 4), "b": record(0, 4)}, bytes(4)), "tensor 'b' starts at byte"),
-    "partial overlap": (file_bytes({"a": record(0, 8), "b": record(4, 12)}, bytes(12)), "tensor 'b' starts at byte"),
+    "partial overlap": (file_bytes({"a": record(0, 8), "b": record(4, 12)}, bytes(12)), "'b' starts at byte 4 of"),
     "one inside the other": (file_bytes({"a": record(0, 12), "b": record(4, 8)}, bytes(12)), "tensor 'b' starts at"),
     "empty inside the other": (file_bytes({"a": record(0, 8), "b": record(4, 4)}, bytes(8)), "tensor 'b' starts at"),
     "hole at the start": (file_bytes({"a": record(4, 8)}, bytes(8)), "tensor 'a' starts at byte 4 of the data,"),
-    "hole in the middle": (file_bytes({"a": record(0, 4), "b": record(8, 12)}, bytes(12)), "tensor 'b' starts at"),
+    "hole in the middle": (file_bytes({"a": record(0, 4), "b": record(8, 12)}, bytes(12)), "'b' starts at byte 8 of"),
     "empty behind the end": (file_bytes({"a": record(0, 4), "b": record(8, 8)}, bytes(4)), "tensor 'b' starts at"),
     "data cut short": (file_bytes({"a": record(0, 8)}, bytes(7)), "truncated: the header describes 77 bytes,"),
     "data missing": (file_bytes({"a": record(0, 4 * HUGE)}), "truncated: the header describes"),
-    "data left over": (file_bytes({"a": record(0, 4)}, bytes(5)), "the header describes 73 bytes, the file has"),
+    "data left over": (file_bytes({"a": record(0, 4)}, bytes(5)), "bytes, the file has 74: 1 bytes are in no"),
     "payload behind no tensor": (file_bytes("{}", b"#!/bin/sh"), "the header describes 10 bytes, the file has"),
 }  # fmt: skip
 
@@ -160,26 +160,6 @@ def test_read_header__dtypes_below_a_byte_are_unsupported(dtype: str) -> None:
     with pytest.raises(UnsupportedError, match=dtype) as caught:
         parse(one(record(0, 4, dtype=dtype, shape=[8])))
     assert caught.value.code == "checkpoint.unsupported"
-
-
-@pytest.mark.parametrize(
-    ("lie", "words"),
-    [
-        ("unknown dtype", ["'w'", "'FP32'", "did you mean 'F32'?"]),
-        ("partial overlap", ["'a'", "'b'", "byte 4", "ends at 8"]),
-        ("hole in the middle", ["'a'", "'b'", "byte 8", "ends at 4"]),
-        ("offsets narrower than the shape", ["'w'", "8 bytes", "give 4"]),
-        ("length beyond the file", ["truncated", "11 bytes", "has 10"]),
-        ("data cut short", ["truncated", "the file has"]),
-        ("data left over", ["1 bytes are in no tensor"]),
-        ("git LFS pointer", ["git LFS pointer"]),
-        ("zip archive", ["PyTorch file"]),
-        ("escape sequence in name", [r"\x1b[2J"]),
-    ],
-)
-def test_read_header__says_what_was_found_and_needed(lie: str, words: list[str]) -> None:
-    message = str(refusal(LIES[lie][0]))
-    assert [word for word in words if word not in message] == []
 
 
 def test_read_header__a_length_over_the_cap_reads_only_the_first_part() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -30,7 +31,9 @@ ODD_NAMES = (
 
 
 class StoreContract(ABC):
-    """The tests that every store passes."""
+    """The tests that every store passes, with `names` that it takes."""
+
+    names: ClassVar[tuple[str, ...]] = ODD_NAMES
 
     @pytest.fixture
     def root(self, tmp_path: Path) -> Location:
@@ -116,9 +119,9 @@ class StoreContract(ABC):
                 store.list(root / name)
 
     def test_names__may_have_any_characters(self, root: Location) -> None:
-        store = self.make(root, {f"r/{name}": name.encode() for name in ODD_NAMES})
-        assert [entry.name for entry in store.list(root / "r")] == sorted(ODD_NAMES)
-        for name in ODD_NAMES:
+        store = self.make(root, {f"r/{name}": name.encode() for name in self.names})
+        assert [entry.name for entry in store.list(root / "r")] == sorted(self.names)
+        for name in self.names:
             assert store.read_small(root / "r" / name, 100) == name.encode()
 
     def test_read_small__refuses_larger_files_and_charges_metadata(self, root: Location) -> None:

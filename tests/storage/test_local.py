@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
-from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalFile, LocalStore, resident_fraction
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, os_error, round_up
@@ -79,16 +79,6 @@ def test_read_into__tells_of_a_file_that_has_shrunk(tmp_path: Path) -> None:
         got, found = read(file, 4096, 20_000)
         file.close()
         assert (got, found) == (10_000 - 4096, content[4096:10_000])
-
-
-def test_read_into__charges_the_purpose_and_the_file(tmp_path: Path) -> None:
-    path, _ = make_file(tmp_path, 100)
-    ledger = Ledger()
-    file = LocalStore(ledger).open(Location.local(path))
-    read(file, 10, 20, Purpose.EXPERT)
-    read(file, 0, 5, Purpose.ANALYSIS)
-    file.close()
-    assert ledger.usage().by_file == {(str(path), Purpose.EXPERT): 10, (str(path), Purpose.ANALYSIS): 5}
 
 
 def test_read_into__names_the_file_that_failed(tmp_path: Path) -> None:

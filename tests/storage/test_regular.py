@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
-from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import open_regular, read_small
@@ -68,19 +67,6 @@ def test_open_regular__follows_links_to_regular_files_and_leaves_the_descriptor_
     assert not os.get_inheritable(descriptor)
     assert os.read(descriptor, 20) == b"content"
     os.close(descriptor)
-
-
-def test_read_small__reads_a_file_of_the_limit_and_refuses_a_larger_one_unread(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(b"12345")
-    store = LocalStore()
-    assert store.read_small(Location.local(path), 5) == b"12345"
-    assert store.ledger.usage()[Purpose.METADATA] == 5
-    with refuses(CorruptError, "storage.too-large") as caught:
-        store.read_small(Location.local(path), 4)
-    assert str(path) in str(caught.value)
-    assert "has 5 bytes, at most 4 " in str(caught.value)
-    assert store.ledger.total_bytes() == 5
 
 
 def test_read_small__asks_for_no_more_than_the_limit_of_a_file_that_grows(

@@ -70,18 +70,10 @@ class BucketContract(RemoteContract):
         self.server.put(f"bucket/{location.key.removeprefix('bucket/')}", content)
 
 
-class ObjectNames(RemoteContract):
-    """The names that obstore takes."""
-
-    def test_names__may_have_any_characters(self, root: Location) -> None:
-        store = self.make(root, {f"r/{name}": name.encode() for name in OBJECT_NAMES})
-        assert [entry.name for entry in store.list(root / "r")] == sorted(OBJECT_NAMES)
-        for name in OBJECT_NAMES:
-            assert store.read_small(root / "r" / name, 100) == name.encode()
-
-
-class ObjectContract(ObjectNames, BucketContract):
+class ObjectContract(BucketContract):
     """Buckets before the scripted server."""
+
+    names = OBJECT_NAMES
 
     def test_list__asks_once_a_folder_and_stat_no_more(self, root: Location) -> None:
         store = self.make(root, {"r/a": b"1", "r/b": b"22", "r/c/d": b""})
@@ -148,9 +140,10 @@ class TestWebStore(BucketContract):
             assert [entry.name for entry in store.list(root / "r")] == ["config.json", "model.safetensors.index.json"]
 
 
-class TestMotoStore(ObjectNames):
+class TestMotoStore(RemoteContract):
     """The S3 of another project: listings, conditions and errors as theirs."""
 
+    names = OBJECT_NAMES
     n_buckets: ClassVar[int] = 0
     server: S3Server
 

@@ -9,14 +9,13 @@ from pathlib import Path, PurePosixPath
 import pytest
 from store_contract import StoreContract
 
-from mergepipe.errors import ConflictError, StorageError
+from mergepipe.errors import StorageError
 from mergepipe.storage.contract import Entry, FileKind, Store, StoreTerms
-from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.faults import replaced, system_error
 from support.refusals import refuses
-from support.stores import InMemoryStore, StoreRequest
+from support.stores import InMemoryStore
 
 
 class TestLocalStore(StoreContract):
@@ -80,26 +79,6 @@ class TestInMemoryStore(StoreContract):
     def overwrite(self, store: Store, location: Location, content: bytes) -> None:
         assert isinstance(store, InMemoryStore)
         store.put(location, content)
-
-    def test_open__never_mixes_two_versions(self, root: Location) -> None:
-        store = InMemoryStore({root / "a": b"old"})
-        file = store.open(root / "a")
-        store.put(root / "a", b"new")
-        with pytest.raises(ConflictError):
-            file.read_into(0, memoryview(bytearray(3)), Purpose.BASE)
-        store.delete(root / "a")
-        assert store.stat(root / "a") is None
-
-    def test_script__sees_every_request_and_may_refuse_it(self, root: Location) -> None:
-        def refuse_reads(request: StoreRequest) -> None:
-            if request.operation == "read":
-                raise StorageError.of("storage.io", request.path, "the network is gone")
-
-        path = root / "a"
-        store = InMemoryStore({path: b"old"}, script=refuse_reads)
-        with pytest.raises(StorageError):
-            store.open(path).read_into(1, memoryview(bytearray(2)), Purpose.BASE)
-        assert store.requests == [StoreRequest("open", path), StoreRequest("read", path, 1, 2, Purpose.BASE)]
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
