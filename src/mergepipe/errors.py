@@ -225,6 +225,16 @@ def unsupported(where: object, message: str, hint: str = "") -> MergePipeError:
     return UnsupportedError.of("checkpoint.unsupported", where, message, hint)
 
 
+def mismatched(where: object, message: str, hint: str = "") -> MergePipeError:
+    """Make the error for a checkpoint that does not fit the others, or its own parts."""
+    return MismatchError.of("checkpoint.mismatch", where, message, hint)
+
+
+def invalid_option(option: str, message: str, hint: str = "") -> MergePipeError:
+    """Make the error for an option whose value means nothing."""
+    return RecipeError.of("option.invalid", option, message, hint)
+
+
 def did_you_mean(name: str, candidates: Sequence[str]) -> str:
     """Return `"did you mean 'x'?"` for the nearest known name, else what is known, shortened; nothing if nothing is."""
     from difflib import get_close_matches

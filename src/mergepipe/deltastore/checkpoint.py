@@ -120,12 +120,8 @@ class OpenedStore:
 def read_store(store: Store, path: Location) -> OpenedStore:
     """Read and check header and index, both charged as metadata."""
     if not is_packed(store, path):
-        raise NotFoundError.of(
-            "snapshot.not-found",
-            path,
-            f"is not a delta store: it has no {HEADER_NAME}",
-            "name a store that `pack` made",
-        )
+        message = f"is not a delta store: it has no {HEADER_NAME}"
+        raise NotFoundError.of("snapshot.not-found", path, message, "name a store that `pack` made")
     opened = read_header(store, path)
     _ = opened.index
     return opened
@@ -183,11 +179,9 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint | None) 
     can_be_base = opened.header.depth or isinstance(base_tensor, TensorEntry)
     if base_tensor is None or not can_be_base:
         what = "no such tensor" if base_tensor is None else "one that is computed, not stored"
-        raise MismatchError.of(
-            "base.mismatch", opened.root,
-            f"tensor {shown(entry.name)} was packed relative to its base; {base.path} has {what}",
-            f"give the base that it was packed with: it was {opened.header.base}",
-        )  # fmt: skip
+        message = f"tensor {shown(entry.name)} was packed relative to its base; {base.path} has {what}"
+        hint = f"give the base that it was packed with: it was {opened.header.base}"
+        raise MismatchError.of("base.mismatch", opened.root, message, hint)
     if (base_tensor.dtype, base_tensor.shape) != (entry.base_dtype, entry.shape):
         base_dtype = "" if entry.base_dtype is None else entry.base_dtype.name
         raise MismatchError.of(
@@ -254,9 +248,8 @@ def _open_chain(store: Store, opened: OpenedStore, base: Location | None) -> tup
 def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> tuple[Checkpoint, ...]:
     if not opened.header.base:
         if base is not None:
-            raise RecipeError.of(
-                "option.conflict", "--base", f"{opened.root} was packed without a base", "leave it out"
-            )
+            message = f"{opened.root} was packed without a base"
+            raise RecipeError.of("option.conflict", "--base", message, "leave it out")
         return ()
     try:
         return (open_checkpoint(store, Location.parse(opened.header.base) if base is None else base),)

@@ -154,9 +154,8 @@ def open_base(store: Store, path: Location) -> Checkpoint:
         return open_packed(store, path)[1]
     base = open_checkpoint(store, path)
     if base.kind is not CheckpointKind.FULL:
-        raise UnsupportedError.of(
-            "pack.unsupported", path, "holds differences from a base, not weights", "name its base"
-        )
+        message = "holds differences from a base, not weights"
+        raise UnsupportedError.of("pack.unsupported", path, message, "name its base")
     return base
 
 
@@ -199,10 +198,8 @@ def check_names(jobs: Iterable[PackJob]) -> None:
     """Refuse two experts of the same name."""
     for place, count in Counter(job.place for job in jobs).items():
         if count > 1:
-            raise RecipeError.of(
-                "option.conflict", place.parent, f"{count} experts are named {place.name!r}",
-                "pack them into different directories",
-            )  # fmt: skip
+            message = f"{count} experts are named {place.name!r}"
+            raise RecipeError.of("option.conflict", place.parent, message, "pack them into different directories")
 
 
 def is_done(store: Store, job: PackJob, threads: int) -> bool:
@@ -307,9 +304,8 @@ def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileId, ...]:
     fingerprints = []
     for name in sorted(name for name in _walk(store, expert.root) if name not in weights):
         if is_own_name(name):
-            raise UnsupportedError.of(
-                "pack.unsupported", expert.root / name, "has a name that delta stores use", "rename the file"
-            )
+            message = "has a name that delta stores use"
+            raise UnsupportedError.of("pack.unsupported", expert.root / name, message, "rename the file")
         status = stat_present(store, expert.root, name)
         fingerprints.append(FileId(name, status.size_bytes, status.version, ""))
     return tuple(fingerprints)
@@ -323,8 +319,7 @@ def _walk(store: Store, root: Location, prefix: str = "") -> Iterator[str]:
             yield prefix + entry.name
             continue
         if is_linked_folder(store, folder, entry.name):
-            raise UnsupportedError.of(
-                "pack.unsupported", folder / entry.name, "is a link to a directory, and stores keep files only",
-                "remove the link, or copy the directory into its place",
-            )  # fmt: skip
+            message = "is a link to a directory, and stores keep files only"
+            hint = "remove the link, or copy the directory into its place"
+            raise UnsupportedError.of("pack.unsupported", folder / entry.name, message, hint)
         yield from _walk(store, root, f"{prefix}{entry.name}/")

@@ -374,11 +374,9 @@ class PackedFetch:
         start, stop = ((at - base.span.start) * entry.dtype.itemsize for at in (span.start, span.stop))
         expected = self._index.rows["base"][self._tensor.first_row + block].tobytes()
         if is_checked and base.content.digest(start, stop) != expected:
-            raise MismatchError.of(
-                "base.mismatch", self._where(block),
-                f"the base {entry.file} is not the one the store was packed with",
-                "give the base that it was packed with",
-            )  # fmt: skip
+            message = f"the base {entry.file} is not the one the store was packed with"
+            hint = "give the base that it was packed with"
+            raise MismatchError.of("base.mismatch", self._where(block), message, hint)
         return base.content.stored[start:stop]
 
     def _where(self, block: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergepipe.errors import LimitError, RecipeError, did_you_mean
+from mergepipe.errors import LimitError, did_you_mean, invalid_option
 from mergepipe.options import AverageOptions, ComposeOptions, ExportOptions
 from mergepipe.storage.location import Location
 
@@ -117,7 +117,7 @@ def _average_request(recipe: str | Path, options: ComposeOptions) -> AverageRequ
     request = load_average(Location.of(recipe), _store())
     refused = [option for option, is_given in composing.items() if is_given and request is not None]
     if refused:
-        raise RecipeError.of("option.invalid", refused[0], "the recipe averages checkpoints", "leave it out")
+        raise invalid_option(refused[0], "the recipe averages checkpoints", "leave it out")
     return request
 
 
@@ -164,20 +164,17 @@ def recipe(
     from mergepipe.tailor.run_recipes import STRATEGIES, composition_from_log_file, find_checkpoints, strategy_recipe
 
     if (strategy is None) == (from_log is None):
-        raise RecipeError.of("option.invalid", "--strategy", "give either --strategy or --from-log")
+        raise invalid_option("--strategy", "give either --strategy or --from-log")
     if ends < 0:
-        raise LimitError.of(
-            "option.out-of-range", "--ends", f"{shown_number(ends)} was given", "give a number of layers"
-        )
+        message = f"{shown_number(ends)} was given"
+        raise LimitError.of("option.out-of-range", "--ends", message, "give a number of layers")
     store, place = _store(), absolute(run)
     if strategy is not None:
         if strategy not in STRATEGIES:
-            raise RecipeError.of(
-                "option.invalid", "--strategy", f"'{strategy}' is not known", did_you_mean(strategy, STRATEGIES)
-            )
+            raise invalid_option("--strategy", f"'{strategy}' is not known", did_you_mean(strategy, STRATEGIES))
         return strategy_recipe(strategy, find_checkpoints(store, place, at), ends, absolute(folder))
     if from_log is None or at is None:
-        raise RecipeError.of("option.invalid", "--at", "--from-log needs the step to compose")
+        raise invalid_option("--at", "--from-log needs the step to compose")
     composition = composition_from_log_file(store, absolute(from_log), place, at)
     notes = "".join(f"# {printable(note)}\n" for note in composition.notes)
     return notes + composition.to_yaml(absolute(folder))

@@ -20,7 +20,7 @@ from mergepipe.checkpoints.torch_file import (
     walk_tensors,
 )
 from mergepipe.core.blocks import BF16, F16, F32, F64, DType, element_count
-from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.errors import damaged, unsupported
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import SkeletonFile
@@ -319,10 +319,8 @@ def stale_checksums(
             if _touches(ranges, member.offset, member.offset + member.nbytes):
                 stale.append(Checksum(member.offset, member.offset + member.nbytes, member.crc_offsets))
                 if min(member.crc_offsets) < member.offset + member.nbytes:
-                    raise UnsupportedError.of(
-                        "checkpoint.unsupported", file, f"the checksum of {member.name!r} is stored before its bytes",
-                        "save it again with torch.save",
-                    )  # fmt: skip
+                    message = f"the checksum of {member.name!r} is stored before its bytes"
+                    raise unsupported(file, message, "save it again with torch.save")
     return tuple(stale)
 
 
@@ -372,7 +370,7 @@ def edit_pickle(raw: bytes, edits: Mapping[PicklePath, object], where: str) -> b
             pieces += [_TUPLE, _SET_ITEM, put(path[0]), recall(number_of[id(first)]), _SET_ITEM]
         except KeyError:
             shown = ".".join(map(str, path))[:200]
-            raise CorruptError.of("checkpoint.damaged", where, f"holds no {shown!r} that could be changed") from None
+            raise damaged(where, f"holds no {shown!r} that could be changed") from None
     return b"".join([*pieces, _STOP])
 
 

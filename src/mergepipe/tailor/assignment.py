@@ -139,10 +139,8 @@ def _skeleton(
 
 def _refuse_incomplete(source: TrainingCheckpoint, findings: Findings) -> None:
     more = f" and {len(source.missing) - 1} more" if len(source.missing) > 1 else ""
-    findings.add(
-        MismatchError, "checkpoint.mismatch", str(source.path), f"lacks {source.missing[0]}{more}",
-        "a composition needs one complete checkpoint of the run, as default or in state_from",
-    )  # fmt: skip
+    hint = "a composition needs one complete checkpoint of the run, as default or in state_from"
+    findings.add(MismatchError, "checkpoint.mismatch", str(source.path), f"lacks {source.missing[0]}{more}", hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,20 +187,16 @@ class _ParameterClaims:
         if choice.text in units.tied:
             return (units.tied[choice.text],), choice.text
         if choice.text not in units.names:
-            raise RecipeError.of(
-                "recipe.units", where, f"the model has no parameter {choice.text[:100]!r}",
-                did_you_mean(choice.text, (*units.names, *units.tied)),
-            )  # fmt: skip
+            message = f"the model has no parameter {choice.text[:100]!r}"
+            raise RecipeError.of("recipe.units", where, message, did_you_mean(choice.text, (*units.names, *units.tied)))
         return (choice.text,), None
 
     def _claim(self, name: str, claim: _Claim) -> None:
         first = self._claims.setdefault(name, claim)
         if first.source == claim.source:
             if first is not claim and first.selector and claim.selector:
-                self._findings.add(
-                    RecipeError, "recipe.conflict", claim.where, f"{claim.selector!r} takes {name!r} once more, "
-                    f"which {first.selector!r} takes", "name every unit once",
-                )  # fmt: skip
+                message = f"{claim.selector!r} takes {name!r} once more, which {first.selector!r} takes"
+                self._findings.add(RecipeError, "recipe.conflict", claim.where, message, "name every unit once")
             return
         alias = first.alias or claim.alias
         if alias is not None:
@@ -212,10 +206,8 @@ class _ParameterClaims:
                 f"from different checkpoints (see {first.where})", "take both from one",
             )  # fmt: skip
         else:
-            self._findings.add(
-                RecipeError, "recipe.conflict", claim.where, f"{name!r} is taken from another checkpoint "
-                f"already, at {first.where}", "name every unit once",
-            )  # fmt: skip
+            message = f"{name!r} is taken from another checkpoint already, at {first.where}"
+            self._findings.add(RecipeError, "recipe.conflict", claim.where, message, "name every unit once")
 
     def complete(self, default: int | None, where: str) -> dict[str, int]:
         """Return every parameter's source, in the model's order; unclaimed parameters come from the default."""
@@ -223,10 +215,8 @@ class _ParameterClaims:
             units = [str(u) for u, names in self._units.parameters.items() if not self._claims.keys() >= set(names)]
             if units:
                 shown = ", ".join(units[:_MAX_LISTED_UNITS]) + (", ..." if len(units) > _MAX_LISTED_UNITS else "")
-                self._findings.add(
-                    RecipeError, "recipe.incomplete", where, f"no checkpoint is named for {shown}",
-                    "take them from one, or add 'default: PATH'",
-                )  # fmt: skip
+                hint = "take them from one, or add 'default: PATH'"
+                self._findings.add(RecipeError, "recipe.incomplete", where, f"no checkpoint is named for {shown}", hint)
         sources = ((name, self._claims[name].source if name in self._claims else default) for name in self._units.names)
         return {name: source for name, source in sources if source is not None}
 
@@ -278,10 +268,8 @@ def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequen
     if problems:
         more = f", and {len(problems) - 1} more states" if len(problems) > 1 else ""
         lacking = f" (it lacks {source.missing[0]})" if source.missing and not source.is_partial else ""
-        findings.add(
-            MismatchError, "checkpoint.mismatch", str(source.path), f"{problems[0]}{more}{lacking}",
-            "take them from a checkpoint that holds them",
-        )  # fmt: skip
+        hint = "take them from a checkpoint that holds them"
+        findings.add(MismatchError, "checkpoint.mismatch", str(source.path), f"{problems[0]}{more}{lacking}", hint)
 
 
 def _lacking_counters(skeleton: TrainingCheckpoint, source: TrainingCheckpoint, wanted: set[str]) -> Iterator[str]:

@@ -12,7 +12,14 @@ import mergepipe
 from mergepipe.checkpoints.directory import find_sidecars, list_names, open_checkpoint, parse_config
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DType, DTypeKind, Span
-from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError
+from mergepipe.errors import (
+    CorruptError,
+    LimitError,
+    NotFoundError,
+    RecipeError,
+    invalid_option,
+    mismatched,
+)
 from mergepipe.options import TailorOptions
 from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
@@ -87,19 +94,15 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     count = len(request.checkpoints)
     if count < (1 if request.is_model else 2):
         hint = "an average to resume from takes two or more" if count else "name one or more"
-        raise RecipeError.of("option.invalid", "checkpoints", f"{count} given", hint)
+        raise invalid_option("checkpoints", f"{count} given", hint)
     if count > MOST_CHECKPOINTS:
-        raise LimitError.of(
-            "option.out-of-range", "checkpoints", f"{count} given, at most {MOST_CHECKPOINTS} are averaged at once",
-            "give every second one",
-        )  # fmt: skip
+        message = f"{count} given, at most {MOST_CHECKPOINTS} are averaged at once"
+        raise LimitError.of("option.out-of-range", "checkpoints", message, "give every second one")
     _check_options(request)
     if isinstance(request.weights, str):
         scheme = scheme_weights(request.weights, count, DEFAULT_ALPHA if request.alpha is None else request.alpha)
     elif len(request.weights) != count:
-        raise RecipeError.of(
-            "option.invalid", "--weights", f"{len(request.weights)} weights for {count} checkpoints", "give one each"
-        )
+        raise invalid_option("--weights", f"{len(request.weights)} weights for {count} checkpoints", "give one each")
     opened = open_source_checkpoints(store, request.checkpoints)
     order = sorted(range(count), key=lambda index: opened[index].step)
     sources = tuple(opened[index] for index in order)
@@ -133,7 +136,7 @@ def check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
         if source.missing:
             hint = "an average takes complete checkpoints"
             hint += "; without --optimizer it takes weights alone" if source.format == WEIGHTS_FORMAT else ""
-            raise MismatchError.of("checkpoint.mismatch", source.path, f"lacks {source.missing[0]}", hint)
+            raise mismatched(source.path, f"lacks {source.missing[0]}", hint)
         return
     weights = {name: averaging.stored_value(source, name, WEIGHT) for name in averaging.shapes}
     cut = next((name for name, state in weights.items() if state is None or state.gaps), None)
@@ -142,20 +145,16 @@ def check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
     gone = next((file for file in files if not is_file(averaging.store, file)), None)
     if cut is not None or gone is not None:
         lacking = f"file {gone.name}" if gone is not None else (*source.missing, f"weights of {cut}")[0]
-        raise MismatchError.of(
-            "checkpoint.mismatch", source.path, f"lacks {lacking}", "a model takes all weights of its checkpoint"
-        )
+        raise mismatched(source.path, f"lacks {lacking}", "a model takes all weights of its checkpoint")
 
 
 def _check_fit(sources: Sequence[TrainingCheckpoint]) -> None:
     """Refuse checkpoints that are not different steps of one run."""
     for older, newer in pairwise(sources):
         if older.step == newer.step:
-            raise MismatchError.of(
-                "checkpoint.mismatch", newer.path, f"is of step {newer.step}, as {older.path} is", "give each step once"
-            )
+            raise mismatched(newer.path, f"is of step {newer.step}, as {older.path} is", "give each step once")
         for reason in differences(sources[-1], older):
-            raise MismatchError.of("checkpoint.mismatch", older.path, reason)
+            raise mismatched(older.path, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +289,7 @@ class Averaging:
         raw = self.store.read_small(path, CONFIG_BYTES)
         contradictions = shape_contradictions(parse_config(raw, path), {spec.name: spec.shape for spec in specs})
         for contradiction in contradictions:
-            raise MismatchError.of(
-                "checkpoint.mismatch", path, contradiction, "give --config with the model that was trained"
-            )
+            raise mismatched(path, contradiction, "give --config with the model that was trained")
         dtypes = {spec.dtype for spec in specs if spec.dtype.kind is DTypeKind.FLOAT}
         return with_dtype(raw, dtypes.pop()) if len(dtypes) == 1 else raw
 

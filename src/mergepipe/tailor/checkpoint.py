@@ -18,7 +18,7 @@ from mergepipe.checkpoints.directory import is_linked_folder, stat_regular
 from mergepipe.checkpoints.open_files import allow_open_files
 from mergepipe.checkpoints.torch_file import StoredTensor
 from mergepipe.core.blocks import DType, Span, element_count
-from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.errors import damaged, unsupported
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.contract import FileKind, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
@@ -94,7 +94,7 @@ class Piece:
             return Piece(self.file, self.offset + done * itemsize, (last - first) * itemsize, span)
         row = sum(strip.width for strip in self.strips)
         if done % row or (last - first) % row:
-            raise UnsupportedError.of("checkpoint.unsupported", self.file, "is cut along columns, not into whole rows")
+            raise unsupported(self.file, "is cut along columns, not into whole rows")
         above, rows = done // row, (last - first) // row
         strips = tuple(
             Strip(s.file, s.offset + above * s.width * dtype.itemsize, rows * s.width * dtype.itemsize, s.width)
@@ -334,7 +334,7 @@ class StateReader:
             for span in spans:
                 start = self._place(state, span, out, start, ranges)
             if start != out.size:
-                raise CorruptError.of("checkpoint.damaged", state.parameter, f"{state.kind} is saved in part only")
+                raise damaged(state.parameter, f"{state.kind} is saved in part only")
             results.append(out)
         for path, places in ranges.items():
             self._fill(path, sorted(places, key=lambda place: place[0]))
@@ -422,7 +422,7 @@ def list_skeleton(store: Store, checkpoint: TrainingCheckpoint) -> tuple[Skeleto
         names = [*_walk(store, base, "", 0), *_walk(store, base, f"{tag}/", _MAX_DEPTH)]
     names = sorted(name for name in names if name != MANIFEST_NAME)
     if len(names) > _MAX_FILES:
-        raise CorruptError.of("checkpoint.damaged", base, f"more than {_MAX_FILES} files")
+        raise damaged(base, f"more than {_MAX_FILES} files")
     return tuple(_file(store, base, name) for name in names)
 
 
@@ -438,5 +438,5 @@ def _walk(store: Store, base: Location, prefix: str, depth: int) -> Iterator[str
 def _file(store: Store, base: Location, name: str) -> SkeletonFile:
     status = stat_regular(store, base, name)
     if status is None:
-        raise CorruptError.of("checkpoint.damaged", base / name, "is a link to nothing")
+        raise damaged(base / name, "is a link to nothing")
     return SkeletonFile(name, base / name, status.size_bytes)

@@ -17,7 +17,7 @@ from mergepipe.core.display import Displayed, Fact, Table, told, yaml_document
 from mergepipe.core.records import encode
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import format_bytes, format_seconds, plural
-from mergepipe.errors import ConflictError, CorruptError, MergePipeError, MismatchError, NotFoundError
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, mismatched
 from mergepipe.options import ComposeOptions, TailorOptions, home_of
 from mergepipe.recipes.references import real_location, text_with_relative_paths
 from mergepipe.recipes.yaml_source import parse_yaml
@@ -453,8 +453,8 @@ def check_same_run(store: Store, checkpoints: Sequence[TrainingCheckpoint]) -> N
     for path, history in histories[:-1]:
         other_step = next((step for step in sorted(history) if step in newest and history[step] != newest[step]), None)
         if other_step is not None:
-            raise MismatchError.of(
-                "checkpoint.mismatch", path,
+            raise mismatched(
+                path,
                 f"its log of step {other_step} is not that of {newest_path}: they are of two "
                 "runs, or of two branches of one", "take checkpoints that follow one another",
             )  # fmt: skip
@@ -465,9 +465,7 @@ def _compare_architectures(
 ) -> None:
     key = next((k for k in _SHOWN_KEYS if k in wanted and k in architecture and wanted[k] != architecture[k]), None)
     if key is not None:
-        raise MismatchError.of(
-            "checkpoint.mismatch", path, f"{key} is {architecture[key]}, that of {newest} is {wanted[key]}"
-        )
+        raise mismatched(path, f"{key} is {architecture[key]}, that of {newest} is {wanted[key]}")
 
 
 def _history(store: Store, folder: Location) -> dict[int, list[JsonValue]]:

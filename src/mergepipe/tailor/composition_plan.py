@@ -14,7 +14,7 @@ from mergepipe.checkpoints.directory import stat_regular
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import Window, read_torch_zip, walk_tensors
 from mergepipe.core.blocks import F32, DType, Span
-from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
+from mergepipe.errors import damaged, mismatched, unsupported
 from mergepipe.snapshots.manifest import UnitStaleness
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
@@ -117,10 +117,8 @@ class PatchCollector:
     def state(self, sources: Sequence[StoredState], target: StoredState, weights: tuple[float, ...] = (1.0,)) -> None:
         """Write the values of a state, or the average of several, to the places of `target`."""
         if any(piece.strips for piece in target.pieces):
-            raise UnsupportedError.of(
-                "checkpoint.unsupported", target.parameter, "is cut along columns, as tensor parallel training does",
-                "export or average it as a model: parts of such checkpoints are not composed",
-            )  # fmt: skip
+            hint = "export or average it as a model: parts of such checkpoints are not composed"
+            raise unsupported(target.parameter, "is cut along columns, as tensor parallel training does", hint)
         self._note_windows(target.pieces)
         raw = [unpacked(self._store, source) for source in sources]
         for file, patch in patch_states(raw, unpacked(self._store, target), weights):
@@ -185,10 +183,8 @@ def _check_apart(ordered: Sequence[Patch], file: SkeletonFile) -> None:
     """Refuse a file in which two states share bytes: one of them would be written over the other."""
     for patch, following in pairwise(ordered):
         if following.offset < patch.stop:
-            raise CorruptError.of(
-                "checkpoint.damaged", file.path, f"two states share bytes [{following.offset}, {patch.stop})",
-                "save each state as a tensor of its own: .clone() it",
-            )  # fmt: skip
+            message = f"two states share bytes [{following.offset}, {patch.stop})"
+            raise damaged(file.path, message, "save each state as a tensor of its own: .clone() it")
 
 
 # --- take a run's state from a partial checkpoint: step, scheduler, random states, optimizer options ---
@@ -226,10 +222,8 @@ def overlay_state(store: Store, assignment: Assignment, files: Sequence[Skeleton
     _check_state(store, assignment)
     replaced = _with_state_files(store, assignment, files)
     if assignment.skeleton.format not in _OVERLAYS:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", assignment.skeleton.path, f"is of format {assignment.skeleton.format}, which "
-            "takes no state from a partial checkpoint", "name a complete checkpoint in state_from",
-        )  # fmt: skip
+        message = f"is of format {assignment.skeleton.format}, which takes no state from a partial checkpoint"
+        raise unsupported(assignment.skeleton.path, message, "name a complete checkpoint in state_from")
     return _OVERLAYS[assignment.skeleton.format](store, assignment, replaced)
 
 
@@ -237,12 +231,10 @@ def _check_state(store: Store, assignment: Assignment) -> None:
     folder = assignment.state.path
     if not assignment.state.has_state:
         what = format_named(assignment.state.format).state_file
-        raise CorruptError.of(
-            "checkpoint.damaged", folder, f"holds no {what} to resume from", "name another checkpoint in state_from"
-        )
+        raise damaged(folder, f"holds no {what} to resume from", "name another checkpoint in state_from")
     is_trainer = assignment.state.framework is Framework.TRANSFORMERS
     if is_trainer and read_global_step(store, folder) != assignment.state.step:
-        raise CorruptError.of("checkpoint.damaged", folder, f"{TRAINER_STATE_NAME} is of another step")
+        raise damaged(folder, f"{TRAINER_STATE_NAME} is of another step")
 
 
 def _with_state_files(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> tuple[SkeletonFile, ...]:
@@ -250,7 +242,7 @@ def _with_state_files(store: Store, assignment: Assignment, files: Sequence[Skel
     source_files = {f.name: f for f in _state_files(store, folder)}
     lacking = [f.name for f in files if _STATE_FILES.fullmatch(f.name) and f.name not in source_files]
     if lacking:
-        raise CorruptError.of("checkpoint.damaged", folder, f"holds no {lacking[0]}, which the skeleton has")
+        raise damaged(folder, f"holds no {lacking[0]}, which the skeleton has")
     other_files = [f for f in files if f.name not in source_files]
     return tuple(sorted([*other_files, *source_files.values()], key=lambda f: f.name))
 
@@ -279,9 +271,7 @@ def _options(store: Store, assignment: Assignment, root: Node, place: PicklePath
     old = groups.elements()
     rates = [option.get(_RATE) for option in new]
     if len(new) != len(old) or not all(isinstance(rate, float) for rate in rates):
-        raise MismatchError.of(
-            "checkpoint.mismatch", assignment.state.path, f"has learning rates {rates}, not {len(old)}"
-        )
+        raise mismatched(assignment.state.path, f"has learning rates {rates}, not {len(old)}")
     edits: dict[PicklePath, object] = {}
     for number, (group, options) in enumerate(zip(old, new, strict=True)):
         for key, value in options.items():
@@ -296,10 +286,8 @@ def _options(store: Store, assignment: Assignment, root: Node, place: PicklePath
 def _like(old: Node, value: object) -> object:
     """Convert an option's new value to the form of the old one."""
     if isinstance(old.value, PickledTensor):
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", f"{old.file}: {old.path}", "is a tensor, not a plain number", "name a complete "
-            "checkpoint in state_from",
-        )  # fmt: skip
+        message = "is a tensor, not a plain number"
+        raise unsupported(f"{old.file}: {old.path}", message, "name a complete checkpoint in state_from")
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -359,7 +347,7 @@ def _loss_scale(store: Store, assignment: Assignment, root: Node) -> Edits:
     if dynamic is None or dynamic.value is not True or not isinstance(scaler, Record):
         return {}
     if not is_file(store, folder / LOSS_SCALER_NAME):
-        raise CorruptError.of("checkpoint.damaged", folder, f"holds no {LOSS_SCALER_NAME}, and the loss is scaled")
+        raise damaged(folder, f"holds no {LOSS_SCALER_NAME}, and the loss is scaled")
     fields = Node(read_torch_zip(store, folder / LOSS_SCALER_NAME).root, LOSS_SCALER_NAME).mapping()
     return {("optimizer_state_dict", "loss_scaler"): Record(scaler.kind, scaler.args, fields)}
 
@@ -367,10 +355,10 @@ def _loss_scale(store: Store, assignment: Assignment, root: Node) -> Edits:
 def _scheduler(store: Store, folder: Location) -> object:
     path = folder / SCHEDULER_NAME
     if not is_file(store, path):
-        raise CorruptError.of("checkpoint.damaged", folder, f"holds no {SCHEDULER_NAME}, and the engine has one")
+        raise damaged(folder, f"holds no {SCHEDULER_NAME}, and the engine has one")
     root = read_torch_zip(store, path).root
     if next(iter(walk_tensors(root)), None) is not None:
-        raise UnsupportedError.of("checkpoint.unsupported", path, "holds tensors, which are not put into the engine's")
+        raise unsupported(path, "holds tensors, which are not put into the engine's")
     return root
 
 
@@ -394,7 +382,7 @@ def _overlay_dcp(store: Store, assignment: Assignment, files: Sequence[SkeletonF
     for old, new in moved.items():
         status = stat_regular(store, state.path, old)
         if status is None:
-            raise CorruptError.of("checkpoint.damaged", state.path, f"holds no {old}, which {METADATA_NAME} names")
+            raise damaged(state.path, f"holds no {old}, which {METADATA_NAME} names")
         added.append(SkeletonFile(new, state.path / old, status.size_bytes))
     contents = MappingProxyType({METADATA_NAME: InertPickler().dump(metadata)})
     return StateOverlay(tuple(sorted([*files, *added], key=lambda f: f.name)), contents=contents)
@@ -419,17 +407,13 @@ def plan_universal(store: Store, assignment: Assignment) -> CompositionPlan:
         return plan_composition(store, assignment)
     zero = list_zero_files(store, skeleton.root) if skeleton.format == ZERO_FORMAT else None
     if zero is None:  # of another format, or a partial checkpoint of a run with ZeRO
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", skeleton.path, "only DeepSpeed ZeRO checkpoints are exported as universal ones; "
-            f"this is {skeleton.format}",
-        )  # fmt: skip
+        message = f"only DeepSpeed ZeRO checkpoints are exported as universal ones; this is {skeleton.format}"
+        raise unsupported(skeleton.path, message)
     groups = skeleton.flat_groups if skeleton.stage != 3 else [[n for group in skeleton.flat_groups for n in group]]
     steps = choose_steps(assignment, groups)
     if not steps:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", skeleton.path, "its optimizer counts no steps; DeepSpeed's universal "
-            "checkpoints are those of Adam", "compose without --export: the number of ranks stays",
-        )  # fmt: skip
+        message = "its optimizer counts no steps; DeepSpeed's universal checkpoints are those of Adam"
+        raise unsupported(skeleton.path, message, "compose without --export: the number of ranks stays")
     overlay = overlay_state(store, assignment, list_skeleton(store, skeleton))
     export = _Export(store, assignment, zero, overlay, steps)
     plans = sorted([*export.copied_files(), *export.state_files()], key=lambda plan: plan.name)

@@ -351,9 +351,8 @@ def _cut_average(segment: AverageRange, chunk_bytes: int) -> Iterator[AverageRan
     rounding_bytes += sum(4 * part.row_elements * part.dtype.itemsize for part in segment.parts)
     room = (buffer_bytes_for(chunk_bytes) - rounding_bytes) // sum(itemsizes)
     if room < 1:
-        raise LimitError.of(
-            "memory.too-small", "--memory", f"a row of {len(segment.parts[0].strips)} strips needs more", "raise it"
-        )
+        message = f"a row of {len(segment.parts[0].strips)} strips needs more"
+        raise LimitError.of("memory.too-small", "--memory", message, "raise it")
     page = PAGE_BYTES // itemsizes[0]
     step = max(1, room // page * page or room)
     for start in range(0, segment.n_elements, step):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.open_files import allow_open_files
 from mergepipe.core.blocks import BF16, F16, F32, F64, DType, RawBlock, has_rare
 from mergepipe.core.units import size_option
-from mergepipe.errors import LimitError, UnsupportedError
+from mergepipe.errors import LimitError, unsupported
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.storage.contract import Digested, RangeFile, Store
@@ -99,7 +99,7 @@ def _cast(raw: NDArray[np.uint8], stored: DType, wanted: DType, where: object) -
 
 def _numpy_type(dtype: DType, where: object) -> np.dtype[Any]:
     if dtype not in _NUMPY_TYPES:
-        raise UnsupportedError.of("checkpoint.unsupported", where, f"values of dtype {dtype.name} are not converted")
+        raise unsupported(where, f"values of dtype {dtype.name} are not converted")
     return _NUMPY_TYPES[dtype]
 
 
@@ -126,11 +126,9 @@ class Copier:
 
     def __init__(self, store: Store, memory_bytes: int, on_advance: Advance) -> None:
         if memory_bytes < FEWEST_BYTES:
-            raise LimitError.of(
-                "memory.too-small", "--memory",
-                f"{memory_bytes} bytes of buffers were allowed, composing needs at least {FEWEST_BYTES}",
-                f"raise --memory to {size_option(FEWEST_BYTES)} or more",
-            )  # fmt: skip
+            message = f"{memory_bytes} bytes of buffers were allowed, composing needs at least {FEWEST_BYTES}"
+            hint = f"raise --memory to {size_option(FEWEST_BYTES)} or more"
+            raise LimitError.of("memory.too-small", "--memory", message, hint)
         self._room_bytes = memory_bytes - CHUNK_BYTES
         self._store = store
         self._on_advance = on_advance

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from mergepipe.core.blocks import Span, element_count
 from mergepipe.core.strict_json import JsonValue
-from mergepipe.errors import MismatchError
+from mergepipe.errors import mismatched
 from mergepipe.tailor.checkpoint import StoredState
 
 
@@ -132,10 +132,8 @@ def _rotated_halves(name: str, shape: tuple[int, ...], head_size: int) -> Callab
     """
     n_rows = shape[0]
     if len(shape) != 2 or head_size < 2 or head_size % 2 or n_rows % head_size:
-        raise MismatchError.of(
-            "checkpoint.mismatch", name, f"has shape {shape}, no heads of {head_size} rows",
-            "give --config with the model that was trained",
-        )  # fmt: skip
+        message = f"has shape {shape}, no heads of {head_size} rows"
+        raise mismatched(name, message, "give --config with the model that was trained")
     half, width = head_size // 2, shape[1]
 
     def runs() -> Iterator[Span]:
@@ -243,10 +241,8 @@ def _queries_keys_values(name: str, leaf: str, start: int, shape: tuple[int, ...
     per_group = sizes.heads // sizes.groups
     group_rows = (per_group + 2) * sizes.head
     if shape[0] != sizes.groups * group_rows:
-        raise MismatchError.of(
-            "checkpoint.mismatch", name, f"has {shape[0]} rows, not {sizes.groups} groups of {group_rows}",
-            "give --config with the model that was trained",
-        )  # fmt: skip
+        message = f"has {shape[0]} rows, not {sizes.groups} groups of {group_rows}"
+        raise mismatched(name, message, "give --config with the model that was trained")
     ends = (0, per_group, per_group + 1, per_group + 2)
     for letter, first, last in zip("qkv", ends, ends[1:], strict=False):
         rows = [

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from mergepipe.core.blocks import BF16, DTYPES_BY_RECIPE_NAME, F16, F32, DType
 from mergepipe.core.display import yaml_document
-from mergepipe.errors import NotFoundError, Problem, RecipeError, did_you_mean
+from mergepipe.errors import NotFoundError, Problem, RecipeError, did_you_mean, invalid_option
 from mergepipe.recipes.fields import DocumentReader, Findings, describe
 from mergepipe.recipes.references import read_reference
 from mergepipe.recipes.yaml_source import KeyPath, Value, read_yaml, shortened
@@ -307,11 +307,9 @@ def scheme_weights(scheme: str, count: int, alpha: float = DEFAULT_ALPHA) -> tup
     learning-rate decay as in WSM (Tian et al. 2025, arXiv 2507.17634: `w_i = sum_(j >= i) c_j`, solved for c).
     """
     if scheme not in SCHEMES:
-        raise RecipeError.of(
-            "option.invalid", "--weights", f"'{scheme}' is not known", did_you_mean(scheme, list(SCHEMES))
-        )
+        raise invalid_option("--weights", f"'{scheme}' is not known", did_you_mean(scheme, list(SCHEMES)))
     if not 0 < alpha <= 1:
-        raise RecipeError.of("option.invalid", "--alpha", f"{alpha:g} was given", "give a number above 0, at most 1")
+        raise invalid_option("--alpha", f"{alpha:g} was given", "give a number above 0, at most 1")
     return normalised(SCHEMES[scheme](count, alpha), "--weights")
 
 
@@ -319,10 +317,8 @@ def normalised(weights: Sequence[float], where: str) -> tuple[float, ...]:
     """Divide weights by their sum."""
     total = sum(weights)  # that of huge numbers is infinite, where fsum would raise
     if not math.isfinite(total) or abs(total) < _NEXT_TO_NOTHING:
-        raise RecipeError.of(
-            "option.invalid", where, f"the weights {', '.join(f'{w:g}' for w in weights[:8])} sum to {total:g}",
-            "give finite numbers whose sum is not 0",
-        )  # fmt: skip
+        message = f"the weights {', '.join(f'{w:g}' for w in weights[:8])} sum to {total:g}"
+        raise invalid_option(where, message, "give finite numbers whose sum is not 0")
     exact_total = math.fsum(weights)
     return tuple(weight / exact_total for weight in weights)
 
@@ -380,7 +376,7 @@ def out_dtype(name: str | None, where: str) -> DType | None:
     """Return the dtype of that name."""
     names = [dtype.recipe_name for dtype in _OUT_DTYPES]
     if name is not None and name not in names:
-        raise RecipeError.of("option.invalid", where, f"'{name}' is not known", did_you_mean(name, names))
+        raise invalid_option(where, f"'{name}' is not known", did_you_mean(name, names))
     return None if name is None else DTYPES_BY_RECIPE_NAME[name]
 
 
@@ -391,12 +387,8 @@ def weights_of(text: str) -> str | tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise RecipeError.of(
-            "option.invalid",
-            "--weights",
-            f"'{text[:80]}' is neither a scheme nor numbers",
-            did_you_mean(text, list(SCHEMES)),
-        ) from None
+        message = f"'{text[:80]}' is neither a scheme nor numbers"
+        raise invalid_option("--weights", message, did_you_mean(text, list(SCHEMES))) from None
 
 
 def load_average(path: Location, store: Store) -> AverageRequest | None:
@@ -475,5 +467,5 @@ def optimizer_state(text: str) -> OptimizerState:
     """Read `--optimizer`."""
     names: Sequence[str] = [state.value for state in OptimizerState]
     if text not in names:
-        raise RecipeError.of("option.invalid", "--optimizer", f"'{text}' is not known", did_you_mean(text, names))
+        raise invalid_option("--optimizer", f"'{text}' is not known", did_you_mean(text, names))
     return OptimizerState(text)

@@ -14,7 +14,7 @@ from mergepipe.core.blocks import Span, element_count
 from mergepipe.core.display import Displayed, Table, shown, told
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import format_bytes
-from mergepipe.errors import MismatchError
+from mergepipe.errors import mismatched
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import (
@@ -207,7 +207,7 @@ def diff_checkpoints(
     reshaped = [name for name in both if first.parameters[name] != second.parameters[name]]
     if reshaped or not both:
         message = f"different shapes of {reshaped[0]}" if reshaped else "no parameter in common"
-        raise MismatchError.of("checkpoint.mismatch", f"{first.path} and {second.path}", message)
+        raise mismatched(f"{first.path} and {second.path}", message)
     common = set(both)
     with StateReader(store) as reader:
         comparison = _Comparison(store, reader, first, second, on_bytes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mergepipe.core.display import yaml_document
-from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
+from mergepipe.errors import MergePipeError, NotFoundError, invalid_option
 from mergepipe.storage.contract import SAVE_LOG_BYTES, FileKind, Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
@@ -96,9 +96,8 @@ def find_checkpoints(store: Store, run: Location, at: int | None) -> list[Traini
             break
     if not checkpoints:
         before = f" at or before step {at}" if at is not None else ""
-        raise NotFoundError.of(
-            "save.not-found", run, f"holds no complete checkpoint{before}", "give the run's directory"
-        )
+        message = f"holds no complete checkpoint{before}"
+        raise NotFoundError.of("save.not-found", run, message, "give the run's directory")
     return checkpoints
 
 
@@ -113,9 +112,7 @@ def strategy_recipe(strategy: str, checkpoints: Sequence[TrainingCheckpoint], en
     if strategy == LATEST:
         return _short_recipe(newest.path, {}, folder)
     if len(checkpoints) < 2:
-        raise RecipeError.of(
-            "option.invalid", strategy, f"needs two checkpoints, only {newest.path} is there", f"use {LATEST}"
-        )
+        raise invalid_option(strategy, f"needs two checkpoints, only {newest.path} is there", f"use {LATEST}")
     units = tuple(newest.units.parameters)
     schedule = Schedule(strategy, ends, 5 if strategy == "paper-filter" else 2)
     saved = schedule.units(units, 2 * schedule.every - 1 if strategy == "paper-filter" else 1)
@@ -144,10 +141,8 @@ def compose_from_log(
     _check_units(run, newest, model, at)
     base = next((record for record in reversed(records) if record.is_full), None)
     if base is None:
-        raise NotFoundError.of(
-            "save.not-found", run, f"no full save before the partial one at step {records[0].step}",
-            "a composite needs one full checkpoint to stand on",
-        )  # fmt: skip
+        message = f"no full save before the partial one at step {records[0].step}"
+        raise NotFoundError.of("save.not-found", run, message, "a composite needs one full checkpoint to stand on")
     used = {record.step: str(record.folder) for record in (base, *newest.values())}
     gone = [step for step, name in used.items() if folders is not None and name not in folders]
     if gone:

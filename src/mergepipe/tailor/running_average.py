@@ -12,7 +12,7 @@ from typing import Any
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import F32
 from mergepipe.core.display import yaml_document
-from mergepipe.errors import MismatchError, RecipeError
+from mergepipe.errors import RecipeError, invalid_option, mismatched
 from mergepipe.options import ExportOptions
 from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.snapshots.manifest import CompositeManifest, read_composite
@@ -55,9 +55,9 @@ class Averager:
         if alpha is not None and shape != "ema":
             raise RecipeError.of("option.conflict", "alpha", "only the shape 'ema' takes it", "leave it out")
         if count is None and shape.startswith("decay-"):
-            raise RecipeError.of("option.invalid", "count", f"'{shape}' needs it", "give the number of checkpoints")
+            raise invalid_option("count", f"'{shape}' needs it", "give the number of checkpoints")
         if count is not None and count < 1:
-            raise RecipeError.of("option.invalid", "count", f"{count} was given", "give a number above 0")
+            raise invalid_option("count", f"{count} was given", "give a number above 0")
         self._out = Location.local(Path(out).absolute())
         self._shape = shape
         self._alpha = DEFAULT_ALPHA if alpha is None else alpha
@@ -160,15 +160,15 @@ class Averager:
         record = read_composite(store, self._out)
         average = record.average
         if average is None or not average.steps or len(average.steps) != len(average.weights):
-            raise MismatchError.of("checkpoint.mismatch", self._out, "is no running average", "name another folder")
+            raise mismatched(self._out, "is no running average", "name another folder")
         n_checkpoints = len(average.steps)
         wanted = self._weights(n_checkpoints) if self._count is None or n_checkpoints <= self._count else ()
         is_same = average.scheme == self._shape and len(wanted) == n_checkpoints
         if not is_same or not all(
             math.isclose(a, b, abs_tol=1e-9) for a, b in zip(wanted, average.weights, strict=True)
         ):
-            raise MismatchError.of(
-                "checkpoint.mismatch", self._out,
+            raise mismatched(
+                self._out,
                 f"averages {n_checkpoints} checkpoints by '{average.scheme}' with other weights than "
                 f"'{self._shape}' gives", "name another folder, or give the same shape, alpha and count",
             )  # fmt: skip
@@ -182,10 +182,8 @@ class Averager:
             tensor, shape = tensors.get(name), view.shape or averaging.shapes[view.stored]
             if tensor is None or len(tensors) != len(averaging.views) or tensor.shape != shape:
                 held = f"shape {tensor.shape}" if tensor is not None else f"not among the {len(tensors)} averaged"
-                raise MismatchError.of(
-                    "checkpoint.mismatch", newest.path, f"{name} has shape {shape}, in {self._out}: {held}",
-                    "an average takes checkpoints of one model",
-                )  # fmt: skip
+                message = f"{name} has shape {shape}, in {self._out}: {held}"
+                raise mismatched(newest.path, message, "an average takes checkpoints of one model")
             (entry,) = tensor.stored
             states[name, WEIGHT] = StoredState.whole(name, WEIGHT, entry)
         return replace(newest, path=self._out, root=self._out, format=WEIGHTS_FORMAT, step=step, states=states)

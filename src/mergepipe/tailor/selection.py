@@ -169,9 +169,8 @@ def parse_selector(text: str, where: str = "units") -> Selector:
     if colon and kind in ("name", "other"):
         pattern = glob.strip()
         if not pattern:
-            raise RecipeError.of(
-                "recipe.units", where, f"{stripped!r} has no pattern", "write for example name:*.mlp.*"
-            )
+            message = f"{stripped!r} has no pattern"
+            raise RecipeError.of("recipe.units", where, message, "write for example name:*.mlp.*")
         if kind == "name":
             return Selector(stripped, lambda _, name: fnmatchcase(name, pattern))
         return Selector(stripped, lambda unit, _: unit.kind is UnitKind.OTHER and fnmatchcase(unit.name, pattern))
@@ -204,10 +203,8 @@ def _layers(text: str, rest: str, where: str) -> Selector:
 def _index_range(part: str, text: str, where: str) -> range:
     match = _RANGE.fullmatch(part)
     if match is None:
-        raise RecipeError.of(
-            "recipe.units", where, f"{text[:80]!r}: {part[:40]!r} is neither a layer nor a range",
-            "write for example layers 3,7-9",
-        )  # fmt: skip
+        message = f"{text[:80]!r}: {part[:40]!r} is neither a layer nor a range"
+        raise RecipeError.of("recipe.units", where, message, "write for example layers 3,7-9")
     first = int(match[1])
     last = int(match[2]) if match[2] else first
     if last < first:
@@ -231,10 +228,8 @@ def _matching_names(selector: Selector, units: ModelUnits, where: str) -> list[s
     beyond = [index for index in selector.layers if index not in indices]
     if beyond:
         shown_layers = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
-        raise RecipeError.of(
-            "recipe.units", where, f"{selector.text!r}: the model has no layer {shown_layers}",
-            f"its layers are {min(indices)} to {max(indices)}" if indices else "it has no layers",
-        )  # fmt: skip
+        hint = f"its layers are {min(indices)} to {max(indices)}" if indices else "it has no layers"
+        raise RecipeError.of("recipe.units", where, f"{selector.text!r}: the model has no layer {shown_layers}", hint)
     return [n for unit, names in units.parameters.items() for n in names if selector.matches(unit, n)]
 
 

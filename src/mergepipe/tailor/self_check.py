@@ -206,8 +206,6 @@ def _require_same(compared: _Compared, is_same: NDArray[np.bool_]) -> None:
         return
     ends = np.cumsum([span.n_elements for span in compared.spans])
     span = compared.spans[int(np.searchsorted(ends, int(np.argmin(is_same)), side="right"))]
-    raise CorruptError.of(
-        "output.damaged", compared.state.parameter,
-        f"{compared.state.kind} differs from its sources in elements [{span.start}, {span.stop})",
-        "nothing was published; check the sources, then report it",
-    )  # fmt: skip
+    message = f"{compared.state.kind} differs from its sources in elements [{span.start}, {span.stop})"
+    hint = "nothing was published; check the sources, then report it"
+    raise CorruptError.of("output.damaged", compared.state.parameter, message, hint)

@@ -10,7 +10,7 @@ from mergepipe.checkpoints.directory import STORE_HEADER_NAME
 from mergepipe.checkpoints.inert_values import PickledTensor
 from mergepipe.checkpoints.torch_file import TorchArchive
 from mergepipe.core.blocks import DTYPES, Span
-from mergepipe.errors import UnsupportedError
+from mergepipe.errors import unsupported
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import AdamStep, Framework, Piece, TrainingCheckpoint
@@ -79,7 +79,7 @@ def refuse_foreign(store: Store, path: Location) -> None:
     names = frozenset(entry.name for entry in store.list(path))
     foreign = next((candidate for candidate in _FOREIGN if candidate.is_shown_by(names)), None)
     if foreign is not None:
-        raise UnsupportedError.of("checkpoint.unsupported", path, f"is {foreign.name}, which is not read", foreign.hint)
+        raise unsupported(path, f"is {foreign.name}, which is not read", foreign.hint)
 
 
 # --- weights alone, as `save_only_model` leaves them ---
@@ -111,10 +111,8 @@ def refuse_foreign_states(kinds: frozenset[str], where: object) -> None:
     """
     kind = next((kind for kind in _FOREIGN_STATES if kind in kinds), None)
     if kind is not None:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", where, f"holds the state {kind!r} of {_FOREIGN_STATES[kind]}",
-            "only optimizers whose states have their parameter's shape are composed, as AdamW",
-        )  # fmt: skip
+        hint = "only optimizers whose states have their parameter's shape are composed, as AdamW"
+        raise unsupported(where, f"holds the state {kind!r} of {_FOREIGN_STATES[kind]}", hint)
 
 
 def read_counter(

@@ -14,7 +14,12 @@ from mergepipe.checkpoints.inert_values import TORCH_DTYPES, PickledTensor, Reco
 from mergepipe.checkpoints.torch_file import Window, read_torch_zip, read_zip_directory
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
+from mergepipe.errors import (
+    NotFoundError,
+    damaged,
+    mismatched,
+    unsupported,
+)
 from mergepipe.storage.contract import PICKLE_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import Size
@@ -84,10 +89,8 @@ def merge_state(metadata: object, folder: Location, state: object, state_folder:
     lacking = [str(k) for k, v in described.items() if _is_plain_value(v) and k not in added]
     if lacking:
         more = f" and {len(lacking) - _MAX_NAMED} more" if len(lacking) > _MAX_NAMED else ""
-        raise MismatchError.of(
-            "checkpoint.mismatch", state_folder, f"lacks {', '.join(lacking[:_MAX_NAMED])}{more}, which {folder} holds",
-            "save the same state with every partial checkpoint, or name a complete one in state_from",
-        )  # fmt: skip
+        hint = "save the same state with every partial checkpoint, or name a complete one in state_from"
+        raise mismatched(state_folder, f"lacks {', '.join(lacking[:_MAX_NAMED])}{more}, which {folder} holds", hint)
     described.update(added)
     keys, added_keys = metadata_root.find(_KEYS), new.find(_KEYS)
     if keys is not None and added_keys is not None:
@@ -100,7 +103,7 @@ def merge_state(metadata: object, folder: Location, state: object, state_folder:
         fields = place.fields("_StorageInfo")
         relative = fields.get("relative_path").text()
         if not is_plain_name(relative):
-            raise UnsupportedError.of("checkpoint.unsupported", state_folder, f"its state lies in {relative[:80]!r}")
+            raise unsupported(state_folder, f"its state lies in {relative[:80]!r}")
         renamed[relative] = f"state-{relative}"
         fields.mapping()["relative_path"] = renamed[relative]
         stored[index] = place.value
@@ -221,13 +224,10 @@ def _unpacked(store: Store, packed: Piece | Strip, n_elements: int, dtype: DType
     where = f"{packed.file} [{packed.offset}, {packed.offset + packed.nbytes})"
     archive = read_torch_zip(store, packed.file, Window(packed.file, packed.offset, packed.nbytes))
     if not isinstance(archive.root, PickledTensor):
-        raise CorruptError.of("checkpoint.damaged", where, "the archive does not hold a tensor")
+        raise damaged(where, "the archive does not hold a tensor")
     tensor = archive.locate(archive.root, "the tensor")
     if tensor.dtype != dtype or tensor.n_elements != n_elements:
-        raise CorruptError.of(
-            "checkpoint.damaged", where,
-            f"{tensor.n_elements} elements of {tensor.dtype.name}, not {n_elements} of {dtype.name}",
-        )  # fmt: skip
+        raise damaged(where, f"{tensor.n_elements} elements of {tensor.dtype.name}, not {n_elements} of {dtype.name}")
     return tensor.offset, tensor.nbytes
 
 
@@ -281,7 +281,7 @@ def _storage(metadata: Node, folder: Location) -> dict[tuple[str, tuple[int, ...
         index = Node(key, node.file, node.path).fields("MetadataIndex")
         place = node.fields("_StorageInfo")
         if place.find("transform_descriptors") is not None:
-            raise UnsupportedError.of("checkpoint.unsupported", node.file, "chunks are compressed or transformed")
+            raise unsupported(node.file, "chunks are compressed or transformed")
         offsets = index.find("offset")
         name = (index.get("fqn").text(), offsets.shape() if offsets is not None else ())
         relative = place.get("relative_path").text()
@@ -328,10 +328,8 @@ def _trained_prefix(names: AbstractSet[str], keys: AbstractSet[str], folder: Loc
     prefixes = {key[: -len(name)] for name in names for key in keys if key == name or key.endswith(f".{name}")}
     complete = [prefix for prefix in prefixes if all(prefix + name in keys for name in names)]
     if not complete:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", folder, "has optimizer state without the weights that it belongs to",
-            "save both: {'model': ..., 'optim': ...} of get_state_dict",
-        )  # fmt: skip
+        message = "has optimizer state without the weights that it belongs to"
+        raise unsupported(folder, message, "save both: {'model': ..., 'optim': ...} of get_state_dict")
     return min(complete, key=len)
 
 
@@ -345,7 +343,7 @@ def _largest_container(tensors: Iterable[DcpTensor], folder: Location) -> str:
         outermost = tensor.container.partition(".")[0]
         sizes[outermost] = sizes.get(outermost, 0) + element_count(tensor.shape)
     if not sizes:
-        raise UnsupportedError.of("checkpoint.unsupported", folder, "holds no tensors")
+        raise unsupported(folder, "holds no tensors")
     named = (name for name in _STATE_DICT_NAMES if name in sizes)
     largest = next(named, max(sizes, key=lambda container: sizes[container]))
     return f"{largest}." if largest else ""
@@ -383,7 +381,7 @@ def tensor_state(tensor: DcpTensor, name: str, kind: str) -> StoredState:
     pieces = sorted(_pieces(tensor), key=lambda p: p.span.start)
     for a, b in pairwise(pieces):
         if b.span.start < a.span.stop:
-            raise CorruptError.of("checkpoint.damaged", tensor.key, f"chunks overlap at element {b.span.start}")
+            raise damaged(tensor.key, f"chunks overlap at element {b.span.start}")
     return StoredState(name, kind, tensor.dtype, tensor.shape, tuple(pieces))
 
 
@@ -404,10 +402,8 @@ def _pieces(tensor: DcpTensor) -> Iterator[Piece]:
             yield Piece(chunk.file, chunk.offset, chunk.nbytes, span, Packing.TORCH_ZIP)
             continue
         if sizes[long + 1 : cut] != shape[long + 1 : cut]:
-            raise UnsupportedError.of(
-                "checkpoint.unsupported", tensor.key, f"a chunk of {sizes} of {shape} is no run of rows or columns",
-                "only grids of rows and columns are read (FSDP2, tensor parallelism)",
-            )  # fmt: skip
+            hint = "only grids of rows and columns are read (FSDP2, tensor parallelism)"
+            raise unsupported(tensor.key, f"a chunk of {sizes} of {shape} is no run of rows or columns", hint)
         inner = element_count(shape[cut + 1 :])
         column, row = chunk.offsets[cut] * inner, shape[cut] * inner
         rows = Span(start - column, start - column + element_count(sizes[long:cut]) * row)
@@ -416,7 +412,7 @@ def _pieces(tensor: DcpTensor) -> Iterator[Piece]:
         ordered = tuple(by_column[column] for column in sorted(by_column))
         ends = [0, *accumulate(strip.width for strip in ordered)]
         if any(end > column for end, column in zip(ends, sorted(by_column), strict=False)):
-            raise CorruptError.of("checkpoint.damaged", tensor.key, f"chunks overlap in rows from {rows.start} on")
+            raise damaged(tensor.key, f"chunks overlap in rows from {rows.start} on")
         if ends[-1] == row:
             first = ordered[0]
             yield Piece(first.file, first.offset, first.nbytes, rows, Packing.TORCH_ZIP, ordered)
@@ -424,7 +420,7 @@ def _pieces(tensor: DcpTensor) -> Iterator[Piece]:
 
 def _step(store: Store, name: str, tensor: DcpTensor) -> AdamStep:
     if element_count(tensor.shape) != 1 or len(tensor.chunks) != 1:
-        raise CorruptError.of("checkpoint.damaged", tensor.key, f"a step counter has shape {tensor.shape}")
+        raise damaged(tensor.key, f"a step counter has shape {tensor.shape}")
     chunk = tensor.chunks[0]
     packed = Piece(chunk.file, chunk.offset, chunk.nbytes, Span(0, 1), Packing.TORCH_ZIP)
     inside = unpack_piece(store, packed, tensor.dtype)

@@ -11,7 +11,7 @@ from mergepipe.checkpoints.directory import is_plain_name, open_checkpoint
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import StoredTensor, TorchArchive, read_torch_zip
 from mergepipe.core.blocks import Span, element_count
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
+from mergepipe.errors import MergePipeError, NotFoundError, damaged, unsupported
 from mergepipe.storage.contract import LATEST_BYTES, Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import (
@@ -87,9 +87,7 @@ def list_zero_files(store: Store, folder: Location) -> ZeroFiles | None:
     if not optimizer:
         return None
     if _OFFLOADED_NAME in names:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", folder, f"optimizer state is in {_OFFLOADED_NAME}/, from NVMe"
-        )
+        raise unsupported(folder, f"optimizer state is in {_OFFLOADED_NAME}/, from NVMe")
     first, *others = _sorted_models(folder, names, tuple(optimizer))
     ranks = {int(match[1]): folder / name for match, name in optimizer.items()}
     return ZeroFiles(MappingProxyType(ranks), first, tuple(others))
@@ -101,9 +99,7 @@ def _sorted_models(folder: Location, names: Sequence[str], optimizer: Sequence[r
     parallel = [match.string for match in (*optimizer, *model) if int(match[2])]
     parallel += [name for name in names if _FOREIGN_FILE.fullmatch(name)]
     if parallel:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", folder, f"{parallel[0]!r} belongs to tensor, pipeline or expert parallel training"
-        )
+        raise unsupported(folder, f"{parallel[0]!r} belongs to tensor, pipeline or expert parallel training")
     if not model:
         raise NotFoundError.of("checkpoint.incomplete", folder, "there is no *_model_states.pt file")
     return tuple(folder / match.string for match in sorted(model, key=lambda match: int(match[1] or 0)))
@@ -179,20 +175,16 @@ def _check_step(archive: TorchArchive, first: Node) -> None:
     node = Node(archive.root, archive.file.name).get("global_steps")
     step = first.get("global_steps").integer()
     if node.integer() != step:
-        raise CorruptError.of(
-            "checkpoint.damaged", archive.file, f"is of step {node.integer()}, {first.file} is of step {step}",
-            "copy the files of one save again",
-        )  # fmt: skip
+        message = f"is of step {node.integer()}, {first.file} is of step {step}"
+        raise damaged(archive.file, message, "copy the files of one save again")
 
 
 def _refuse_alignment(rank: _Rank) -> None:
     """Refuse flat groups with padding between parameters, which would be read as values."""
     node = rank.optimizer.find("param_alignment_paddings")
     if node is not None and any(item.value for group in node.elements() for item in group.elements()):
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", node.file, "its flat groups are padded between parameters",
-            "save without zero_optimization.parameter_alignment",
-        )  # fmt: skip
+        message = "its flat groups are padded between parameters"
+        raise unsupported(node.file, message, "save without zero_optimization.parameter_alignment")
 
 
 def zero_stage(optimizer: Node) -> int:
@@ -202,9 +194,7 @@ def zero_stage(optimizer: Node) -> int:
     if isinstance(stage, Record) and stage.kind.name == "ZeroStageEnum" and len(stage.args) == 1:
         stage = stage.args[0]
     if not isinstance(stage, int) or stage not in (1, 2, 3):
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", f"{node.file}: {node.path}", "the ZeRO stage is not 1, 2 or 3"
-        )
+        raise unsupported(f"{node.file}: {node.path}", "the ZeRO stage is not 1, 2 or 3")
     return stage
 
 
@@ -213,11 +203,7 @@ def _stage(rank: _Rank) -> int:
     node, stage = rank.optimizer, zero_stage(rank.optimizer)
     expected = _STAGE3_KEY if stage == 3 else _STAGE12_KEY
     if expected not in node.mapping():
-        raise UnsupportedError.of(
-            "checkpoint.unsupported",
-            node.file,
-            f"a stage {stage} checkpoint without {expected!r} (elastic, or too old)",
-        )
+        raise unsupported(node.file, f"a stage {stage} checkpoint without {expected!r} (elastic, or too old)")
     return stage
 
 
@@ -376,7 +362,7 @@ class _Reader:
     def _base_optimizer(self, rank: _Rank) -> Node:
         node = rank.optimizer.get(base_optimizer_path(self.stage)[-1])
         if isinstance(node.value, list):
-            raise UnsupportedError.of("checkpoint.unsupported", node.file, "an elastic ZeRO checkpoint")
+            raise unsupported(node.file, "an elastic ZeRO checkpoint")
         return node
 
     def _base_state(self, rank: _Rank, group: int) -> Node | None:
@@ -390,7 +376,7 @@ class _Reader:
             for file, step in counted:
                 if step.value != steps[0].value:
                     message = f"is at optimizer step {step.value:g}, {counted[0][0].name} at {steps[0].value:g}"
-                    raise CorruptError.of("checkpoint.damaged", file, message, "copy the files of one save again")
+                    raise damaged(file, message, "copy the files of one save again")
             if steps:
                 cells = tuple(cell for step in steps for cell in step.cells)
                 entries = tuple(entry for step in steps for entry in step.entries)
@@ -423,7 +409,7 @@ class _Reader:
 
 def _lies(state: _GroupState, message: str) -> MergePipeError:
     where = f"{state.tensor.file}: {state.tensor.path}"
-    return CorruptError.of("checkpoint.damaged", where, message)
+    return damaged(where, message)
 
 
 def _recognise(store: Store, path: Location) -> bool:
@@ -447,7 +433,7 @@ def check_trainer_step(store: Store, checkpoint: TrainingCheckpoint) -> None:
     step = read_global_step(store, checkpoint.path)
     if checkpoint.step != step:
         message = f"the Trainer is at step {step}, DeepSpeed at step {checkpoint.step}"
-        raise CorruptError.of("checkpoint.damaged", checkpoint.path, message)
+        raise damaged(checkpoint.path, message)
 
 
 def with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpoint:
@@ -464,9 +450,7 @@ def with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpo
         if checkpoint.parameters.get(checkpoint.units.tied.get(name, name), state.shape) != state.shape
     ]
     if wrong:
-        raise CorruptError.of(
-            "checkpoint.damaged", checkpoint.path, f"{wrong[0]!r} has another shape in the safetensors"
-        )
+        raise damaged(checkpoint.path, f"{wrong[0]!r} has another shape in the safetensors")
     return replace(checkpoint, states=MappingProxyType({**checkpoint.states, **exported}))
 
 
@@ -475,7 +459,7 @@ def read_latest(store: Store, path: Location, name: str = LATEST_NAME) -> Locati
     raw = store.read_small(path / name, LATEST_BYTES)
     tag = raw.decode("utf-8", "replace").strip()
     if not is_plain_name(tag):
-        raise CorruptError.of("checkpoint.damaged", path / name, "does not name a directory in the same folder")
+        raise damaged(path / name, "does not name a directory in the same folder")
     if not is_folder(store, path / tag):
         raise NotFoundError.of("checkpoint.incomplete", path / name, f"names {tag!r}, which is not there")
     return path / tag

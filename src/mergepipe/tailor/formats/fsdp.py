@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mergepipe.checkpoints.inert_values import PickledTensor
 from mergepipe.checkpoints.torch_file import StoredTensor, read_torch_zip
-from mergepipe.errors import CorruptError
+from mergepipe.errors import damaged
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import WEIGHT, Framework, StoredState, TrainingCheckpoint
@@ -59,9 +59,7 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
     entries = dict(Node(archive.root, OPTIMIZER_NAME).get("state").named_items())
     unknown = next((name for name in entries if name not in weights), None)
     if unknown is not None:
-        raise CorruptError.of(
-            "checkpoint.damaged", folder, f"{unknown[:80]!r} of the optimizer is not among the weights"
-        )
+        raise damaged(folder, f"{unknown[:80]!r} of the optimizer is not among the weights")
     tied = dict(_aliases(weights, entries))
     parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}
     states = {

@@ -16,7 +16,7 @@ from mergepipe.checkpoints.inert_values import PickledTensor
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.strict_json import JsonValue, parse_object
-from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
+from mergepipe.errors import damaged, mismatched, unsupported
 from mergepipe.storage.contract import TRAINER_JSON_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import WEIGHT, AdamStep, Framework, StoredState, TrainingCheckpoint
@@ -122,19 +122,15 @@ def ask_transformers(folder: Path, model_type: str) -> tuple[tuple[str, ...], tu
         torch: Any = import_module("torch")
         transformers: Any = import_module("transformers")
     except ImportError as error:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", folder, f"the order of parameters of model type {model_type!r} is not known here",
-            "install mergepipe[torch], which asks transformers",
-        ) from error  # fmt: skip
+        message = f"the order of parameters of model type {model_type!r} is not known here"
+        raise unsupported(folder, message, "install mergepipe[torch], which asks transformers") from error
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         kind = getattr(transformers, config.architectures[0])
         with _build_lock, torch.device("meta"):
             model = kind(config)
     except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", folder, f"transformers cannot build model type {model_type!r}: {error}"
-        ) from error
+        raise unsupported(folder, f"transformers cannot build model type {model_type!r}: {error}") from error
     decayed = frozenset(transformers.Trainer.get_decay_parameter_names(None, model))
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return tuple(n for n in names if n in decayed), tuple(n for n in names if n not in decayed)
@@ -165,7 +161,7 @@ def read_global_step(store: Store, folder: Location) -> int:
     path = folder / TRAINER_STATE_NAME
     step = read_json(store, path).get("global_step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise CorruptError.of("checkpoint.damaged", path, "'global_step' is not a count")
+        raise damaged(path, "'global_step' is not a count")
     return step
 
 
@@ -239,8 +235,8 @@ def _check_groups(folder: Location, optimizer: Node, n_decayed: int, n_all: int)
     groups = [[n.integer() for n in g.get("params").elements()] for g in optimizer.get("param_groups").elements()]
     expected = [list(range(n_decayed)), list(range(n_decayed, n_all))]
     if [g for g in groups if g] != [g for g in expected if g]:
-        raise MismatchError.of(
-            "checkpoint.mismatch", folder / OPTIMIZER_NAME,
+        raise mismatched(
+            folder / OPTIMIZER_NAME,
             f"groups of {[len(g) for g in groups][:8]} parameters; the Trainer makes groups of "
             f"{[len(g) for g in expected]} for this model",
             "only the Trainer's own parameter groups are read, with no frozen parameter",
@@ -251,14 +247,12 @@ def _check_shapes(folder: Location, optimizer: Node, names: Sequence[str], model
     states = optimizer.get("state")
     for number, name in enumerate(names):
         if name not in model.tensors:
-            raise MismatchError.of("checkpoint.mismatch", folder, f"parameter {name!r} is not among the weights")
+            raise mismatched(folder, f"parameter {name!r} is not among the weights")
         entry = states.find(number)
         average = entry.find("exp_avg") if entry is not None else None
         if average is not None and average.tensor().shape != model.tensors[name].shape:
-            raise MismatchError.of(
-                "checkpoint.mismatch", folder / OPTIMIZER_NAME,
-                f"state {number} has shape {average.tensor().shape}, {name!r} has {model.tensors[name].shape}",
-            )  # fmt: skip
+            message = f"state {number} has shape {average.tensor().shape}, {name!r} has {model.tensors[name].shape}"
+            raise mismatched(folder / OPTIMIZER_NAME, message)
     beyond = [key for key in states.mapping() if key not in range(len(names))]
     if beyond:
         raise states.error(f"state {str(beyond[0])[:40]!r} belongs to no parameter")
@@ -272,11 +266,9 @@ def optimizer_states(entry: Node, archive: TorchArchive, name: str, shape: tuple
             continue
         t = archive.locate(node.value, node.path)
         if t.shape != shape:
-            raise UnsupportedError.of(
-                "checkpoint.unsupported", f"{archive.file}: {node.path}",
-                f"state {kind!r} of shape {t.shape} for a parameter of shape {shape}",
-                "only optimizers whose states have their parameter's shape are read, as AdamW",
-            )  # fmt: skip
+            message = f"state {kind!r} of shape {t.shape} for a parameter of shape {shape}"
+            hint = "only optimizers whose states have their parameter's shape are read, as AdamW"
+            raise unsupported(f"{archive.file}: {node.path}", message, hint)
         yield StoredState.whole(name, kind, t)
 
 

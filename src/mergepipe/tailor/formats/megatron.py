@@ -6,7 +6,7 @@ import re
 
 from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
+from mergepipe.errors import NotFoundError, damaged, unsupported
 from mergepipe.storage.contract import LATEST_BYTES, Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, WEIGHT, TrainingCheckpoint
@@ -35,20 +35,17 @@ def read_megatron(store: Store, path: Location, home: Location) -> TrainingCheck
     folder = _folder(store, path)
     gone = next((name for name in (_METADATA_NAME, _COMMON_NAME) if not is_file(store, folder / name)), None)
     if gone is not None:
-        raise NotFoundError.of(
-            "checkpoint.incomplete", folder, f"there is no {gone}: a checkpoint of Megatron-Core's {_BACKEND} has one",
-            f"save it in the format {_BACKEND}, or convert it with Megatron's tools",
-        )  # fmt: skip
+        message = f"there is no {gone}: a checkpoint of Megatron-Core's {_BACKEND} has one"
+        hint = f"save it in the format {_BACKEND}, or convert it with Megatron's tools"
+        raise NotFoundError.of("checkpoint.incomplete", folder, message, hint)
     backend = read_json(store, folder / _METADATA_NAME).get("sharded_backend")
     if backend != _BACKEND:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", folder / _METADATA_NAME, f"the backend is {shown(backend)}, {_BACKEND} is read",
-            f"save it in the format {_BACKEND}, or convert it with Megatron's tools",
-        )  # fmt: skip
+        hint = f"save it in the format {_BACKEND}, or convert it with Megatron's tools"
+        raise unsupported(folder / _METADATA_NAME, f"the backend is {shown(backend)}, {_BACKEND} is read", hint)
     tensors = {tensor.key: tensor for tensor in read_tensors(store, folder)}
     weights = {name: tensor for name, tensor in tensors.items() if not _OTHERS.match(name)}
     if not weights:
-        raise UnsupportedError.of("checkpoint.unsupported", folder, "holds no weights")
+        raise unsupported(folder, "holds no weights")
     states = {(name, WEIGHT): tensor_state(tensor, name, WEIGHT) for name, tensor in weights.items()}
     for key, tensor in tensors.items():
         match = _STATE.fullmatch(key)
@@ -81,7 +78,7 @@ def _folder(store: Store, path: Location) -> Location:
         raw = store.read_small(path / _LATEST_NAME, LATEST_BYTES).decode("utf-8", "replace").strip()
         if not raw.isdecimal() or len(raw) > 12:
             message = f"names {shown(raw)}, a number of iterations is needed"
-            raise CorruptError.of("checkpoint.damaged", path / _LATEST_NAME, message)
+            raise damaged(path / _LATEST_NAME, message)
         path = path / f"iter_{int(raw):07d}"
         if not is_folder(store, path):
             raise NotFoundError.of("checkpoint.incomplete", path, f"is not there, and {_LATEST_NAME} names it")

@@ -13,7 +13,7 @@ from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.core.blocks import DTYPES, DType, Span, element_count
 from mergepipe.core.records import AsText, RecordFormat, Size, Within
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import CorruptError
+from mergepipe.errors import damaged
 from mergepipe.snapshots.manifest import MANIFEST_FORMAT_NAME, MANIFEST_VERSION
 from mergepipe.storage.contract import PARTIAL_MANIFEST_BYTES, Store, is_file
 from mergepipe.storage.location import Location
@@ -168,16 +168,14 @@ def _entries(store: Store, folder: Location, shard: ShardFile) -> _Entries:
     status = stat_regular(store, folder, shard.name)
     if status is None or status.size_bytes != shard.size_bytes:
         size = "is not there" if status is None else f"has {status.size_bytes} bytes"
-        raise CorruptError.of(
-            "checkpoint.damaged", path, f"{size}; the manifest says {shard.size_bytes} bytes", "copy it again"
-        )
+        raise damaged(path, f"{size}; the manifest says {shard.size_bytes} bytes", "copy it again")
     entries = {entry.name: entry for entry in read_header(store, path).entries}
     listed = {t.key: (t.dtype, t.span.n_elements) for t in shard.tensors}
     listed |= {f"step/{number}": (_COUNTER_DTYPE, 1) for number in shard.counters}
     held = {name: (entry.dtype, entry.n_elements) for name, entry in entries.items()}
     if held != listed:
         wrong = min(name for name in held.keys() | listed.keys() if held.get(name) != listed.get(name))
-        raise CorruptError.of("checkpoint.damaged", path, f"{shown(wrong)} is not as the manifest describes it")
+        raise damaged(path, f"{shown(wrong)} is not as the manifest describes it")
     return entries
 
 
@@ -194,7 +192,7 @@ def _states(manifest: PartialManifest, entries: dict[str, _Entries]) -> Iterator
         overlap = any(a.span.stop > b.span.start for a, b in pairwise(pieces))
         if overlap or len({tensor.dtype for tensor, _ in parts}) > 1:
             message = f"{kind} of {shown(parameter)}: shards overlap or have different dtypes"
-            raise CorruptError.of("checkpoint.damaged", pieces[0].file, message)
+            raise damaged(pieces[0].file, message)
         yield StoredState(parameter, kind, parts[0][0].dtype, manifest.parameters[parameter], tuple(pieces))
 
 
@@ -205,7 +203,7 @@ def _steps(store: Store, manifest: PartialManifest, entries: dict[str, _Entries]
         values = {read_scalar(store, cell.file, cell.offset, cell.dtype) for cell in cells}
         if len(values) != 1:
             path = cells[0].file if cells else MANIFEST_NAME
-            raise CorruptError.of("checkpoint.damaged", path, f"step counter {number} has the values {sorted(values)}")
+            raise damaged(path, f"step counter {number} has the values {sorted(values)}")
         pieces = tuple(Piece(cell.file, cell.offset, cell.nbytes, Span(0, 1)) for cell in cells)
         yield AdamStep(values.pop(), parameters, _COUNTER_DTYPE, pieces)
 
@@ -218,12 +216,12 @@ def _missing(
     unknown = [name for name in manifest.units if name not in by_name]
     if unknown:
         path = folder / MANIFEST_NAME
-        raise CorruptError.of("checkpoint.damaged", path, f"the model has no unit {shown(unknown[0])}")
+        raise damaged(path, f"the model has no unit {shown(unknown[0])}")
     saved = {parameter for unit in manifest.units for parameter in by_name[unit]}
     outside = [name for name, _ in states if name not in saved]
     if outside:
         message = f"{shown(outside[0])} is in no unit that was saved"
-        raise CorruptError.of("checkpoint.damaged", folder / MANIFEST_NAME, message)
+        raise damaged(folder / MANIFEST_NAME, message)
     yield from (f"{unit}: not saved" for unit in by_name if unit not in manifest.units)
     yield from (f"part of {state.kind} of {state.parameter}" for state in states.values() if state.gaps)
     stateless = saved - {name for name, _ in states}
@@ -242,6 +240,6 @@ def open_partial(store: Store, path: Location, formats: Sequence[TrainingFormat]
     if of_run is None:
         names = ", ".join(candidate.name for candidate in formats)
         message = f"'origin': one of {names} is needed, found {shown(partial.format)}"
-        raise CorruptError.of("checkpoint.damaged", path / MANIFEST_NAME, message)
+        raise damaged(path / MANIFEST_NAME, message)
     has_state = partial.framework in of_run.partial_frameworks and is_file(store, path / of_run.state_file)
     return replace(partial, has_state=has_state)

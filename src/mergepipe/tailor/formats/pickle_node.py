@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from mergepipe.checkpoints.inert_values import Global, PickledTensor, Record
 from mergepipe.core.blocks import DType
-from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, damaged, unsupported
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
@@ -22,13 +22,13 @@ _FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 def read_scalar(store: Store, file: Location, offset: int, dtype: DType) -> float:
     """Read one element as a float."""
     if dtype.name not in _FORMS:
-        raise UnsupportedError.of("checkpoint.unsupported", file, f"a step counter of dtype {dtype.name}")
+        raise unsupported(file, f"a step counter of dtype {dtype.name}")
     raw = store.read_metadata(file, offset, dtype.itemsize)
     if len(raw) != dtype.itemsize:
-        raise CorruptError.of("checkpoint.damaged", file, f"the file ends before byte {offset + dtype.itemsize}")
+        raise damaged(file, f"the file ends before byte {offset + dtype.itemsize}")
     (value,) = struct.unpack(_FORMS[dtype.name], raw)
     if not abs(value) < 2.0**62:
-        raise CorruptError.of("checkpoint.damaged", file, f"a step counter is {value}")
+        raise damaged(file, f"a step counter is {value}")
     return float(value)
 
 
@@ -48,7 +48,7 @@ class Node:
 
     def error(self, message: str) -> MergePipeError:
         """The error of this place."""
-        return CorruptError.of("checkpoint.damaged", f"{self.file}: {self.path or 'the pickle'}", message)
+        return damaged(f"{self.file}: {self.path or 'the pickle'}", message)
 
     def _wrong(self, needed: str) -> MergePipeError:
         return self.error(f"{needed} is needed, found a {type(self.value).__name__}")

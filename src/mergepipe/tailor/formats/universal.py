@@ -9,7 +9,7 @@ from mergepipe.checkpoints.directory import is_plain_name
 from mergepipe.checkpoints.inert_values import PickledTensor
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import element_count
-from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.errors import damaged, unsupported
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, AdamStep, Framework, StoredState, TrainingCheckpoint
@@ -93,15 +93,11 @@ def _states(store: Store, folder: Location, name: str, shape: tuple[int, ...]) -
         if not isinstance(node.value, PickledTensor):
             key = next((str(key) for key in node.mapping() if key not in (PARAMETER_KEY, "cat_dim")), None)
             if key is not None:
-                raise UnsupportedError.of(
-                    "checkpoint.unsupported", node.file, f"{key!r} belongs to tensor or expert parallel training"
-                )
+                raise unsupported(node.file, f"{key!r} belongs to tensor or expert parallel training")
             node = node.get(PARAMETER_KEY)
         tensor = archive.locate(node.tensor(), node.path)
         if tensor.n_elements != element_count(shape):
-            raise CorruptError.of(
-                "checkpoint.damaged", place / file, f"has shape {tensor.shape}, the parameter has {shape}"
-            )
+            raise damaged(place / file, f"has shape {tensor.shape}, the parameter has {shape}")
         yield StoredState.whole(name, kind, tensor, shape)
 
 
@@ -118,7 +114,7 @@ def _group_steps(
             steps.append(read_counter(store, options, node, ("param_groups", number, "step")))
         if len({step.value for step in steps}) > 1:
             values = sorted({step.value for step in steps})
-            raise CorruptError.of("checkpoint.damaged", folder, f"parameters of one group are at steps {values}")
+            raise damaged(folder, f"parameters of one group are at steps {values}")
         if steps:
             cells = tuple(cell for step in steps for cell in step.cells)
             entries = tuple(entry for step in steps for entry in step.entries)

@@ -9,7 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import Span, element_count
-from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
+from mergepipe.errors import (
+    NotFoundError,
+    damaged,
+    mismatched,
+    unsupported,
+)
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG, WEIGHT, AdamStep, Piece, StoredState, TrainingCheckpoint
@@ -62,10 +67,8 @@ def _open(store: Store, folder: Location, kind: str) -> list[TorchArchive]:
     matches = [match for entry in store.list(folder) if (match := _NAME.fullmatch(entry.name)) and match[1] == kind]
     sizes = sorted({int(match[2]) for match in matches})
     if len(sizes) > 1:
-        raise CorruptError.of(
-            "checkpoint.damaged", folder, f"holds {kind} files of {sizes[0]} and of {sizes[1]} ranks",
-            "leave those of one run there",
-        )  # fmt: skip
+        message = f"holds {kind} files of {sizes[0]} and of {sizes[1]} ranks"
+        raise damaged(folder, message, "leave those of one run there")
     paths = [folder / f"{kind}_world_size_{size}_rank_{rank}.pt" for size in sizes for rank in range(size)]
     gone = next((path for path in paths if not is_file(store, path)), None)
     if gone is not None:
@@ -121,10 +124,8 @@ def _local(node: Node) -> Iterator[PickledTensor]:
         fields = node.fields("DTensor").at((1,))
         *replicas, rows = map(_placement, fields.get("_spec").fields("DTensorSpec").get("placements").elements())
         if rows not in ("Replicate", "Shard of 0") or any(placement != "Replicate" for placement in replicas):
-            raise UnsupportedError.of(
-                "checkpoint.unsupported", f"{node.file}: {node.path}", "is not cut into rows",
-                "only sharding along the first dimension is read (FSDP without tensor parallelism)",
-            )  # fmt: skip
+            hint = "only sharding along the first dimension is read (FSDP without tensor parallelism)"
+            raise unsupported(f"{node.file}: {node.path}", "is not cut into rows", hint)
         yield fields.get("_local_tensor").tensor()
 
 
@@ -147,7 +148,7 @@ def _optimizer(
         return {}, []
     if len(ranks) != len(weights):
         message = f"holds model files of {len(weights)} ranks and optim files of {len(ranks)}"
-        raise CorruptError.of("checkpoint.damaged", folder, message, "leave those of one run there")
+        raise damaged(folder, message, "leave those of one run there")
     root = Node(ranks[0].root, ranks[0].file.name)
     first = root.get("state")
     kept = {number: first.get(number).mapping() for number in first.mapping()}
@@ -167,7 +168,7 @@ def _optimizer(
             state = states[name, kind] = _joined(ranks, place, name, kind)
             if state.shape != shapes[name]:
                 message = f"state {number} has shape {state.shape}, {name!r} has {shapes[name]}"
-                raise MismatchError.of("checkpoint.mismatch", ranks[0].file, message)
+                raise mismatched(ranks[0].file, message)
     return states, steps
 
 

@@ -6,7 +6,7 @@ from mergepipe.checkpoints.contract import CheckpointKind
 from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, list_names, open_checkpoint
 from mergepipe.checkpoints.quantised import refuse_quantised
 from mergepipe.checkpoints.torch_file import SUFFIXES, read_torch_weights, read_torch_zip
-from mergepipe.errors import UnsupportedError
+from mergepipe.errors import unsupported
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import WEIGHT, Framework, StoredState, TrainingCheckpoint
@@ -38,9 +38,7 @@ def _read_weights(store: Store, path: Location, home: Location) -> TrainingCheck
     model = open_checkpoint(store, path)
     refuse_quantised(store, model)
     if model.kind is not CheckpointKind.FULL:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", path, "holds differences from a base, not weights", "name weights"
-        )
+        raise unsupported(path, "holds differences from a base, not weights", "name weights")
     entries = [entry for tensor in model.tensors.values() for entry in tensor.stored]
     parameters = {entry.name: entry.shape for entry in entries}
     return TrainingCheckpoint(
@@ -62,11 +60,8 @@ def _step_of_folder(store: Store, path: Location, home: Location) -> int:
         return read_global_step(store, path)
     step = step_of_name(home.name)
     if step is None:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", path,
-            f"holds weights alone, and neither {TRAINER_STATE_NAME} nor its name says of "
-            "which step", "name it by its step, as checkpoint-400",
-        )  # fmt: skip
+        message = f"holds weights alone, and neither {TRAINER_STATE_NAME} nor its name says of which step"
+        raise unsupported(path, message, "name it by its step, as checkpoint-400")
     return step
 
 

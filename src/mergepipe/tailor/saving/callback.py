@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe.core.blocks import Span
-from mergepipe.errors import RecipeError, UnsupportedError
+from mergepipe.errors import RecipeError, invalid_option
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
@@ -36,6 +36,7 @@ from mergepipe.tailor.saving.frameworks import (
     save_random_state,
     scalar_options,
     trainer_callback_base,
+    unsupported_training,
     unwrapped,
 )
 from mergepipe.tailor.saving.partial_run import FULL, BackgroundWriter, PartialRun, write_together
@@ -104,9 +105,8 @@ class LoopState:
     def __post_init__(self) -> None:
         reserved = [key for key in _OWN_KEYS if key in self.state]
         if reserved:
-            raise RecipeError.of(
-                "option.conflict", "state", f"has the key {reserved[0]!r}, which is taken", "rename it"
-            )
+            message = f"has the key {reserved[0]!r}, which is taken"
+            raise RecipeError.of("option.conflict", "state", message, "rename it")
 
     def write_full(self, folder: Path) -> None:
         """Write the whole checkpoint, on all ranks together."""
@@ -145,7 +145,7 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
         self, every_steps: int, strategy: Strategy, *, tracker: ChangeTracker | None = None, background: bool = False
     ) -> None:
         if every_steps < 1:
-            raise RecipeError.of("option.invalid", "every_steps", f"{every_steps} is no number of steps")
+            raise invalid_option("every_steps", f"{every_steps} is no number of steps")
         self._every_steps = every_steps
         self._strategy = strategy
         self._tracker = tracker or (ChangeTracker() if isinstance(strategy, LatestChanged) else None)
@@ -224,19 +224,13 @@ def _extra_files(ranks: Ranks, state: Any, small: dict[str, Any]) -> Callable[[P
 def _check_arguments(args: Any, model: Any) -> None:
     """Refuse settings under which no composite could be made; before the first step."""
     if args.save_total_limit is not None:
-        raise UnsupportedError.of(
-            "training.unsupported",
-            "save_total_limit",
-            "would delete the full checkpoint that partial ones stand on",
-            "unset it",
-        )
+        message = "would delete the full checkpoint that partial ones stand on"
+        raise unsupported_training("save_total_limit", message, "unset it")
     if args.save_only_model:
-        raise UnsupportedError.of("training.unsupported", "save_only_model", "leaves no full checkpoint to resume from")
+        raise unsupported_training("save_only_model", "leaves no full checkpoint to resume from")
     if getattr(args, "fsdp", None) or is_sharded(model):
-        raise UnsupportedError.of(
-            "training.unsupported", "fsdp", "the callback does not save FSDP models in parts",
-            "use mergepipe.tailor.saving.save_partial in a loop of your own",
-        )  # fmt: skip
+        message = "the callback does not save FSDP models in parts"
+        raise unsupported_training("fsdp", message, "use mergepipe.tailor.saving.save_partial in a loop of your own")
 
 
 # --- view what a rank holds under plain torch, DDP or FSDP2: whole tensors, or rows of them ---
@@ -264,10 +258,8 @@ def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -
             elif hasattr(value, "shape"):
                 shape, needed = tuple(value.shape), tuple(parameter.shape)
                 if shape != needed:
-                    raise UnsupportedError.of(
-                        "training.unsupported", name, f"optimizer state {kind!r} has shape {shape}, not {needed}",
-                        "only optimizers whose states have their parameter's shape are saved in parts, as AdamW",
-                    )  # fmt: skip
+                    hint = "only optimizers whose states have their parameter's shape are saved in parts, as AdamW"
+                    raise unsupported_training(name, f"optimizer state {kind!r} has shape {shape}, not {needed}", hint)
                 shards += _shards(name, kind, value, ranks)
     return EngineView(
         origin=DCP_FORMAT if framework is Framework.TORCH else HF_FORMAT,
@@ -309,10 +301,8 @@ def _rows(name: str, tensor: Any) -> int | None:
         if placement.is_shard(0) and row is None:
             row = position * -(-tensor.shape[0] // size)
         elif not placement.is_replicate():
-            raise UnsupportedError.of(
-                "training.unsupported", name, f"is placed as {tensor.placements}",
-                "only FSDP2's sharding along the first dimension is saved",
-            )  # fmt: skip
+            message = f"is placed as {tensor.placements}"
+            raise unsupported_training(name, message, "only FSDP2's sharding along the first dimension is saved")
         elif position:
             return None
     return 0 if row is None else row
@@ -340,9 +330,7 @@ def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> Engi
     module = module_tensors(model)
     is_stage3 = hasattr(zero, _STAGE3_FLATS)
     if is_stage3 and getattr(zero, "swap_optimizer", False):
-        raise UnsupportedError.of(
-            "training.unsupported", "ZeRO-3", "optimizer state that is swapped to disk is not saved"
-        )
+        raise unsupported_training("ZeRO-3", "optimizer state that is swapped to disk is not saved")
     groups = _stage3_groups(zero, module, ranks) if is_stage3 else _stage12_groups(zero, module, ranks)
     grouped = {name: shape for group in groups for name, shape in group.shapes.items()}
     ungrouped = {} if is_stage3 else {n: tuple(t.shape) for n, t in module.stored.items() if n not in grouped}
@@ -401,9 +389,7 @@ def _group(zero: Any, flat: Any, shapes: dict[str, tuple[int, ...]], parts: tupl
     flats = {kind: value for kind, value in state.items() if getattr(value, "ndim", 0) == 1}
     odd = [kind for kind, value in flats.items() if value.numel() < flat.numel()]
     if odd:
-        raise UnsupportedError.of(
-            "training.unsupported", "ZeRO", f"optimizer state {odd[0]!r} is not one value an element"
-        )
+        raise unsupported_training("ZeRO", f"optimizer state {odd[0]!r} is not one value an element")
     return _Group(shapes, parts, {FP32: flat} | flats, state)
 
 
@@ -422,7 +408,7 @@ def _stage12_groups(zero: Any, module: ModuleTensors, ranks: Ranks) -> list[_Gro
                 parts.append(_Part(name, Span(first, last), start + first - begin))
             start += n_elements
         if start > ranks.world_size * flat.numel():
-            raise UnsupportedError.of("training.unsupported", "ZeRO", "the ranks do not partition the group alone")
+            raise unsupported_training("ZeRO", "the ranks do not partition the group alone")
         groups.append(_group(zero, flat, shapes, tuple(parts)))
     return groups
 
@@ -436,7 +422,7 @@ def _stage3_groups(zero: Any, module: ModuleTensors, ranks: Ranks) -> list[_Grou
             name, shape = module.name_of(parameter), tuple(parameter.ds_shape)
             share = parameter.partition_numel()
             if share * ranks.world_size < prod(shape):
-                raise UnsupportedError.of("training.unsupported", name, "is not partitioned over all ranks")
+                raise unsupported_training(name, "is not partitioned over all ranks")
             shapes[name] = shape
             first = ranks.rank * share
             last = min(first + share, prod(shape))

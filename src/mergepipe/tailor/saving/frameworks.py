@@ -37,10 +37,8 @@ class ModuleTensors:
     def name_of(self, parameter: Any) -> str:
         """Return the name of an optimizer's parameter."""
         if id(parameter) not in self.names:
-            raise UnsupportedError.of(
-                "training.unsupported", "the optimizer", "has a parameter the model has not",
-                "build the optimizer from this model's parameters",
-            )  # fmt: skip
+            message = "has a parameter the model has not"
+            raise unsupported_training("the optimizer", message, "build the optimizer from this model's parameters")
         return self.names[id(parameter)]
 
 
@@ -54,7 +52,7 @@ def unwrapped(model: Any) -> Any:
 def module_tensors(model: Any) -> ModuleTensors:
     """Collect the tensors of a model that is not wrapped."""
     if hasattr(model, "peft_config"):
-        raise UnsupportedError.of("training.unsupported", type(model).__name__, "adapter models are not saved in parts")
+        raise unsupported_training(type(model).__name__, "adapter models are not saved in parts")
     names: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -190,6 +188,11 @@ class SingleRank:
         return self
 
 
+def unsupported_training(where: str, message: str, hint: str = "") -> MergePipeError:
+    """Make the error for a run that is not saved in parts."""
+    return UnsupportedError.of("training.unsupported", where, message, hint)
+
+
 def trainer_callback_base() -> Any:
     """The class that the Trainer's callbacks derive from."""
     try:
@@ -238,7 +241,7 @@ def dtype_of(tensor: Any, where: str) -> DType:
     """The dtype of a tensor."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in TORCH_DTYPES:
-        raise UnsupportedError.of("training.unsupported", where, f"tensors of dtype {name} are not saved")
+        raise unsupported_training(where, f"tensors of dtype {name} are not saved")
     return TORCH_DTYPES[name]
 
 

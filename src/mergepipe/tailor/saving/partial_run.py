@@ -297,12 +297,8 @@ class PartialRun:
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, LatestChanged) and self.tracker is None:
-            raise RecipeError.of(
-                "option.conflict",
-                str(self.strategy),
-                "no ChangeTracker is given",
-                "make one and keep it for the whole run",
-            )
+            hint = "make one and keep it for the whole run"
+            raise RecipeError.of("option.conflict", str(self.strategy), "no ChangeTracker is given", hint)
 
     def start(self, step: int) -> None:
         """Log that training resumes from `step`."""

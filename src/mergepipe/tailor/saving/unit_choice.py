@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.directory import is_plain_name
 from mergepipe.core.records import AsText, RefusedError, Size, decode, encode
 from mergepipe.core.strict_json import parse_object, shown
-from mergepipe.errors import CorruptError, LimitError, RecipeError, did_you_mean
+from mergepipe.errors import CorruptError, LimitError, did_you_mean, invalid_option
 from mergepipe.storage import owned
 from mergepipe.storage.contract import SAVE_LOG_BYTES
 from mergepipe.storage.ranges import os_error, read_descriptor_range, read_small
@@ -63,7 +63,7 @@ class ChangeTracker:
 
     def __init__(self, sample_elements: int = DEFAULT_SAMPLE_ELEMENTS) -> None:
         if sample_elements < 1:
-            raise RecipeError.of("option.invalid", "sample_elements", f"{sample_elements} elements are no sample")
+            raise invalid_option("sample_elements", f"{sample_elements} elements are no sample")
         self._sample_elements = sample_elements
         self._saved: Samples = {}
 
@@ -174,14 +174,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
-            raise RecipeError.of(
-                "option.invalid", "schedule", f"'{self.name}' is not known", did_you_mean(self.name, list(SCHEDULES))
-            )
+            raise invalid_option("schedule", f"'{self.name}' is not known", did_you_mean(self.name, list(SCHEDULES)))
         if self.edge_layers < 0 or self.every < 1:
-            raise RecipeError.of(
-                "option.invalid", self.name, f"edge_layers is {self.edge_layers}, every is {self.every}",
-                "edge_layers counts layers from 0, every counts saves from 1",
-            )  # fmt: skip
+            message = f"edge_layers is {self.edge_layers}, every is {self.every}"
+            raise invalid_option(self.name, message, "edge_layers counts layers from 0, every counts saves from 1")
 
     def __str__(self) -> str:
         return self.name
@@ -205,9 +201,9 @@ class LatestChanged:
     def __post_init__(self) -> None:
         if self.measure not in MEASURES:
             hint = did_you_mean(self.measure, list(MEASURES))
-            raise RecipeError.of("option.invalid", "measure", f"'{self.measure}' is not known", hint)
+            raise invalid_option("measure", f"'{self.measure}' is not known", hint)
         if self.budget_bytes < 1:
-            raise RecipeError.of("option.invalid", self.measure, f"a budget of {self.budget_bytes} bytes")
+            raise invalid_option(self.measure, f"a budget of {self.budget_bytes} bytes")
 
     def __str__(self) -> str:
         return self.measure
@@ -250,11 +246,9 @@ def _most_changed(
     """Take changed units by falling change, older first among equals, while they fit the budget."""
     largest = max(unit_bytes, key=lambda unit: unit_bytes[unit])
     if unit_bytes[largest] > strategy.budget_bytes:
-        raise LimitError.of(
-            "budget.too-small", str(largest),
-            f"needs {unit_bytes[largest]} bytes, each save may take {strategy.budget_bytes}",
-            "raise the budget, or save whole checkpoints less often",
-        )  # fmt: skip
+        message = f"needs {unit_bytes[largest]} bytes, each save may take {strategy.budget_bytes}"
+        hint = "raise the budget, or save whole checkpoints less often"
+        raise LimitError.of("budget.too-small", str(largest), message, hint)
     chosen: set[Unit] = set()
     remaining_bytes = strategy.budget_bytes
     for unit in sorted(unit_bytes, key=lambda unit: (-changes[unit], last_saved.get(unit, -1), unit)):
