@@ -200,7 +200,7 @@ def test_open__a_lock_held_while_it_is_made_is_a_conflict(tmp_path: Path) -> Non
 def test_catalog__a_full_disk_is_a_storage_error_and_loses_nothing(tmp_path: Path) -> None:
     filled_home(tmp_path / "home")
     with Catalog.open(tmp_path / "home") as catalog:
-        connection = catalog._database._connection
+        connection = catalog._connection
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages}")
         large = replace(make_manifest("large"), operator="x" * 100_000)

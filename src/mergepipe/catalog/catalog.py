@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -13,8 +16,8 @@ from typing import Final
 
 from blake3 import blake3
 
-from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, REBUILD_HINT, Database, open_database, stored_text
-from mergepipe.catalog.home import statistics_folder
+from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, REBUILD_HINT, open_database, stored_text, typed_errors
+from mergepipe.catalog.home import CATALOG_NAME, statistics_folder
 from mergepipe.catalog.snapshots import (
     CatalogStats,
     LineageNode,
@@ -42,9 +45,12 @@ class Catalog:
     locked, damaged or inaccessible.
     """
 
-    def __init__(self, database: Database, store: Store) -> None:
-        self._database = database
+    def __init__(self, path: Path, connection: sqlite3.Connection, store: Store) -> None:
+        self.path = path
+        self._connection = connection
         self._store = store
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
 
     @classmethod
     def open(cls, home: Path, *, store: Store | None = None, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Catalog:
@@ -57,7 +63,8 @@ class Catalog:
             StorageError: `catalog.permission`, `catalog.no-space`, `catalog.io`.
             UnsupportedError: `catalog.newer`, `catalog.older`.
         """
-        return cls(open_database(home, timeout_seconds=timeout_seconds), store or Stores())
+        path = home / CATALOG_NAME
+        return cls(path, open_database(home, path, timeout_seconds), store or Stores())
 
     def __enter__(self) -> Catalog:
         return self
@@ -66,20 +73,35 @@ class Catalog:
         self.close()
 
     def close(self) -> None:
-        """Close the file; calls after it are errors, closing again is not."""
-        self._database.close()
+        """Close the file; calls after it are errors, closing again is not.
 
-    @property
-    def path(self) -> Path:
-        """The catalog's file."""
-        return self._database.path
+        The last one in all processes moves the log of SQLite into the file.
+        """
+        with self._lock, typed_errors(self.path):
+            self._connection.close()
+
+    @contextmanager
+    def _transaction(self, *, writes: bool = False) -> Iterator[sqlite3.Connection]:
+        """Open a transaction with one consistent view of the file, committed if the block succeeds."""
+        if os.getpid() != self._pid:
+            raise RuntimeError("a catalog must be opened again after a fork")
+        connection = self._connection
+        with self._lock, typed_errors(self.path):
+            connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
 
     # --- digests of files ---
 
     def with_known_digests(self, checkpoint: Checkpoint) -> Checkpoint:
         """Add to a checkpoint's fingerprints the SHA-256 digests that are on record for these versions of its files."""
         digests = {}
-        with self._database.read_transaction() as connection:
+        with self._transaction() as connection:
             for file in checkpoint.files:
                 if file.sha256 is None:
                     row = connection.execute(
@@ -101,7 +123,7 @@ class Catalog:
             for file in checkpoint.files
             if file.sha256 is not None
         ]
-        with self._database.write_transaction() as connection:
+        with self._transaction(writes=True) as connection:
             connection.executemany("INSERT OR REPLACE INTO file_digests VALUES (?, ?, ?, ?)", rows)
 
     def _place_of(self, checkpoint: Checkpoint, file: FileId) -> str:
@@ -141,7 +163,7 @@ class Catalog:
         From other rows of the same manifest it keeps the sids of the inputs, which may be gone later, and with
         `keep_created` the time.
         """
-        with self._database.write_transaction() as connection:
+        with self._transaction(writes=True) as connection:
             earlier = _rows(connection, "manifest_digest = ?", digest)
             if keep_created and earlier:
                 created = earlier[-1].created
@@ -162,7 +184,7 @@ class Catalog:
 
     def snapshots(self) -> tuple[SnapshotRow, ...]:
         """Return every recorded snapshot, newest first."""
-        with self._database.read_transaction() as connection:
+        with self._transaction() as connection:
             return _rows(connection, "TRUE")
 
     def snapshot(self, reference: str | Path) -> SnapshotRow:
@@ -172,7 +194,7 @@ class Catalog:
             NotFoundError: `snapshot.not-found`.
             RecipeError: `snapshot.ambiguous`.
         """
-        with self._database.read_transaction() as connection:
+        with self._transaction() as connection:
             return _one_row(connection, reference)
 
     def lineage(self, reference: str | Path, *, down: bool = False) -> tuple[LineageNode, ...]:
@@ -180,12 +202,12 @@ class Catalog:
 
         Raises as `snapshot` does.
         """
-        with self._database.read_transaction() as connection:
+        with self._transaction() as connection:
             return trace(_rows(connection, "TRUE"), _one_row(connection, reference), down=down)
 
     def forget(self, reference: str | Path | SnapshotRow) -> SnapshotRow:
         """Remove a snapshot from the catalog, not from the disk. Raises as `snapshot` does, but not for a row."""
-        with self._database.write_transaction() as connection:
+        with self._transaction(writes=True) as connection:
             row = reference if isinstance(reference, SnapshotRow) else _one_row(connection, reference)
             connection.execute("DELETE FROM snapshots WHERE path = ?", (str(row.path),))
             return row
@@ -194,7 +216,7 @@ class Catalog:
 
     def stats(self) -> CatalogStats:
         """Return counts and sizes; `file_bytes` includes SQLite's log."""
-        with self._database.read_transaction() as connection:
+        with self._transaction() as connection:
             counts = [
                 int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
                 for table in ("snapshots", "file_digests")
@@ -216,7 +238,10 @@ class Catalog:
         Raises:
             CorruptError: `catalog.damaged`.
         """
-        self._database.check_integrity()
+        with self._transaction() as connection:
+            finding = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
+        if finding != "ok":
+            raise CorruptError.of("catalog.damaged", self.path, finding, REBUILD_HINT)
         self.snapshots()
         self.stats()
 

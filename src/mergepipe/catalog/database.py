@@ -7,15 +7,12 @@ can continue without the index but not after errors of its own inputs and output
 from __future__ import annotations
 
 import errno
-import os
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
@@ -67,62 +64,12 @@ def is_catalog_error(error: MergePipeError) -> bool:
     return all(problem.code.startswith("catalog.") for problem in error.problems)
 
 
-class Database:
-    """One connection to the file, shared by the threads of one process.
+def open_database(home: Path, path: Path, timeout_seconds: float) -> sqlite3.Connection:
+    """Open the catalog's file under `home`, created where there is none, in autocommit mode for any thread.
 
     Commits survive a crash of the process immediately, and a power failure from the next WAL checkpoint on; the file
     stays sound in both cases. That is enough for an index that can be rebuilt.
     """
-
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        self.path = path
-        self._connection = connection
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-
-    @contextmanager
-    def read_transaction(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction with one consistent view of the file."""
-        with self._transaction("BEGIN") as connection:
-            yield connection
-
-    @contextmanager
-    def write_transaction(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction, committed if the block succeeds, else rolled back."""
-        with self._transaction("BEGIN IMMEDIATE") as connection:
-            yield connection
-
-    @contextmanager
-    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
-        if os.getpid() != self._pid:
-            raise RuntimeError("a catalog must be opened again after a fork")
-        connection = self._connection
-        with self._lock, typed_errors(self.path):
-            connection.execute(begin)
-            try:
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
-
-    def check_integrity(self) -> None:
-        """Read every page."""
-        with self.read_transaction() as connection:
-            finding = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
-        if finding != "ok":
-            raise CorruptError.of("catalog.damaged", self.path, finding, REBUILD_HINT)
-
-    def close(self) -> None:
-        """Close the connection; the last one in all processes moves the WAL into the file."""
-        with self._lock, typed_errors(self.path):
-            self._connection.close()
-
-
-def open_database(home: Path, *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Database:
-    """Open the catalog's file under `home`, created where there is none."""
-    path = home / CATALOG_NAME
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -135,7 +82,7 @@ def open_database(home: Path, *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) 
         except BaseException:
             connection.close()
             raise
-    return Database(path, connection)
+    return connection
 
 
 def check_regular_files(path: Path) -> None:

@@ -83,37 +83,27 @@ class NoticedFlags:
 
     def notices(self) -> tuple[str, ...]:
         """Return a line for each thing that was asked for and that holds otherwise here."""
-        gpu = {
-            "--cuda": bool(self.cuda),
-            "--device": self.device not in (None, "cpu", "auto"),
-            "--low-cpu-memory": bool(self.low_cpu_memory),
-            "--read-to-gpu": bool(self.read_to_gpu),
-            "--multi-gpu": bool(self.multi_gpu),
-            "--gpu-rich": self.gpu_rich,
-        }
-        explained_flags = {
-            "--trust-remote-code": (bool(self.trust_remote_code), "no code of a model is ever run, and none is needed"),
-            "--allow-crimes": (
-                bool(self.allow_crimes),
-                "names and shapes of tensors decide what can be merged, with it or not",
-            ),
-            "--transformers-cache": (
-                self.transformers_cache is not None,
-                "models are found in the Hub's own cache; set HF_HUB_CACHE to choose it",
-            ),
-            "--lora-merge-cache": (
-                self.lora_merge_cache is not None,
-                "LoRAs are applied while they are read; nothing is kept of them",
-            ),
-            "--unsafe-truncate-embeddings": (
-                bool(self.unsafe_truncate_embeddings),
-                "embeddings keep the base's rows, which stand in where a model has fewer; `tokenizer_source` in the "
-                "recipe matches rows by token",
-            ),
-        }
-        named = ", ".join(flag for flag, is_set in gpu.items() if is_set)
-        on_gpu = (f"{named}: the processor merges, in bounded memory; no GPU is used",) if named else ()
-        return (*on_gpu, *(f"{flag}: {text}" for flag, (is_set, text) in explained_flags.items() if is_set))
+        flags: dict[str, list[str]] = {}
+        for name, text in _NOTICES.items():
+            if getattr(self, name) not in (None, False, *_NO_GPU.get(name, ())):
+                flags.setdefault(text, []).append(f"--{name.replace('_', '-')}")
+        return tuple(f"{', '.join(named)}: {text}" for text, named in flags.items())
+
+
+_NO_GPU = {"device": ("cpu", "auto")}
+_NOTICES = {
+    **dict.fromkeys(
+        ("cuda", "device", "low_cpu_memory", "read_to_gpu", "multi_gpu", "gpu_rich"),
+        "the processor merges, in bounded memory; no GPU is used",
+    ),
+    "trust_remote_code": "no code of a model is ever run, and none is needed",
+    "allow_crimes": "names and shapes of tensors decide what can be merged, with it or not",
+    "transformers_cache": "models are found in the Hub's own cache; set HF_HUB_CACHE to choose it",
+    "lora_merge_cache": "LoRAs are applied while they are read; nothing is kept of them",
+    "unsafe_truncate_embeddings": "embeddings keep the base's rows, which stand in where a model has fewer; "
+    "`tokenizer_source` in the recipe matches rows by token",
+}
+"""What is said of flags that are taken, by the names of their fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,23 +115,13 @@ class RefusedFlags:
 
     def check(self) -> None:
         """Refuse what was asked for and cannot be done, all at once."""
-        refusals = {
-            "--no-safe-serialization": (
-                self.safe_serialization is False,
-                "pickled weights are not written",
-                "leave it out: the output is safetensors",
-            ),
-            "--lora-merge-dtype": (
-                self.lora_merge_dtype is not None,
-                "LoRAs are applied in float32 and rounded once",
-                "leave it out",
-            ),
-        }
-        problems = [
-            Problem("option.unsupported", flag, message, hint)
-            for flag, (is_set, message, hint) in refusals.items()
-            if is_set
-        ]
+        problems = []
+        if self.safe_serialization is False:
+            message, hint = "pickled weights are not written", "leave it out: the output is safetensors"
+            problems.append(Problem("option.unsupported", "--no-safe-serialization", message, hint))
+        if self.lora_merge_dtype is not None:
+            message = "LoRAs are applied in float32 and rounded once"
+            problems.append(Problem("option.unsupported", "--lora-merge-dtype", message, "leave it out"))
         if problems:
             raise UnsupportedError(*problems)
 
