@@ -122,18 +122,6 @@ def test_evaluate__a_command_that_gives_no_loss_is_refused(
     assert not work.out.exists()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--target-loss", "2"], ["--evaluate", COMMAND], ["--target-loss", "2", "--evaluate", COMMAND, "--budget", "10%"]],
-)
-def test_merge__a_target_loss_stands_alone_and_needs_a_command(
-    work: Workplace, run: Runner, options: list[str]
-) -> None:
-    ran = run("merge", work.recipe, work.out, *options, "-q")
-    assert (ran.exit_code, codes(ran)) == (2, ["option.conflict"])
-    assert not work.out.exists()
-
-
 def test_evaluate__numbers_in_names_are_no_losses(work: Workplace, run: Runner) -> None:
     command = f"{PYTHON} -c 'print(\"loss -1.25e-1 by v2.1.0, layer3\")'"
     swept = run("sweep", work.recipe, "--budgets", "50%", *SAMPLE, "--evaluate", command, "--json").json()

@@ -127,21 +127,3 @@ def test_merge__that_fails_after_the_commit_says_what_stands(
     assert said in lines
     assert str(place.root / "out") in lines or "out" in lines
     assert main(["verify", "out", "--quiet"]) == 0
-
-
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error")])
-def test_publish__whose_parent_cannot_be_made_durable_has_its_own_exit_code(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError
-) -> None:
-    fsync = os.fsync
-
-    def failing(descriptor: int) -> None:
-        if (place.root / "out").exists() and os.path.samestat(os.fstat(descriptor), place.root.stat()):
-            raise error
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing)
-        assert main(["merge", "recipe.yml", "out", "--no-catalog"]) == 11
-    assert "output.not-durable" in capsys.readouterr().err
-    assert main(["verify", "out", "--quiet"]) == 0

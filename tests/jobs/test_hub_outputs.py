@@ -16,7 +16,7 @@ import pytest
 
 import mergepipe
 from mergepipe import tailor
-from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, StorageError
+from mergepipe.errors import MergePipeError, NotFoundError, OutputError, StorageError
 from mergepipe.options import MergeOptions, OutputOptions, RunOptions
 from support.bucket_outputs import files_below
 from support.families import FamilyShape, write_family
@@ -163,18 +163,6 @@ def test_merge__whose_uploaded_shards_the_hub_forgot_starts_over(family: Path, h
     report = merge(family, f"hf://{MODEL}", tmp_path)
     assert any("started over" in notice for notice in report.notices)
     check_same(hub, family / "local")
-
-
-def test_merge__whose_branch_moved_commits_nothing(family: Path, hub: HubServer, tmp_path: Path) -> None:
-    def moves(request: Request, answer: Answer) -> Answer:
-        if request.method == "PUT" and hub.n_commits(MODEL) == 1:
-            hub.commit(MODEL, {"README.md": b"theirs"})
-        return answer
-
-    hub.fault = moves
-    with refuses(ConflictError, "output.changed"):
-        merge(family, f"hf://{MODEL}", tmp_path)
-    assert hub.model_files(MODEL) == {"README.md": b"theirs"}
 
 
 def test_merge__replaces_an_output_on_the_hub_with_force_alone(family: Path, hub: HubServer, tmp_path: Path) -> None:

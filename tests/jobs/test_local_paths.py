@@ -118,7 +118,8 @@ def test_push__publishes_no_path_of_this_machine(
     with served_bucket(monkeypatch, "published"):
         for name, path in places.items():
             report = mergepipe.push(path, f"s3://published/{name}")
-            assert naming(root, objects_below(f"s3://published/{name}")) == []
+            published = objects_below(f"s3://published/{name}")
+            assert (published.keys(), naming(root, published)) == (files_below(path).keys(), [])
             if name != "pack":
                 assert mergepipe.verify(f"s3://published/{name}", options=OPTIONS).is_sound
         mergepipe.unpack("s3://published/pack", tmp_path / "back", base=root / "base", threads=2)

@@ -294,24 +294,6 @@ def test_merge_lora__merges_by_any_operator(tmp_path: Path, method: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"method": "tise"}, RecipeError, "did you mean 'ties'"),
-        ({"method": "svd"}, RecipeError, "svd cuts to a rank"),
-        ({"rank": 3}, RecipeError, "ranks add up"),
-        ({"weights": (1.0,)}, RecipeError, "1 for 2 adapters"),
-    ],
-)
-def test_merge_lora__refuses_options_that_do_not_fit(
-    tmp_path: Path, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    adapters = [write_adapter(tmp_path / name, 1, {}) for name in "ab"]
-    with pytest.raises(error, match=words):
-        mergepipe.merge_lora(adapters, tmp_path / "merged", **options)
-    assert not (tmp_path / "merged").exists()
-
-
-@pytest.mark.parametrize(
     ("name", "error", "words"),
     [
         ("dora", UnsupportedError, "is DoRA, whose delta depends on the norms of the base"),

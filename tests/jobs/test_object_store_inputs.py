@@ -8,25 +8,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 import mergepipe
-from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, UnsupportedError
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
-from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.local import LOCAL_TERMS
+from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.storage.location import Location
-from mergepipe.storage.stores import OPENERS
 from mergepipe.tailor import api as tailor
 from support.families import FamilyShape, write_family
-from support.refusals import refuses
 from support.stores import InMemoryStore, StoreRequest, memory_scheme
 from support.training_trees import decoder_shapes, known_states, write_hf
 
 SHAPE = FamilyShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=192, vocab=1024, tied=True)
-BLOCK_ELEMENTS = 1 << 14
 BUCKET = Location.parse("memory://bucket")
 EXPERTS = ("expert-1", "expert-2")
 RECIPE = """merge_method: ties
@@ -36,7 +29,6 @@ models:
   - {{model: {root}/expert-2, parameters: {{weight: 0.5, density: 0.3}}}}
 dtype: bfloat16
 """
-EXPERT_PURPOSES = (Purpose.EXPERT, Purpose.ANALYSIS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +55,6 @@ class Bench:
 
     def out(self, name: str) -> Path:
         return self.folder / "out" / name
-
-    def expert_bytes(self) -> int:
-        """What was asked for of the experts' tensors since the requests were last cleared."""
-        return sum(
-            request.nbytes
-            for request in self.store.reads
-            if request.purpose in EXPERT_PURPOSES and "expert" in str(request.path)
-        )
 
 
 @pytest.fixture
@@ -121,31 +105,6 @@ def _version(bench: Bench, model: str) -> str:
     return status.version
 
 
-def test_budgeted_merge__of_objects_asks_for_no_more_than_the_budget(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(InMemoryStore, "terms", lambda _store, _location: LOCAL_TERMS)  # then plans are the same
-    for root in (bench.local, str(BUCKET)):
-        models = [f"{root}/{name}" for name in ("base", *EXPERTS)]
-        mergepipe.analyze(models[0], models[1:], block_elements=BLOCK_ELEMENTS, options=bench.run_options(root))
-    plans = [
-        mergepipe.plan(
-            bench.recipe(root), budget="40%", options=PlanOptions(block_elements=BLOCK_ELEMENTS),
-            home=bench.run_options(root).home,
-        )
-        for root in (bench.local, str(BUCKET))
-    ]  # fmt: skip
-    assert plans[0].budget_bytes == plans[1].budget_bytes
-    assert [model.path for model in plans[1].models] == [f"{BUCKET}/{name}" for name in ("base", *EXPERTS)]
-    stored = bench.folder / "remote.plan"
-    mergepipe.store_plan(plans[1], stored)
-    bench.store.requests.clear()
-    mergepipe.run(stored, bench.out("remote"), options=bench.run_options(str(BUCKET)))
-    assert 0 < bench.expert_bytes() <= plans[1].planned_bytes <= plans[1].budget_bytes
-    mergepipe.run(plans[0], bench.out("local"), options=bench.run_options(bench.local))
-    assert weights(bench.out("remote")) == weights(bench.out("local"))
-
-
 def test_pack__of_objects_and_merge_of_packed_objects(bench: Bench) -> None:
     for root, name in ((bench.local, "local"), (str(BUCKET), "remote")):
         mergepipe.pack(f"{root}/base", [f"{root}/{expert}" for expert in EXPERTS], bench.folder / f"packs-{name}")
@@ -174,20 +133,3 @@ def test_compose__of_objects_is_that_of_files(tmp_path: Path) -> None:
             tailor.compose(tmp_path / f"{name}.yml", tmp_path / "out" / name, self_check="full")
         assert tailor.recipe(f"{BUCKET}/run", strategy="latest") == f"default: {BUCKET}/run/checkpoint-9\n"
     assert weights(tmp_path / "out" / "remote") == weights(tmp_path / "out" / "local")
-
-
-@pytest.mark.parametrize(
-    ("root", "kind", "code"),
-    [
-        ("memory://elsewhere", NotFoundError, "model.not-found"),
-        ("memry://bucket", RecipeError, "location.invalid"),
-        ("memory://", RecipeError, "location.invalid"),
-        ("absent://bucket", UnsupportedError, "extra.missing"),
-    ],
-)
-def test_merge__says_what_is_wrong_with_a_location(
-    bench: Bench, root: str, kind: type[MergePipeError], code: str
-) -> None:
-    absent = "mergepipe.storage.no_such_module:open_store"
-    with patch.dict(OPENERS, absent=absent), refuses(kind, code):
-        mergepipe.check(bench.recipe(root))

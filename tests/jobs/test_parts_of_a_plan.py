@@ -273,13 +273,6 @@ def test_run_part__refuses_what_it_cannot_do(cases: Cases, place: Place) -> None
         mergepipe.run_part(plan, place.out, (2, 3), options=replace(OPTIONS, shard_bytes=10 * SHARD_BYTES))
 
 
-def test_parse_part__reads_a_part_of_many() -> None:
-    assert parts.parse_part("2/7") == (2, 7)
-    for text in ("", "2", "8/7", "0/7", "a/b", "1/", "-1/2"):
-        with pytest.raises(RecipeError):
-            parts.parse_part(text)
-
-
 # --- workers that come too late, or disagree ---
 
 

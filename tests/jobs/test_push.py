@@ -21,7 +21,6 @@ from mergepipe.errors import (
     MergePipeError,
     NotFoundError,
     OutputError,
-    RecipeError,
     StorageError,
 )
 from mergepipe.options import MergeOptions, RunOptions
@@ -266,11 +265,6 @@ def test_push__takes_a_plain_name_for_the_hub_unless_there_is_such_a_path(
             push(snapshot, place)
 
 
-def test_push__of_a_private_repository_needs_create(snapshot: Path) -> None:
-    with pytest.raises(RecipeError):
-        push(snapshot, f"hf://{MODEL}", private=True)
-
-
 def test_push__of_a_damaged_snapshot_is_refused(snapshot: Path, tmp_path: Path) -> None:
     shutil.copytree(snapshot, tmp_path / "copy")
     (tmp_path / "copy" / "config.json").write_bytes(b"{}")
@@ -349,26 +343,6 @@ def test_push__of_an_average_to_the_hub_is_one_commit(average: Path, snapshot: P
     push(snapshot, f"hf://{MODEL}")  # replaces it, and is replaced
     mergepipe.push(average, f"hf://{MODEL}")
     assert [name for name in hub.model_files(MODEL) if "safetensors" in name] == ["model.safetensors"]
-
-
-def test_push__of_checkpoints_to_resume_from_takes_all_their_files(
-    average: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An average and a composite: found as they were written, without a path of this machine."""
-    recipe = tmp_path / "recipes" / "today" / "mixed.yml"
-    recipe.parent.mkdir(parents=True)
-    recipe.write_text("default: ../../checkpoint-200\ntake: [{from: ../today/../../checkpoint-100, units: [embed]}]\n")
-    tailor.compose(recipe, tmp_path / "mixed")
-    with served_bucket(monkeypatch):
-        for path in (average.parent / "resumable", tmp_path / "mixed"):
-            report = mergepipe.push(path, f"s3://bucket/{path.name}")
-            held, wanted = objects_below(f"s3://bucket/{path.name}"), files_below(path)
-            assert {**held, MANIFEST_NAME: b""} == {**wanted, MANIFEST_NAME: b""}
-            record = json.loads(held[MANIFEST_NAME])
-            assert (str(tmp_path) in str(record), "../.." in record["recipe"]) == (False, False)
-            assert "../checkpoint-100" in record["recipe"]
-            verified = mergepipe.verify(f"s3://bucket/{path.name}", options=RunOptions(catalog=False, threads=2))
-            assert (verified.is_sound, verified.sid) == (True, report.sid)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

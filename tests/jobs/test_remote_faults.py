@@ -16,7 +16,7 @@ import pytest
 import mergepipe
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES
-from mergepipe.errors import MergePipeError
+from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.location import Location
@@ -26,7 +26,7 @@ from mergepipe.storage.remote.retry import RetryPolicy
 from mergepipe.storage.stores import Stores
 from support.families import TINY, FamilyPaths, write_family
 from support.fault_server import Answer, BucketServer, FaultServer, Request, cut, no_fault, stall, status
-from support.hub_server import hub_server
+from support.hub_server import HubServer, hub_server
 from support.remote_stores import PATIENT_SECONDS, set_environment
 
 KINDS = ("s3", "http", "hub")
@@ -248,6 +248,67 @@ def test_check__says_what_is_wrong_with_a_remote_input(name: str, remote: Remote
     assert caught.value.code.startswith(code)
     assert model in str(caught.value) or "models[1].model" in str(caught.value)
     assert all(problem.hint or name == "a page, not a folder" for problem in caught.value.problems)
+
+
+# --- names of the Hub, branches that move ---
+
+
+@pytest.fixture
+def hub(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A Hub of its own, with the family."""
+    with hub_server() as server:
+        for model in remote.family.models:
+            server.commit(f"org/{model.name}", {path.name: path.read_bytes() for path in model.iterdir()})
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+def named_recipe(folder: Path) -> Path:
+    """A recipe of names without a scheme, one of them of a branch."""
+    path = folder / "recipe.yml"
+    path.write_text(RECIPE.format(at="org").replace("org/expert-1", "org/expert-1@main"))
+    return path
+
+
+def test_merge__of_names_asks_once_for_each_revision_and_file(remote: Remote, hub: HubServer, tmp_path: Path) -> None:
+    mergepipe.merge(named_recipe(tmp_path), tmp_path / "out", options=OPTIONS)
+    names = [model.name for model in remote.family.models]
+    asked = [request.path for request in hub.requests if "/revision/" in request.path]
+    assert sorted(asked) == sorted(f"api/models/org/{name}/revision/main" for name in names)
+    assert len(hub.resolves) <= sum(len(list(model.iterdir())) for model in remote.family.models) + 1
+    assert weights(tmp_path / "out") == remote.clean_weights("hub", None, tmp_path / "clean")
+
+
+def test_merge__goes_on_when_locations_expire_and_branches_move(remote: Remote, hub: HubServer, tmp_path: Path) -> None:
+    def expire_and_move(_request: Request, _answer: Answer) -> Answer:
+        hub.expire_locations()
+        for model in remote.family.models:
+            hub.commit(f"org/{model.name}", {"model.safetensors": b"other"})
+        return Answer(403)
+
+    clean = remote.clean_weights("hub", None, tmp_path / "clean")
+    hub.cdn.faults = [*([no_fault] * 8), expire_and_move]
+    mergepipe.merge(named_recipe(tmp_path), tmp_path / "out", options=OPTIONS)
+    assert hub.cdn.signature == 1
+    assert weights(tmp_path / "out") == clean
+
+
+@pytest.mark.usefixtures("hub")
+def test_pack__of_a_model_of_the_hub_is_named_as_its_repository(tmp_path: Path) -> None:
+    report = mergepipe.pack("hf://org/base", ["hf://org/expert-1"], tmp_path, home=tmp_path / "home")
+    assert [str(packed.store) for packed in report.experts] == [str(tmp_path / "expert-1")]
+    assert (tmp_path / "expert-1" / "mergepipe-store.json").exists()
+
+
+def test_check__says_which_models_are_on_the_hub_and_what_one_without_weights_holds(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    commit = hub.commit("org/expert-2", hub.model_files("org/expert-2"))
+    report = mergepipe.check(named_recipe(tmp_path))
+    assert [model.model for model in report.models][-1] == f"org/expert-2 (hf://org/expert-2@{commit})"
+    hub.commit("org/expert-2", {"README.md": b"", "notes.txt": b""})
+    with pytest.raises(NotFoundError, match=r"no weights here, found: 'README\.md', 'notes\.txt'"):
+        mergepipe.check(tmp_path / "recipe.yml")
 
 
 @pytest.mark.slow

@@ -130,21 +130,6 @@ def test_search__refuses_what_is_no_range(family: Path, first: object, words: st
     assert not (family / "best.study").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, "a command or a function has to evaluate merges"),
-        ({"objectives": ("accuracy:most",), "evaluate": "cat"}, "'accuracy:most' is neither NAME nor NAME:max"),
-        ({"objectives": ("a", "b"), "rungs": ("10%",)}, "rungs compare trials by one number"),
-    ],
-)
-def test_search__refuses_options_that_do_not_fit(family: Path, options: dict[str, Any], words: str) -> None:
-    text = command(family, "print(1)")
-    made: dict[str, Any] = {"options": mergepipe.SearchOptions(**{"evaluate": text, **options})} if options else {}
-    with pytest.raises(RecipeError, match=words):
-        mergepipe.search(write_recipe(family), family / "best", **made)
-
-
 def test_search__marks_a_trial_that_fails_and_goes_on(family: Path) -> None:
     code = """
 weight = json.loads((folder / "mergepipe.json").read_text())

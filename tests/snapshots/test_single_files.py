@@ -100,19 +100,3 @@ def test_single_file__replaces_only_a_file_that_is_ours(recipe: Path, tmp_path: 
     (out.with_suffix(".mergepipe") / "mine.txt").write_text("x")
     with pytest.raises(OutputError, match=r"does not list.*mine\.txt"):
         mergepipe.merge(other, out, catalog=False, force=True)
-
-
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("model-00001-of-00002.safetensors", "is the name of a file"),
-        ("merged.bin", "is the name of a file"),
-        ("s3://bucket/merged.safetensors", "is the name of a file"),
-        ("base/merged.safetensors", "overlaps the input"),
-        ("expert1.safetensors", "overlaps the input"),
-    ],
-)
-def test_single_file__other_places_are_refused(recipe: Path, tmp_path: Path, out: str, message: str) -> None:
-    place = out if ":" in out else tmp_path / out
-    with pytest.raises(OutputError, match=message):
-        mergepipe.merge(recipe, place, catalog=False, force=True)
