@@ -124,8 +124,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Runner:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    """A family and a recipe in a folder of the test, for commands."""
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    """A family and a recipe in a folder of the test, in which commands run; `home` in it is theirs, not made yet."""
+    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
     return make_workplace(tmp_path)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from importlib import resources
 from pathlib import Path
@@ -14,13 +13,7 @@ import pytest
 
 from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.planning.plan import parse_plan
-from support.command_line import Ran, Runner, Workplace, make_workplace
-
-
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
-    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
-    return make_workplace(tmp_path)
+from support.command_line import Runner, Workplace
 
 
 @pytest.fixture
@@ -40,11 +33,6 @@ def stored_plan(work: Workplace, run: Runner, *options: object) -> Path:
     path = work.root / "plan.json"
     assert run("plan", work.recipe, "--budget", "50%", "-o", path, *options).exit_code == 0
     return path
-
-
-def codes(ran: Ran) -> list[str]:
-    """Codes of all problems told on standard error."""
-    return re.findall(r"\[([a-z._-]+)\]$", ran.err, re.MULTILINE)
 
 
 # --- plan ---
@@ -81,7 +69,7 @@ def test_plan__only_another_plan_is_replaced(work: Workplace, run: Runner) -> No
     assert path.read_bytes() != first
     path.write_text("notes")
     ran = run("plan", work.recipe, "--budget", "50%", "-o", path)
-    assert (ran.exit_code, codes(ran)) == (7, ["output.not-ours"])
+    assert (ran.exit_code, ran.codes) == (7, ["output.not-ours"])
     assert path.read_text() == "notes"
 
 

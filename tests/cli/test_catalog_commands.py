@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.cli.printing import REPORT_FORMAT
-from support.command_line import Ran, Runner, Workplace, make_workplace
+from support.command_line import Runner, Workplace
 
 NEEDING = [
     ("analyze", "family/base", "family/expert-1", "--quiet"),
@@ -30,22 +29,11 @@ NEEDING = [
 
 
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
-    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    return make_workplace(tmp_path)
-
-
-@pytest.fixture
 def catalog(work: Workplace, run: Runner) -> Path:
     """The file of a catalog that knows one snapshot."""
     assert run("analyze", work.family.base, *work.family.experts, "-q").exit_code == 0
     assert run("merge", work.recipe, work.out, "-q").exit_code == 0
     return work.root / "home" / CATALOG_NAME
-
-
-def codes(ran: Ran) -> list[str]:
-    return re.findall(r"\[([a-z._-]+)\]$", ran.err, re.MULTILINE)
 
 
 def sid_of(out: Path) -> str:
@@ -114,7 +102,7 @@ def test_lineage__down_shows_what_was_made_from_a_snapshot(work: Workplace, run:
 def test_lineage__of_a_snapshot_that_is_not_recorded_says_what_to_do(work: Workplace, run: Runner) -> None:
     run("merge", work.recipe, work.out, "-q", "--no-catalog")
     ran = run("lineage", work.out)
-    assert (ran.exit_code, codes(ran)) == (3, ["snapshot.not-found"])
+    assert (ran.exit_code, ran.codes) == (3, ["snapshot.not-found"])
     assert f"mergepipe catalog rebuild {work.out}" in ran.err
     assert run("catalog", "rebuild", work.out).exit_code == 0
     assert run("lineage", work.out).exit_code == 0
@@ -157,7 +145,7 @@ def test_commands__that_need_the_catalog_say_what_is_wrong_with_it_and_leave_it_
     with held(path) if code == "catalog.locked" else nullcontext():
         for command in NEEDING:
             ran = run(*command)
-            assert (ran.exit_code, codes(ran)) == (exit_code, [code])
+            assert (ran.exit_code, ran.codes) == (exit_code, [code])
             assert ("mergepipe catalog rebuild" in ran.err) == (code == "catalog.damaged")
     if code != "catalog.locked":
         assert path.read_bytes() == before

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.command_line import Ran, Runner, Workplace, make_workplace
+from support.command_line import Runner, Workplace
 
 LOSS = """
 import json, pathlib, sys
@@ -22,22 +22,14 @@ print(f"evaluated 12 windows in model-2: loss {3 - share:.9e}")
 """
 
 
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
-    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    work = make_workplace(tmp_path)
-    (tmp_path / "loss of a model.py").write_text(LOSS)
-    return work
+@pytest.fixture(autouse=True)
+def _loss(work: Workplace) -> None:
+    (work.root / "loss of a model.py").write_text(LOSS)
 
 
 PYTHON = f"'{sys.executable}'"
 COMMAND = f"{PYTHON} 'loss of a model.py'"
 SAMPLE = ("--select", "sample", "--block-elements", "16384")
-
-
-def codes(ran: Ran) -> list[str]:
-    return re.findall(r"\[([a-z._-]+)\]$", ran.err, re.MULTILINE)
 
 
 def test_sweep__tells_the_loss_of_each_budget_and_no_distance_of_samples(work: Workplace, run: Runner) -> None:
@@ -91,7 +83,7 @@ def test_merge__to_a_target_loss_publishes_the_first_budget_that_meets_it(work: 
 def test_merge__to_a_loss_that_no_budget_meets_publishes_nothing(work: Workplace, run: Runner) -> None:
     before = work.names()
     ran = run("merge", work.recipe, work.out, *SAMPLE, "--target-loss", "1.5", "--evaluate", COMMAND, "-q")
-    assert (ran.exit_code, codes(ran)) == (10, ["evaluate.target"])
+    assert (ran.exit_code, ran.codes) == (10, ["evaluate.target"])
     assert re.search(r"5%: 2\.\d+ \(.* read\); .*100%: 2 \(", ran.err)
     assert not work.out.exists()
     assert {name for name in work.names() - before if not name.startswith(".")} == {"home"}
@@ -117,7 +109,7 @@ def test_evaluate__a_command_that_gives_no_loss_is_refused(
 ) -> None:
     options = ("--budgets", "50%") if call == "sweep" else (work.out, "--target-loss", "3")
     ran = run(call, work.recipe, *options, *SAMPLE, "--evaluate", command, "-q")
-    assert (ran.exit_code, codes(ran)[0]) == (2, "evaluate.failed")
+    assert (ran.exit_code, ran.codes[0]) == (2, "evaluate.failed")
     assert message in ran.err
     assert not work.out.exists()
 

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import mergepipe
-from support.command_line import Runner, Workplace, make_workplace
-
-
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
-    return make_workplace(tmp_path)
+from support.command_line import Runner, Workplace
 
 
 def test_errors_about_models__name_the_line_of_the_recipe_and_a_tidy_path(work: Workplace, run: Runner) -> None:

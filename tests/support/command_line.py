@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -61,6 +62,11 @@ class Ran:
     @property
     def error_lines(self) -> list[str]:
         return self.err.splitlines()
+
+    @property
+    def codes(self) -> list[str]:
+        """Codes of all problems told on standard error."""
+        return re.findall(r"\[([a-z._-]+)\]$", self.err, re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
