@@ -39,7 +39,8 @@ MIN_PREFIX_DIGITS: Final = 4
 
 
 class Catalog:
-    """An open catalog; a context manager. One object may be used by many threads, one file by many processes.
+    """An open catalog, the file at `path`; a context manager. One object may be used by many threads, one file by
+    many processes.
 
     Every call is one transaction. In addition to the errors listed, all methods raise those of `open` when the file is
     locked, damaged or inaccessible.

@@ -7,7 +7,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,9 +146,11 @@ def _analyze(
     tensors = (tensor for checkpoint in checkpoints for tensor in checkpoint.tensors.values())
     with open_files(store, files_of(tensors), checkpoints) as files:
         ids = [content_id(checkpoint, files) for checkpoint in checkpoints]
-        passing = _DigestTap(checkpoints, work.tasks, files, engine.memory_bytes)
-        analysis.run_analysis(work, files, store, engine, Observer(lambda _: report_progress(), gather, passing.tap))
-        checkpoints = passing.finish()
+        passing = _passing_digests(checkpoints, work.tasks, files, engine.memory_bytes)
+        tap = _tap_of(passing, work.tasks)
+        analysis.run_analysis(work, files, store, engine, Observer(lambda _: report_progress(), gather, tap))
+        digests = passing.finish()
+        checkpoints = tuple(_with_paths(checkpoint, digests) for checkpoint in checkpoints)
         check_unchanged(store, checkpoints)
     digested = [
         with_digests(checkpoint, read_digests(store, checkpoint, engine.threads, report_progress))
@@ -218,60 +220,45 @@ def _tasks(base: Checkpoint, subjects: Sequence[_Subject]) -> tuple[MergeTask, .
 # --- digests of what an analysis reads ---
 
 
-class _DigestTap:
-    """Takes the digests of checkpoints' files from what an analysis of `tasks` reads of them.
+def _passing_digests(
+    checkpoints: Sequence[Checkpoint],
+    tasks: Sequence[MergeTask],
+    files: Mapping[Location, RangeFile],
+    memory_bytes: int,
+) -> PassingDigests:
+    """Return what takes the digests of checkpoints' files from what an analysis of `tasks` reads of them.
 
     Only files of plain tensors, all but an eighth of whose bytes the tasks read, take part. Memory: an eighth of
     `memory_bytes`, at most 256 MiB.
     """
+    sources = [source for task in tasks for source in (task.base, *task.experts)]
+    shown = [source for source in sources if isinstance(source, TensorEntry)]
+    read: dict[Location, set[tuple[int, int]]] = defaultdict(set)
+    for entry in shown:
+        read[entry.file].add((entry.offset, entry.nbytes))
+    unknown = [c.root / file.name for c in checkpoints for file in c.files if file.sha256 is None]
+    wanted = {
+        path: files[path]
+        for path in unknown
+        if path in files
+        and sum(nbytes for _, nbytes in read[path]) >= files[path].size_bytes * (1 - MOST_READ_AGAIN_FRACTION)
+    }
+    return PassingDigests(wanted, shown, min(WAITING_BYTES, memory_bytes // 8))
 
-    def __init__(
-        self,
-        checkpoints: Sequence[Checkpoint],
-        tasks: Sequence[MergeTask],
-        files: Mapping[Location, RangeFile],
-        memory_bytes: int,
-    ) -> None:
-        self._checkpoints = checkpoints
-        self._tensors = frozenset(task.name for task in tasks)
-        sources = [source for task in tasks for source in (task.base, *task.experts)]
-        shown = [source for source in sources if isinstance(source, TensorEntry)]
-        wanted = {path: file for path, file in _unknown_files(checkpoints, files) if _passes_by(file, path, shown)}
-        self._digests = PassingDigests(wanted, shown, min(WAITING_BYTES, memory_bytes // 8))
 
-    @property
-    def tap(self) -> Tap:
-        """The tap that shows what the analysis reads."""
-        return Tap(self._tensors, self._look)
+def _tap_of(digests: PassingDigests, tasks: Sequence[MergeTask]) -> Tap:
+    """Return the tap that shows what an analysis reads."""
 
-    def _look(self, task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> None:
+    def look(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> None:
         sources: list[tuple[Source, int]] = [(task.base, piece.base_offset)]
         sources += [(task.experts[e], at) for e, at in zip(piece.run.present, piece.expert_offsets, strict=True)]
         span = piece.run.span
         for source, at in sources:
             if isinstance(source, TensorEntry):
                 size = source.dtype.itemsize
-                self._digests.show(source, span.start * size, buffer[at : at + span.n_elements * size])
+                digests.show(source, span.start * size, buffer[at : at + span.n_elements * size])
 
-    def finish(self) -> tuple[Checkpoint, ...]:
-        """Return the checkpoints with the digests of their files."""
-        digests = self._digests.finish()
-        return tuple(_with_paths(checkpoint, digests) for checkpoint in self._checkpoints)
-
-
-def _unknown_files(
-    checkpoints: Sequence[Checkpoint], files: Mapping[Location, RangeFile]
-) -> Iterator[tuple[Location, RangeFile]]:
-    for checkpoint in checkpoints:
-        for file in checkpoint.files:
-            path = checkpoint.root / file.name
-            if file.sha256 is None and path in files:
-                yield path, files[path]
-
-
-def _passes_by(file: RangeFile, path: Location, shown: Sequence[TensorEntry]) -> bool:
-    read = {(entry.offset, entry.nbytes) for entry in shown if entry.file == path}
-    return sum(nbytes for _, nbytes in read) >= file.size_bytes * (1 - MOST_READ_AGAIN_FRACTION)
+    return Tap(frozenset(task.name for task in tasks), look)
 
 
 def _with_paths(checkpoint: Checkpoint, digests: Mapping[Location, str]) -> Checkpoint:
@@ -298,8 +285,9 @@ class PassingDigests:
         for entry in shown:
             if entry.nbytes and entry.file in ranges:
                 ranges[entry.file].add((entry.offset, entry.offset + entry.nbytes))
-        room = _Room(waiting_bytes)
-        self._digests = {path: _PassingDigest(files[path], sorted(ranges[path]), room) for path in files}
+        self._digests = {path: _PassingDigest(files[path], sorted(ranges[path]), self) for path in files}
+        self._left_bytes = waiting_bytes
+        self._lock = threading.Lock()
 
     def show(self, entry: TensorEntry, first: int, content: NDArray[np.uint8]) -> None:
         """Look at stored bytes of a tensor from its byte `first` on; they are copied where they have to wait."""
@@ -312,30 +300,22 @@ class PassingDigests:
         finished = {path: digest.finish() for path, digest in self._digests.items()}
         return {path: digest for path, digest in finished.items() if digest is not None}
 
-
-class _Room:
-    """Bytes left for what waits."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._left = nbytes
-        self._lock = threading.Lock()
-
     def take(self, nbytes: int) -> bool:
+        """Take room for bytes that wait; whether there is some."""
         with self._lock:
-            if nbytes > self._left:
-                return False
-            self._left -= nbytes
-            return True
+            is_room = nbytes <= self._left_bytes
+            self._left_bytes -= nbytes * is_room
+            return is_room
 
     def give_back(self, nbytes: int) -> None:
         with self._lock:
-            self._left += nbytes
+            self._left_bytes += nbytes
 
 
 class _PassingDigest:
     """The digest of one file; `shown` are the byte ranges that pass by, sorted."""
 
-    def __init__(self, file: RangeFile, shown: list[tuple[int, int]], room: _Room) -> None:
+    def __init__(self, file: RangeFile, shown: list[tuple[int, int]], room: PassingDigests) -> None:
         self._file = file
         self._shown = shown
         self._room = room

@@ -24,7 +24,7 @@ from mergepipe.snapshots.manifest import (
     relative_reference,
     with_changed_paths,
 )
-from mergepipe.snapshots.object_upload import HubUpload, ObjectContent, ObjectUpload, OutputContent
+from mergepipe.snapshots.object_upload import HubUpload, ObjectContent, ObjectUpload, OutputContent, Upload
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Digested, Store, files_below
 from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
@@ -119,7 +119,7 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
     return _Push(output, copy.sid, f"Merge by {copy.operator} (mergepipe {copy.version})")
 
 
-def _open_upload(destination: Location, push: _Push, options: PushOptions) -> ObjectUpload | HubUpload:
+def _open_upload(destination: Location, push: _Push, options: PushOptions) -> Upload:
     name = push.output.record_name
     if destination.scheme != HUB_SCHEME:
         return ObjectUpload(BucketFolder(destination), name)

@@ -69,7 +69,10 @@ def repair_snapshot(
             written = _apply(path, examination.layout, patches, staging.directory)
             written += _write_small(path, small, staging.directory)
             written += _mend_table(store, path, engine, staging.directory)
-        _check_mended(examine(store, Location.local(path), engine.threads, on_progress))
+        mended = examine(store, Location.local(path), engine.threads, on_progress)
+        if mended.damages:
+            left = (Problem("snapshot.damaged", str(path / d.file), d.message, _HINT) for d in mended.damages)
+            raise CorruptError(*left)
     return RepairReport(
         path=path,
         sid=examination.manifest.sid,
@@ -230,13 +233,3 @@ def _mend_table(store: Store, path: Path, engine: EngineOptions, staging: Path) 
         message = "the table of block digests cannot be made again"
         raise CorruptError.of("snapshot.unrepairable", path / record.name, message, _HINT)
     return _write_small(path, {record.name: content}, staging)
-
-
-def _check_mended(examination: Examination) -> None:
-    if examination.damages:
-        raise CorruptError(
-            *(
-                Problem("snapshot.damaged", str(examination.path / d.file), d.message, _HINT)
-                for d in examination.damages
-            )
-        )

@@ -201,23 +201,15 @@ def _joined(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _small_damages(store: Store, directory: Location, manifest: Manifest) -> Iterator[Damage]:
     for record in manifest.sidecars:
-        reason = _small_file_trouble(store, directory / record.name, record)
-        if reason:
-            yield _damage("small-file", record.name, 0, record.size_bytes, reason)
+        damage = damage_of(store, directory, record)
+        if damage is not None:
+            yield replace(damage, kind="small-file")
     names = dict.fromkeys(index_name(file.name) for file in manifest.files)
     for name in filter(None, names):
         if not manifest.sidecars or store.stat(directory / name) is not None:
             reason = _index_trouble(store, directory / name, manifest, name)
             if reason:
                 yield _damage("index", name, 0, 0, reason)
-
-
-def _small_file_trouble(store: Store, path: Location, record: Digested) -> str:
-    try:
-        digest = file_digest(store, path, record.size_bytes)
-    except MergePipeError as error:
-        return error.problems[0].message
-    return "" if digest == (record.size_bytes, record.blake3) else "is not what was written"
 
 
 def _index_trouble(store: Store, path: Location, manifest: Manifest, name: str) -> str:

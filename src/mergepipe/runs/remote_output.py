@@ -20,7 +20,7 @@ from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.engine.work import OutputPlan
 from mergepipe.runs.progress import MergeProgress
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
-from mergepipe.snapshots.object_upload import HubUpload, ObjectUpload, check_apart
+from mergepipe.snapshots.object_upload import HubUpload, ObjectUpload, Upload, check_apart
 from mergepipe.snapshots.shards import INDEX_NAME, TensorDigest, file_digest_of
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned
@@ -47,7 +47,7 @@ class RemoteOutput:
         """Refuse a place in or around one of the `inputs`; makes no request. `force` replaces an output of the Hub."""
         check_apart(location, [checkpoint.root for checkpoint in inputs])
         self._stop = threading.Event()
-        self._upload: HubUpload | ObjectUpload
+        self._upload: Upload
         if location.scheme == HUB_SCHEME:
             self._upload = HubUpload(location, force=force)
         else:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import mergepipe
 from mergepipe.checkpoints.directory import STORE_HEADER_NAME
@@ -113,14 +113,6 @@ class OutputContent:
         upload.commit(self.record, self.sizes_bytes)
 
 
-class Upload(Protocol):
-    """An output on its way to a bucket (`ObjectUpload`) or to the Hub (`HubUpload`)."""
-
-    def send(self, name: str, content: bytes | Path, digest: str) -> str: ...
-
-    def commit(self, record: bytes, sizes: Mapping[str, int]) -> None: ...
-
-
 class ObjectUpload:
     """One upload to a prefix, complete with the object `record_name`. A context manager: left without `commit`, nothing
     is visible.
@@ -138,10 +130,6 @@ class ObjectUpload:
         self._marker = _Marker(uuid.uuid4().hex, this_process(), record_name)
         self.sent_bytes = 0
         self.kept_bytes = 0
-
-    @property
-    def folder(self) -> BucketFolder:
-        return self._folder
 
     def __enter__(self) -> ObjectUpload:
         """Claim the prefix."""
@@ -338,15 +326,12 @@ def _take_over(folder: BucketFolder, marker: _Marker, silence_seconds: float) ->
     if earlier is None:
         message = f"its {MARKER_NAME} is no record of an upload"
         raise OutputError.of("output.not-ours", folder.location, message, "choose another prefix, or remove it")
-    if earlier.may_be_alive(_silent_seconds(_within_one(folder)), silence_seconds):
+    listing, now = folder.list_all(), datetime.now(UTC)
+    silent_seconds = min((age_seconds(listing[name], now) for name in _own_names(listing)), default=0.0)
+    if earlier.may_be_alive(silent_seconds, silence_seconds):
         raise _busy(folder, str(earlier.owner))
     if not folder.exchange(MARKER_NAME, marker.to_record(), facts):
         raise _busy(folder, "another process")
-
-
-def _within_one(folder: BucketFolder) -> Mapping[str, ObjectFacts]:
-    listing = folder.list_all()
-    return {name: listing[name] for name in _own_names(listing)}
 
 
 def _busy(folder: BucketFolder, who: str) -> MergePipeError:
@@ -381,11 +366,6 @@ def _is_ours(folder: BucketFolder, name: str) -> bool:
         return True
     facts = folder.look(name)
     return facts is not None and bool(facts.digest)
-
-
-def _silent_seconds(listing: Mapping[str, ObjectFacts]) -> float:
-    now = datetime.now(UTC)
-    return min((age_seconds(facts, now) for facts in listing.values()), default=0.0)
 
 
 # --- the Hub: what the commit of an earlier output holds is replaced, and nothing of other origin is ---
@@ -492,7 +472,11 @@ class HubUpload:
         return listed & names
 
 
-def open_upload(location: Location, *, force: bool, message: str = "") -> ObjectUpload | HubUpload:
+Upload: TypeAlias = ObjectUpload | HubUpload
+"""An output on its way to a bucket or to the Hub."""
+
+
+def open_upload(location: Location, *, force: bool, message: str = "") -> Upload:
     """Open the upload of a snapshot or composite to a bucket or to the Hub; `force` has a meaning for the Hub alone."""
     if location.scheme == HUB_SCHEME:
         return HubUpload(location, force=force, message=message)
