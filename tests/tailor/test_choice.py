@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 
 from mergepipe.errors import LimitError, RecipeError
 from mergepipe.tailor.saving.frameworks import SingleRank
-from mergepipe.tailor.saving.unit_choice import (
-    ChangeTracker,
-    LatestChanged,
-    Schedule,
-    Strategy,
-    choose_units,
-)
+from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Schedule, Strategy, choose_units
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
 from support.engine_views import known_view
 from support.training_trees import known_states

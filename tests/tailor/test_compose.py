@@ -15,17 +15,7 @@ from sys import modules
 from typing import Any
 
 import pytest
-from composing import (
-    FORMATS,
-    FULL,
-    SHARED_STEPS,
-    Pair,
-    checkpoint_at,
-    hidden,
-    make_pair,
-    tree,
-    wrong_values,
-)
+from composing import FORMATS, FULL, SHARED_STEPS, Pair, checkpoint_at, hidden, make_pair, tree, wrong_values
 
 from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.errors import (

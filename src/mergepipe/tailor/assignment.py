@@ -14,15 +14,7 @@ from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredSt
 from mergepipe.tailor.formats.pickle_node import PicklePath
 from mergepipe.tailor.formats.weights import WEIGHTS_FORMAT
 from mergepipe.tailor.recipes import CompositionRecipe, ExactName, NumberedUnit, Take
-from mergepipe.tailor.selection import (
-    EMBED,
-    LM_HEAD,
-    NORM,
-    ModelUnits,
-    Selector,
-    Unit,
-    select_parameters,
-)
+from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, ModelUnits, Selector, Unit, select_parameters
 
 # --- assign each parameter to a source checkpoint, by the recipe and the opened sources. Pure ---
 

@@ -12,14 +12,7 @@ import mergepipe
 from mergepipe.checkpoints.directory import find_sidecars, list_names, open_checkpoint, parse_config
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DType, DTypeKind, Span
-from mergepipe.errors import (
-    CorruptError,
-    LimitError,
-    NotFoundError,
-    RecipeError,
-    invalid_option,
-    mismatched,
-)
+from mergepipe.errors import CorruptError, LimitError, NotFoundError, RecipeError, invalid_option, mismatched
 from mergepipe.options import TailorOptions
 from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths

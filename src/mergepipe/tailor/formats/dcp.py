@@ -14,12 +14,7 @@ from mergepipe.checkpoints.inert_values import TORCH_DTYPES, PickledTensor, Reco
 from mergepipe.checkpoints.torch_file import Window, read_torch_zip, read_zip_directory
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import (
-    NotFoundError,
-    damaged,
-    mismatched,
-    unsupported,
-)
+from mergepipe.errors import NotFoundError, damaged, mismatched, unsupported
 from mergepipe.storage.contract import PICKLE_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import Size

@@ -20,11 +20,7 @@ from mergepipe.errors import damaged, mismatched, unsupported
 from mergepipe.storage.contract import TRAINER_JSON_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import WEIGHT, AdamStep, Framework, StoredState, TrainingCheckpoint
-from mergepipe.tailor.formats.contract import (
-    TrainingFormat,
-    read_counter,
-    refuse_foreign_states,
-)
+from mergepipe.tailor.formats.contract import TrainingFormat, read_counter, refuse_foreign_states
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.selection import model_units
 

@@ -9,12 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import Span, element_count
-from mergepipe.errors import (
-    NotFoundError,
-    damaged,
-    mismatched,
-    unsupported,
-)
+from mergepipe.errors import NotFoundError, damaged, mismatched, unsupported
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG, WEIGHT, AdamStep, Piece, StoredState, TrainingCheckpoint
