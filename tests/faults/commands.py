@@ -13,14 +13,17 @@ from functools import partial
 from pathlib import Path
 
 import mergepipe
+from mergepipe import tailor
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PackReport, PartReport
 from mergepipe.runs import progress
 from mergepipe.snapshots import work_log
 from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.tailor.composition import CompositionReport
 from support.bucket_outputs import files_below
 from support.families import TINY, write_family
+from support.training_trees import decay_groups, decoder_shapes, known_states, write_hf, write_zero12
 
 SHARD_BYTES = 30_000
 RECIPE = """\
@@ -31,7 +34,7 @@ models:
 - {{model: family/expert-2, parameters: {{weight: 0.4}}}}
 dtype: bfloat16
 """
-Report = MergeReport | PackReport | PartReport
+Report = MergeReport | PackReport | PartReport | CompositionReport | bool
 Outputs = dict[str, dict[str, bytes]]
 
 
@@ -70,6 +73,8 @@ def is_resumed(report: Report) -> bool:
             return any(expert.resumed_bytes for expert in report.experts)
         case PartReport():
             return len(report.made_shards) < report.n_shards
+        case CompositionReport() | bool():
+            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +199,29 @@ def part_command(root: Path, *, budget: str | None = None, is_packed: bool = Fal
     return Command(root, run, {}, most_bytes=plan.planned_bytes)
 
 
+def compose_command(root: Path) -> Command:
+    """A composition of two DeepSpeed checkpoints, compared with them."""
+    for step in (7, 9):
+        known = known_states(decoder_shapes(), seed=step, step=step)
+        write_zero12(root / "family" / f"at-{step}", known, decay_groups(known.shapes), 3)
+    (root / "recipe.yml").write_text("default: family/at-9\ntake: [{from: family/at-7, units: [layers even, embed]}]\n")
+    run = partial(tailor.compose, root / "recipe.yml", root / "results/out", self_check="full")
+    return Command(root, run, {})
+
+
+def fold_command(root: Path) -> Command:
+    """A checkpoint that is folded into a running average, which is replaced."""
+    for step in (3, 5):
+        write_hf(root / "family" / f"at-{step}", known_states(decoder_shapes(), seed=step, step=step))
+
+    def fold(out: Path, step: int) -> bool:
+        with tailor.Averager(out) as averager:
+            return averager.fold(root / "family" / f"at-{step}").result()
+
+    fold(root / "old/out", 3)
+    return Command(root, partial(fold, root / "results/out", 5), {}, old=root / "old")
+
+
 COMMANDS: dict[str, Callable[[Path], Command]] = {
     "merge": merge_command,
     "merge of ties": lambda root: merge_command(root, "ties"),
@@ -203,6 +231,8 @@ COMMANDS: dict[str, Callable[[Path], Command]] = {
     "merge of one file": lambda root: merge_command(root, name="out.safetensors"),
     "merge --force of one file": lambda root: merge_command(root, force=True, name="out.safetensors"),
     "pack": pack_command,
+    "compose": compose_command,
+    "fold": fold_command,
     "part": lambda root: part_command(root, is_packed=True),
     "part --budget": lambda root: part_command(root, budget="60%"),
 }

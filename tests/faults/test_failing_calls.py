@@ -68,6 +68,9 @@ CALLS = [
     ("merge of ties", os, "mkdir", (errno.EACCES,), False, True),
     ("merge of ties", os, "open", (errno.EMFILE,), False, True),
     ("merge of ties", owned, "renameat2", (errno.EIO,), False, False),
+    *(("compose", os, name, (errno.EIO,), False, False) for name in ("preadv", "pread", "fsync", "ftruncate")),
+    *(("compose", os, name, (errno.ENOSPC,), False, False) for name in ("pwrite", "posix_fallocate")),
+    ("compose", owned, "renameat2", (errno.EIO,), False, False),
     *(("pack", os, name, EITHER, False, True) for name in ("write", "fsync", "open", "preadv", "mkdir")),
 ]
 FEW = 9  # the fast form looks at about so many calls of each function, the slow one at every

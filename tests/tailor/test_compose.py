@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -25,14 +24,11 @@ from mergepipe.errors import (
     MismatchError,
     NotFoundError,
     OutputError,
-    PublishedError,
     RecipeError,
-    StorageError,
 )
 from mergepipe.options import ComposeOptions
 from mergepipe.snapshots.manifest import StepPolicy
 from mergepipe.snapshots.staging import staging_directory
-from mergepipe.storage import owned
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework, Packing
@@ -44,7 +40,7 @@ from mergepipe.tailor.formats.verl import VERL_FORMAT
 from mergepipe.tailor.saving.frameworks import EngineView
 from mergepipe.tailor.selection import EMBED, layer
 from support.engine_views import write_partial
-from support.faults import Fault, open_descriptors, replaced, short_reads, short_writes, system_error, worker_threads
+from support.faults import replaced, short_reads, short_writes, worker_threads
 from support.stores import MetadataStore
 from support.torch_bytes import Member, zip_bytes
 from support.training_trees import KnownStates, decoder_shapes, known_states, write_hf, write_zero3, write_zero12
@@ -331,42 +327,6 @@ def test_compose__touches_nothing_that_is_not_its_own(zero2: Pair) -> None:
 
 
 # --- failures
-
-CALLS: list[tuple[object, str, int]] = [
-    (os, "preadv", errno.EIO), (os, "pread", errno.EIO), (os, "pwrite", errno.ENOSPC), (os, "fsync", errno.EIO),
-    (os, "posix_fallocate", errno.ENOSPC), (os, "ftruncate", errno.EIO), (owned, "renameat2", errno.EIO),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("owner", "name", "number"), CALLS, ids=[c[1] for c in CALLS])
-def test_compose__survives_a_failure_of_any_call(zero2: Pair, owner: object, name: str, number: int) -> None:
-    counter = Fault()
-    with replaced(owner, name, counter.wrap):
-        zero2.compose(PARITY)
-    shutil.rmtree(zero2.out)
-    before = tree(zero2.folder / "old") | tree(zero2.folder / "new")
-    step = max(1, counter.calls // 25)
-    failures = 0
-    for at in [*range(0, counter.calls, step), counter.calls - 1]:
-        descriptors = open_descriptors()
-        fault = Fault(at, system_error(number))
-        published = False
-        with replaced(owner, name, fault.wrap):
-            try:
-                zero2.compose(PARITY)
-                published = True
-            except (StorageError, PublishedError):
-                failures += 1
-        assert fault.fired
-        if zero2.out.exists():  # it came after the output had appeared, or was got over: then that is whole
-            assert wrong_values(zero2.out, zero2, [n for n in zero2.old.shapes if from_old(n)]) == []
-            shutil.rmtree(zero2.out)
-        else:
-            assert not published
-        assert (hidden(zero2.folder), worker_threads(2)) == ([], [])
-        assert open_descriptors() <= descriptors
-    assert failures > 0
-    assert tree(zero2.folder / "old") | tree(zero2.folder / "new") == before
 
 
 def test_compose__is_the_same_with_short_reads_and_writes(pair: Pair) -> None:

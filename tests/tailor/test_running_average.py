@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -102,40 +99,6 @@ def test_averager__record_makes_the_same_average_again(tmp_path: Path) -> None:
     tailor.compose(recipe, tmp_path / "again")
     for name, array in arrays_of(tmp_path / "again").items():
         np.testing.assert_allclose(arrays_of(tmp_path / "out")[name], array, rtol=0, atol=5 * 8 * 2.0**-24)
-
-
-KILLED = """
-import os, signal, sys
-from mergepipe.snapshots.staging import Staging
-from mergepipe.tailor import Averager, composition
-place, out, *checkpoints = sys.argv[1:]
-def kill(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-publish = Staging.publish
-with Averager(out) as averager:
-    averager.fold(checkpoints[0]).result()
-    if place == "writing":
-        composition._Run._advance = kill
-    elif place == "written":
-        Staging.publish = kill
-    else:
-        Staging.publish = lambda staging: (publish(staging), kill())
-    averager.fold(checkpoints[1])
-"""
-
-
-@pytest.mark.parametrize(("place", "steps"), [("writing", (3,)), ("written", (3,)), ("published", (3, 5))])
-def test_averager__killed_in_a_fold_is_whole_and_goes_on(tmp_path: Path, place: str, steps: tuple[int, ...]) -> None:
-    paths = run_of(tmp_path)
-    command = [sys.executable, "-c", KILLED, place, str(tmp_path / "out"), *map(str, paths[:2])]
-    assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
-    assert folded_steps(tmp_path / "out") == steps
-    assert mergepipe.verify(tmp_path / "out").damages == ()
-    with Averager(tmp_path / "out") as averager:
-        for path in paths[:3]:
-            averager.fold(path)
-    assert (folded_steps(tmp_path / "out"), hidden(tmp_path)) == (STEPS[:3], [])
-    assert_average_of(tmp_path / "out", paths[:3], tmp_path / "reference")
 
 
 def test_averager__refuses_what_is_no_part_of_the_average_and_leaves_it(tmp_path: Path) -> None:
