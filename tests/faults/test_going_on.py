@@ -160,11 +160,20 @@ def test_merge__of_two_to_one_place_one_wins(job: Command) -> None:
 # --- under a budget ---
 
 
+def is_of_expert(descriptor: int, offset: int) -> bool:
+    """Whether a read is of tensors of an expert, behind the header of the file."""
+    path = Path(f"/proc/self/fd/{descriptor}").readlink()
+    if "/expert-" not in str(path):
+        return False
+    with path.open("rb") as stream:
+        return offset >= 8 + int.from_bytes(stream.read(8), "little")
+
+
 def counted(total: mmap.mmap, preadv: Callable[..., int]) -> Callable[..., int]:
     """`os.preadv` that adds what is asked of files of experts to a counter that other processes see."""
 
     def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        if "/expert-" in str(Path(f"/proc/self/fd/{descriptor}").readlink()) and offset >= 0:
+        if is_of_expert(descriptor, offset):
             (before,) = struct.unpack("<Q", total[:8])
             total[:8] = struct.pack("<Q", before + sum(map(len, buffers)))
         return preadv(descriptor, buffers, offset)
@@ -177,8 +186,7 @@ def failing_on_experts(fault: Fault, preadv: Callable[..., int]) -> Callable[...
     faulty = fault.wrap(preadv)
 
     def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        is_expert = "/expert-" in str(Path(f"/proc/self/fd/{descriptor}").readlink())
-        return int((faulty if is_expert else preadv)(descriptor, buffers, offset))
+        return int((faulty if is_of_expert(descriptor, offset) else preadv)(descriptor, buffers, offset))
 
     return read
 
