@@ -181,46 +181,24 @@ class MergeRun:
 
     def publish(self, before_publish: BeforePublish | None = None, made: MadeParts | None = None) -> MergeReport:
         """Write the output, and publish it; of one that is `made` already, no tensor is read."""
-        settings, plan, output, link = self._settings, self._plan, self._output, self._link
-        out = settings.out
-        check_target(out, [checkpoint.path for checkpoint in self._inputs.checkpoints], force=settings.force)
+        settings, link = self._settings, self._link
+        check_target(settings.out, [checkpoint.path for checkpoint in self._inputs.checkpoints], force=settings.force)
         remote = self._remote_output(is_made=made is not None)
-        weight_bytes = output.total_bytes if remote is None else remote.staged_bytes
-        small_files = PlannedFiles({}, (), ())
-        if not settings.file:
-            small_files = plan_small_files(self._inputs, self._store, settings.small_files)
-        elif settings.file.endswith(GGUF_SUFFIX):
-            from mergepipe.checkpoints.gguf_files import GGUFTarget
-
-            names = [task.name for task in output.tasks]
-            self._gguf = GGUFTarget.of(settings.file, planned_sidecars(self._inputs, self._store), names)
-            weight_bytes *= 2
-        sidecar_bytes = sum(map(len, small_files.contents.values())) + SIDECAR_MARGIN_BYTES
-        check_free_space(out, sidecar_bytes + (0 if made else weight_bytes))
-        if plan is not None:
-            is_remote = self._store.counts.requests > 0  # then retries may use what is left of the budget
-            self._store.ledger.expert_limit_bytes = max(plan.planned_bytes, plan.budget_bytes * is_remote)
+        weight_bytes = self._output.total_bytes if remote is None else remote.staged_bytes
+        small_files = self._planned_files(0 if made else weight_bytes)
+        self._limit_reads()
         self._tick("merge")  # from here on the caller may hold signals back until the next report
-        progress = made or MergeProgress(
-            run_key(self._inputs, plan, output, self._seed), output, plan, self._store.ledger, settings.resume,
-            is_strict=settings.strictness.strict,
-        )  # fmt: skip
-        is_sent = None if remote is None else remote.has
-        can_continue = partial(progress.can_continue, is_sent=is_sent)
+        progress = made or self._new_progress()
+        can_continue = partial(progress.can_continue, is_sent=None if remote is None else remote.has)
         with published_but(settings.place):
             with (
-                Staging(out, force=settings.force, can_continue=can_continue) as staging,
+                Staging(settings.out, force=settings.force, can_continue=can_continue) as staging,
                 progress.recorded(staging),
                 contextlib.nullcontext() if remote is None else remote.claimed(staging, progress),
             ):
                 link.notices.extend(progress.notices)
-                if plan is not None and settings.plan_key and not staging.is_continued:
-                    store_plan(staging.directory, settings.plan_key, plan)
-                if progress.done:
-                    self._earlier_bytes = self._store.ledger.total_bytes()
-                    self._tick("merge", (f"resuming at {progress.durable_share:.0%}",))
-                if made is None and (cost := spectral_cost(output.tasks)):
-                    self._tick("merge", (cost,))
+                if made is None:
+                    self._begin(staging, progress)
                 digests, content_ids = self._make_tensors(staging.path, remote or progress, made)
                 manifest = self._write_small_files(staging, small_files, digests, content_ids, progress)
                 link.notices.extend(progress.excess_notices())
@@ -231,12 +209,47 @@ class MergeRun:
                 else:
                     remote.publish(manifest)
             if remote is None:
-                link.use(
-                    lambda catalog: catalog.record_snapshot(
-                        manifest, record_folder(out).absolute(), created=datetime.now(UTC)
-                    )
-                )
+                folder = record_folder(settings.out).absolute()
+                link.use(lambda catalog: catalog.record_snapshot(manifest, folder, created=datetime.now(UTC)))
             return self._report(manifest, progress)
+
+    def _planned_files(self, weight_bytes: int) -> PlannedFiles:
+        """Plan the small files, or the one of another format; there has to be room for them and the weights."""
+        planned = PlannedFiles({}, (), ())
+        if not self._settings.file:
+            planned = plan_small_files(self._inputs, self._store, self._settings.small_files)
+        elif self._settings.file.endswith(GGUF_SUFFIX):
+            from mergepipe.checkpoints.gguf_files import GGUFTarget
+
+            names = [task.name for task in self._output.tasks]
+            self._gguf = GGUFTarget.of(self._settings.file, planned_sidecars(self._inputs, self._store), names)
+            weight_bytes *= 2
+        small_bytes = sum(map(len, planned.contents.values())) + SIDECAR_MARGIN_BYTES
+        check_free_space(self._settings.out, small_bytes + weight_bytes)
+        return planned
+
+    def _limit_reads(self) -> None:
+        """Hold the run to its plan; retries may use what is left of the budget."""
+        if self._plan is not None:
+            is_remote = self._store.counts.requests > 0
+            most_bytes = max(self._plan.planned_bytes, self._plan.budget_bytes * is_remote)
+            self._store.ledger.expert_limit_bytes = most_bytes
+
+    def _new_progress(self) -> MergeProgress:
+        settings, key = self._settings, run_key(self._inputs, self._plan, self._output, self._seed)
+        return MergeProgress(
+            key, self._output, self._plan, self._store.ledger, settings.resume, is_strict=settings.strictness.strict
+        )
+
+    def _begin(self, staging: Staging, progress: MergeProgress) -> None:
+        """Keep the plan for who resumes this run, and tell what it goes on from and what takes long."""
+        if self._plan is not None and self._settings.plan_key and not staging.is_continued:
+            store_plan(staging.directory, self._settings.plan_key, self._plan)
+        if progress.done:
+            self._earlier_bytes = self._store.ledger.total_bytes()
+            self._tick("merge", (f"resuming at {progress.durable_share:.0%}",))
+        if cost := spectral_cost(self._output.tasks):
+            self._tick("merge", (cost,))
 
     def _remote_output(self, *, is_made: bool) -> RemoteOutput | None:
         """Return what publishes in a bucket or on the Hub, if the output goes there."""
