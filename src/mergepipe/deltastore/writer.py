@@ -11,6 +11,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from mergepipe.core.records import decode
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import Codec, Piece
 from mergepipe.deltastore.index import (
@@ -246,18 +247,11 @@ def _progress(logged: LoggedWork) -> PackProgress | None:
         for record in logged.records:
             match record:
                 case {"kind": "unit", "durable": dict(part), "cuts": list(new_cuts)}:
-                    durable = _durable(part)
+                    durable = decode(DurableStore, part)
                     cuts.extend(None if cut is None else float(cut) for cut in new_cuts)
     except (ValueError, TypeError, LookupError, OverflowError):
         return None
     return None if durable is None else PackProgress(durable, tuple(cuts), logged)
-
-
-def _durable(part: Mapping[str, object]) -> DurableStore:
-    match part:
-        case {"n_rows": int(n_rows), "file_bytes": dict(file_bytes), "index_blake3": str(index_blake3)}:
-            return DurableStore(n_rows, {str(name): int(size) for name, size in file_bytes.items()}, index_blake3)
-    raise ValueError("not the durable part of a store")
 
 
 def _is_complete(content: Path, durable: DurableStore) -> bool:

@@ -124,15 +124,11 @@ def _skeleton(
     complete = [index for index, source in enumerate(opened) if not source.missing]
     if not complete:
         newest = max(opened, key=lambda source: source.step)
-        _refuse_incomplete(newest, findings)
+        more = f" and {len(newest.missing) - 1} more" if len(newest.missing) > 1 else ""
+        hint = "a composition needs one complete checkpoint of the run, as default or in state_from"
+        findings.add(MismatchError, "checkpoint.mismatch", str(newest.path), f"lacks {newest.missing[0]}{more}", hint)
         return 0
     return max(complete, key=lambda index: opened[index].step)
-
-
-def _refuse_incomplete(source: TrainingCheckpoint, findings: Findings) -> None:
-    more = f" and {len(source.missing) - 1} more" if len(source.missing) > 1 else ""
-    hint = "a composition needs one complete checkpoint of the run, as default or in state_from"
-    findings.add(MismatchError, "checkpoint.mismatch", str(source.path), f"lacks {source.missing[0]}{more}", hint)
 
 
 @dataclass(frozen=True, slots=True)

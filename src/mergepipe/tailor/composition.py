@@ -272,7 +272,6 @@ class _Run:
         self._on_progress = on_progress
         self._started = started
         self._done = 0
-        self._versions: dict[Location, tuple[int, str] | None] = {}
 
     def fill(self, directory: Path) -> CompositeManifest:
         """Write all files of the composite; return the manifest that was written."""
@@ -285,7 +284,7 @@ class _Run:
         for source in inputs:
             for file in source.files:
                 path = Location.parse(source.path) / file.name
-                if self._version(path) != self._versions[path]:
+                if self._version(path) != (file.size_bytes, file.version):
                     raise ConflictError.of("input.changed", path, "changed while it was being composed", "run again")
         manifest = self._manifest(inputs, written, checked)
         stored = manifest.without_paths(self._job.staged)
@@ -303,7 +302,6 @@ class _Run:
         for path in sorted({path for plan in self._plan.files for path in plan.source_files}):
             index = _owner(path, assignment)
             base = assignment.sources[index].path
-            self._versions[path] = self._version(path)
             by_source.setdefault(index, []).append(_identify(self._store, base, path))
         return tuple(
             CompositeInput(str(source.path), source.step, "skeleton" if index == assignment.skeleton_index else "part",

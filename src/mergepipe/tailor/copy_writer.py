@@ -269,7 +269,8 @@ def _part(part: Part, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes
     segment = part.segment
     if isinstance(segment, CopyRange):
         stop = segment.offset + segment.nbytes
-        return read_exact(files[segment.file], segment.offset, stop, _purpose(segment), room)
+        purpose = Purpose.BASE if segment.is_skeleton else Purpose.EXPERT
+        return read_exact(files[segment.file], segment.offset, stop, purpose, room)
     if isinstance(segment, AverageRange):
         return _average(segment, room, files)
     return np.frombuffer(bytearray(segment.content), np.uint8)
@@ -326,10 +327,6 @@ def _averaging(weights: tuple[float, ...]) -> BlockFunction:
     first, *others = ({"weight": weight} for weight in weights)
     inputs = OperatorInput({"normalize": True}, first, tuple(others), 1, (0,) * len(others))
     return operator_named("linear").block_function(inputs, NOTHING_REDUCED)
-
-
-def _purpose(segment: CopyRange) -> Purpose:
-    return Purpose.BASE if segment.is_skeleton else Purpose.EXPERT
 
 
 class ChecksumRenewal:

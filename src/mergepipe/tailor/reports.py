@@ -94,12 +94,8 @@ class InspectReport(Displayed):
 
 
 def inspect_checkpoints(store: Store, paths: Sequence[Location]) -> InspectReport:
-    """Open every path and report; reads structure and step counters only."""
-    return report_on([open_training_checkpoint(store, path) for path in paths])
-
-
-def report_on(checkpoints: Sequence[TrainingCheckpoint]) -> InspectReport:
-    """Report on opened checkpoints; the first is what the others are compared with."""
+    """Open every path and report, compared with the first; reads structure and step counters only."""
+    checkpoints = [open_training_checkpoint(store, path) for path in paths]
     reasons = tuple(reason for other in checkpoints[1:] for reason in differences(checkpoints[0], other))
     return InspectReport(tuple(_report(c) for c in checkpoints), not reasons, reasons)
 
