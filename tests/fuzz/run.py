@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import tempfile
@@ -12,29 +11,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support.fuzz_targets import all_targets
-from support.fuzzing import Failure, Tally, Target, fuzz, total
+from support.fuzzing import Failure, Tally, fuzz
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-LEAST_INPUTS = 200
-FIRST_INPUTS = 300
 
 
 def main(arguments: Sequence[str]) -> int:
     """Fuzz; the exit code is 1 if anything but typed errors came of it."""
     options = _options(arguments)
     started = time.monotonic()
-    deadline = started + 60 * options.minutes
     with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder:
         chosen = [t for t in all_targets(Path(folder), GOLDEN) if not options.only or t.name in options.only]
         if not chosen:
             print(f"no target is called {', '.join(options.only)}", file=sys.stderr)
             return 2
-        tallies = _fuzz_all(chosen, options.inputs, options.seed, deadline)
-    for tally in tallies:
-        print(_line(tally))
+        tallies = []
+        for left, target in zip(range(len(chosen), 0, -1), chosen, strict=True):
+            now = time.monotonic()  # all get the same time, and what others leave of theirs
+            deadline = now + (started + 60 * options.minutes - now) / left
+            tallies.append(fuzz(target, options.seed, -(-options.inputs // len(chosen)), deadline))
+            print(_line(tallies[-1]), flush=True)
     seconds = time.monotonic() - started
     failures = [failure for tally in tallies for failure in tally.failures]
-    print(f"{total(tallies)} inputs, seed {options.seed}, {seconds:.0f} s, {len(failures)} failures")
+    inputs = sum(tally.inputs for tally in tallies)
+    print(f"{inputs} inputs, seed {options.seed}, {seconds:.0f} s, {len(failures)} failures")
     for failure in failures:
         _keep(failure, Path(options.failures))
     return 1 if failures else 0
@@ -56,24 +56,10 @@ def _fast_folder() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def _fuzz_all(targets: Sequence[Target], n_inputs: int, seed: int, deadline: float) -> list[Tally]:
-    """A first round tells how fast each is; the rest is dealt so that all take the same time."""
-    tallies = [fuzz(target, seed, FIRST_INPUTS, deadline) for target in targets]
-    rates = [tally.inputs / max(tally.seconds, 1e-6) for tally in tallies]
-    rest = max(0, n_inputs - total(tallies))
-    for index, target in enumerate(targets):
-        share = max(LEAST_INPUTS, math.ceil(rest * rates[index] / sum(rates))) if rest else 0
-        more = fuzz(target, seed + 1, share, deadline)
-        tallies[index] = tallies[index].plus(more)
-        print(_line(tallies[index]), file=sys.stderr, flush=True)
-    return tallies
-
-
 def _line(tally: Tally) -> str:
-    rate = tally.inputs / max(tally.seconds, 1e-6)
     return (
-        f"{tally.target:18} {tally.inputs:9} inputs {rate:8.0f}/s  read {tally.accepted:8}  refused {tally.refused:8} "
-        f"with {len(tally.codes):3} codes  grew {tally.grown_bytes / 2**20:6.1f} MiB  {len(tally.failures)} failures"
+        f"{tally.target:18} {tally.inputs:9} inputs  read {tally.accepted:8}  refused {tally.refused:8} "
+        f"with {len(tally.codes):3} codes  {len(tally.failures)} failures"
     )
 
 

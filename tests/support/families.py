@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mergepipe.core.blocks import BF16, F16, F32, F64, DType
+from mergepipe.core.blocks import BF16, DType
 from support.family_shapes import DEMO, QWEN3_0_6B, TINY, TINY_LLAMA, Architecture, FamilyShape, FamilyTensor
+from support.rounding import NUMPY_DTYPES
 
 __all__ = [
     "DEMO", "QWEN3_0_6B", "TINY", "TINY_LLAMA", "Architecture", "FamilyPaths", "FamilyShape", "FamilyTensor",
@@ -27,12 +27,6 @@ MAX_DELTA_STD = 1e-3
 _WEIGHT_STD = np.float32(0.02)
 _TILE_ELEMENTS = 64 * 1024
 _SIDECAR_BYTES = 64 * 1024  # generous room for config and tokenizer
-_STORED: dict[DType, np.dtype[np.generic]] = {
-    BF16: np.dtype("<u2"),
-    F16: np.dtype("<f2"),
-    F32: np.dtype("<f4"),
-    F64: np.dtype("<f8"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +125,6 @@ def _write_models(models: Sequence[_Model], threads: int) -> None:
 
 
 def _layout(shape: FamilyShape, dtype: DType, shard_bytes: int | None) -> _Layout:
-    if dtype not in _STORED:
-        raise ValueError(f"families cannot be written as {dtype.name}")
     groups = list(_cut(shape.tensors(), dtype.itemsize, shard_bytes))
     names = (
         ["model.safetensors"]
@@ -202,46 +194,28 @@ def _write_model(model: _Model) -> None:
         with (directory / shard.name).open("xb") as file:
             file.write(shard.header)
             if model.number == 0:
-                _write_base(file, shard, model)
+                _write_tensors(file, None, shard, model)
             else:
                 with (model.paths.base / shard.name).open("rb") as base:
                     base.seek(len(shard.header))
-                    _write_expert(file, base, shard, model)
+                    _write_tensors(file, base, shard, model)
     if model.layout.shards[0].name != "model.safetensors":
         (directory / "model.safetensors.index.json").write_text(_index(model.layout), encoding="utf-8")
     write_sidecars(directory, model.layout.shape, model.layout.dtype)
 
 
-def _write_base(file: BinaryIO, shard: _Shard, model: _Model) -> None:
-    codec = _Codec(model.layout.dtype)
-    for tensor in shard.tensors:
-        random = _generator(model.seed, 0, tensor.name)
-        for n_elements in _tiles(tensor.n_elements):
-            values_N = codec.values[:n_elements]
-            random.standard_normal(out=values_N, dtype=np.float32)
-            values_N *= _WEIGHT_STD
-            if tensor.is_norm:
-                values_N += np.float32(1)
-            file.write(codec.encode(n_elements))
-
-
-def _write_expert(file: BinaryIO, base: BinaryIO, shard: _Shard, model: _Model) -> None:
-    codec = _Codec(model.layout.dtype)
-    delta = np.empty(_TILE_ELEMENTS, np.float32)
+def _write_tensors(file: BinaryIO, base: BinaryIO | None, shard: _Shard, model: _Model) -> None:
+    stored = NUMPY_DTYPES[model.layout.dtype.name]
     for tensor in shard.tensors:
         random = _generator(model.seed, model.number, tensor.name)
-        std = np.float32(delta_std(model.seed, model.number, tensor.name))
+        std = _WEIGHT_STD if base is None else np.float32(delta_std(model.seed, model.number, tensor.name))
         for n_elements in _tiles(tensor.n_elements):
-            stored = base.read(n_elements * model.layout.dtype.itemsize)
-            if model.is_frozen(tensor):
-                file.write(stored)
-                continue
-            codec.decode(stored)
-            delta_N = delta[:n_elements]
-            random.standard_normal(out=delta_N, dtype=np.float32)
-            delta_N *= std
-            codec.values[:n_elements] += delta_N
-            file.write(codec.encode(n_elements))
+            raw = b"" if base is None else base.read(n_elements * stored.itemsize)
+            if not model.is_frozen(tensor):
+                values_N = std * random.standard_normal(n_elements, np.float32)
+                values_N += np.frombuffer(raw, stored).astype(np.float32) if raw else np.float32(tensor.is_norm)
+                raw = values_N.astype(stored).tobytes()
+            file.write(raw)
 
 
 def _tiles(n_elements: int) -> Iterator[int]:
@@ -252,44 +226,6 @@ def _tiles(n_elements: int) -> Iterator[int]:
 def _generator(seed: int, number: int, purpose: str) -> np.random.Generator:
     key = int.from_bytes(sha256(purpose.encode()).digest()[:8], "little")
     return np.random.Generator(np.random.SFC64([seed, number, key]))
-
-
-class _Codec:
-    """Converts one tile of finite values between float32 and the stored dtype.
-
-    bf16 is done on integers because the casts of ml_dtypes hold the interpreter lock, and two threads write.
-    """
-
-    def __init__(self, dtype: DType) -> None:
-        self.values: NDArray[np.float32] = np.empty(_TILE_ELEMENTS, np.float32)
-        self._stored = np.empty(_TILE_ELEMENTS, _STORED[dtype])
-        self._bits: NDArray[np.uint32] = np.empty(_TILE_ELEMENTS, np.uint32)
-        self._is_bf16 = dtype == BF16
-
-    def encode(self, n_elements: int) -> memoryview:
-        """Round `values[:n_elements]` to nearest even; the view is valid until the next call."""
-        values_N, stored_N, bits_N = self.values[:n_elements], self._stored[:n_elements], self._bits[:n_elements]
-        if self._is_bf16:
-            float_bits_N = values_N.view(np.uint32)
-            np.right_shift(float_bits_N, 16, out=bits_N)
-            bits_N &= np.uint32(1)
-            bits_N += np.uint32(0x7FFF)
-            bits_N += float_bits_N
-            bits_N >>= np.uint32(16)
-            np.copyto(stored_N, bits_N, casting="same_kind")
-        else:
-            np.copyto(stored_N, values_N, casting="same_kind")
-        return stored_N.data.cast("B")
-
-    def decode(self, stored: bytes) -> None:
-        """Set `values` to the elements of `stored`."""
-        stored_N = np.frombuffer(stored, self._stored.dtype)
-        values_N = self.values[: stored_N.size]
-        if self._is_bf16:
-            np.copyto(values_N.view(np.uint32), stored_N, casting="same_kind")
-            values_N.view(np.uint32)[...] <<= np.uint32(16)
-        else:
-            np.copyto(values_N, stored_N, casting="same_kind")
 
 
 # --- the files beside the weights: config, generation config and a byte-level tokenizer ---
@@ -339,21 +275,12 @@ def _config(shape: FamilyShape, dtype: DType) -> dict[str, object]:
 
 def _tokenizer() -> dict[str, object]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {
-                "id": _END_OF_TEXT_ID,
-                "content": END_OF_TEXT,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-        ],
+        "added_tokens": [{"id": _END_OF_TEXT_ID, "content": END_OF_TEXT, **plain, "special": True}],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,

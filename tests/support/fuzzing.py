@@ -13,9 +13,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, Final, NoReturn
@@ -26,7 +26,6 @@ from support.mutations import Mutator, Shape
 _PROGRESS: Final = struct.Struct("<QQ")  # inputs begun, bytes of the last
 _MOST_SHOWN_BYTES = 16 << 20
 _POLL_SECONDS = 0.05
-_SMALLER_TRIES = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +61,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What came of the inputs of one target. `codes` are those of the typed errors; `grown_bytes` is peak memory."""
+    """What came of the inputs of one target. `codes` are those of the typed errors."""
 
     target: str
     accepted: int = 0
     refused: int = 0
-    seconds: float = 0.0
-    grown_bytes: int = 0
     codes: frozenset[str] = frozenset()
     failures: tuple[Failure, ...] = ()
 
@@ -86,8 +83,6 @@ class Tally:
             self.target,
             self.accepted + other.accepted,
             self.refused + other.refused,
-            self.seconds + other.seconds,
-            max(self.grown_bytes, other.grown_bytes),
             self.codes | other.codes,
             tuple(known.values()),
         )
@@ -121,23 +116,6 @@ def fuzz(
         found = _fuzz_apart(target, seed + attempt * 1_000_003, n_inputs - tally.inputs, deadline, limits)
         tally, attempt = tally.plus(found), attempt + 1
     return tally
-
-
-def smaller(failure: Failure, target: Target, limits: Limits = DEFAULT_LIMITS) -> Failure:
-    """Leave out of an input what its failure does not need; only for failures that the process survives."""
-    best, step, tries = failure, max(1, len(failure.content) // 2), 0
-    while step and tries < _SMALLER_TRIES:
-        at, before = 0, len(best.content)
-        while at < len(best.content) and tries < _SMALLER_TRIES:
-            found = check_input(target, best.content[:at] + best.content[at + step :], limits)
-            tries += 1
-            if isinstance(found, Failure) and found.kind == failure.kind:
-                best = found
-            else:
-                at += step
-        if len(best.content) == before:
-            step //= 2
-    return best
 
 
 def _kind(error: BaseException) -> str:
@@ -186,7 +164,7 @@ class _Shared:
 
 
 def _fuzz_apart(target: Target, seed: int, n_inputs: int, deadline: float, limits: Limits) -> Tally:
-    shared, started = _Shared(), time.monotonic()
+    shared = _Shared()
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryFile() as answers:
@@ -209,7 +187,7 @@ def _fuzz_apart(target: Target, seed: int, n_inputs: int, deadline: float, limit
             return _answer(answers)
     end = "hung" if status is None else f"exit status {status}"
     failure = Failure(target.name, f"the process ended: {end}", shared.last, "")
-    return Tally(target.name, max(0, shared.begun - 1), 0, time.monotonic() - started, failures=(failure,))
+    return Tally(target.name, max(0, shared.begun - 1), failures=(failure,))
 
 
 def _answer(answers: BinaryIO) -> Tally:
@@ -239,15 +217,13 @@ def _wait(child: int, shared: _Shared, hung_seconds: float) -> int | None:
 def _fuzz_here(
     target: Target, mutator: Mutator, n_inputs: int, deadline: float, limits: Limits, shared: _Shared
 ) -> Tally:
-    tally, kinds = Tally(target.name), dict[str, Failure]()
-    accepted, refused, codes, n_failed = 0, 0, set[str](), 0
-    started, before = time.monotonic(), _peak_bytes()
+    kinds, codes, accepted, refused = dict[str, Failure](), set[str](), 0, 0
     for number in range(1, n_inputs + 1):
         content = mutator.next()
         shared.begin(number, content)
         found = check_input(target, content, limits)
         if isinstance(found, Failure):
-            n_failed += 1
+            refused += found.kind in kinds  # counted once a kind
             if found.kind not in kinds or len(content) < len(kinds[found.kind].content):
                 kinds[found.kind] = found
         elif found:
@@ -257,11 +233,7 @@ def _fuzz_here(
             accepted += 1
         if time.monotonic() > deadline:
             break
-    seconds = time.monotonic() - started
-    failures = tuple(smaller(failure, target, limits) for failure in kinds.values())
-    refused += n_failed - len(failures)  # counted once a kind
-    tally = replace(tally, accepted=accepted, refused=refused, seconds=seconds, failures=failures)
-    return replace(tally, codes=frozenset(codes), grown_bytes=max(0, _peak_bytes() - before))
+    return Tally(target.name, accepted, refused, frozenset(codes), tuple(kinds.values()))
 
 
 def _limit_memory(allowance_bytes: int) -> None:
@@ -271,11 +243,3 @@ def _limit_memory(allowance_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def total(tallies: Sequence[Tally]) -> int:
-    """Inputs of all targets."""
-    return sum(tally.inputs for tally in tallies)
