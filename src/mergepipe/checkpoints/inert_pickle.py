@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import struct
+import io
+import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from mergepipe.checkpoints.inert_values import Record, construct, put_item, resolve_global, storage_of
 from mergepipe.errors import MergePipeError, UnsupportedError, damaged
 from mergepipe.storage.contract import PICKLE_BYTES
 
-_LONGEST_INTEGER_BYTES = 32
+_LONGEST_INTEGER_BITS = 256
+_LONGEST_NAME_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,123 +48,87 @@ def load_with_memo(pickled: bytes, where: str) -> tuple[object, dict[int, object
 
 
 class _Machine:
-    """The pickle virtual machine: a stack, a list of marked stacks and a memo."""
+    """The pickle virtual machine: a stack, a list of marked stacks and a memo. `pickletools` reads the operands."""
 
-    __slots__ = ("limits", "marked", "memo", "pickled", "position", "stack", "where")
+    __slots__ = ("limits", "marked", "memo", "n_bytes", "stack", "stream", "where")
 
     def __init__(self, pickled: bytes, where: str, limits: PickleLimits) -> None:
-        self.pickled = pickled
+        self.stream = io.BytesIO(pickled)
+        self.n_bytes = len(pickled)
         self.where = where
         self.limits = limits
-        self.position = 0
-        self.stack: list[object] = []
-        self.marked: list[list[object]] = []
+        self.stack: list[Any] = []
+        self.marked: list[list[Any]] = []
         self.memo: dict[int, object] = {}
 
     def run(self) -> object:
-        pickled, handlers = self.pickled, _HANDLERS
+        stream, instructions = self.stream, _INSTRUCTIONS
         try:
             for _ in range(self.limits.max_opcodes):
-                opcode = pickled[self.position]
-                self.position += 1
-                if opcode == _STOP:
+                code = stream.read(1)
+                if code == b".":
                     if len(self.stack) != 1 or self.marked:
                         raise self.corrupt("the pickle ends with an unfinished value")
-                    if self.position != len(self.pickled):
-                        raise self.corrupt(f"{len(self.pickled) - self.position} bytes follow the end of the pickle")
+                    if stream.tell() != self.n_bytes:
+                        raise self.corrupt(f"{self.n_bytes - stream.tell()} bytes follow the end of the pickle")
                     return self.stack[0]
-                handler = handlers.get(opcode)
-                if handler is None:
-                    raise self._refused(opcode)
-                handler(self)
-        except (IndexError, struct.error) as error:
+                if code not in instructions:
+                    raise self._refused(code)
+                read, work = instructions[code]
+                work(self, None if read is None else read(stream))
+        except (IndexError, ValueError) as error:
             raise self.corrupt("the pickle is cut or empties its own stack") from error
         raise damaged(self.where, f"the pickle has more than {self.limits.max_opcodes} instructions")
 
     def corrupt(self, message: str) -> MergePipeError:
-        return damaged(self.where, f"{message} (byte {self.position} of the pickle)")
+        return damaged(self.where, f"{message} (byte {self.stream.tell()} of the pickle)")
 
-    def _refused(self, opcode: int) -> MergePipeError:
-        at = self.position - 1
-        message = f"instruction 0x{opcode:02x} at byte {at} of the pickle is not accepted"
+    def _refused(self, code: bytes) -> MergePipeError:
+        if not code:
+            return self.corrupt("the pickle has no end")
+        message = f"instruction 0x{code.hex()} at byte {self.stream.tell() - 1} of the pickle is not accepted"
         return UnsupportedError.of("pickle.refused", self.where, message)
-
-    # --- operands
-
-    def take(self, nbytes: int) -> bytes:
-        end = self.position + nbytes
-        if nbytes < 0 or end > len(self.pickled):
-            raise self.corrupt(f"{nbytes} bytes are announced, {len(self.pickled) - self.position} are left")
-        content = self.pickled[self.position : end]
-        self.position = end
-        return content
-
-    def number(self, form: struct.Struct) -> int:
-        (value,) = form.unpack_from(self.pickled, self.position)
-        self.position += form.size
-        return int(value)
-
-    def text(self, nbytes: int) -> str:
-        try:
-            return self.take(nbytes).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise self.corrupt("a text is not UTF-8") from error
-
-    def line(self) -> str:
-        end = self.pickled.find(b"\n", self.position, self.position + 1024)
-        if end < 0:
-            raise self.corrupt("a name has no end")
-        name = self.text(end - self.position)
-        self.position += 1
-        return name
-
-    # --- stack
 
     def push(self, value: object) -> None:
         if len(self.stack) >= self.limits.max_stack:
             raise self.corrupt(f"more than {self.limits.max_stack} values are waiting")
         self.stack.append(value)
 
-    def mark(self) -> None:
+    def push_integer(self, value: int) -> None:
+        if value.bit_length() > _LONGEST_INTEGER_BITS:
+            raise self.corrupt(f"an integer has {value.bit_length()} bits")
+        self.push(value)
+
+    def push_text(self, text: str) -> None:
+        text.encode()  # `pickletools` lets halves of surrogate pairs pass, this does not
+        self.push(text)
+
+    def mark(self, _: object) -> None:
         if len(self.marked) >= self.limits.max_marks:
             raise self.corrupt(f"more than {self.limits.max_marks} values are nested")
         self.marked.append(self.stack)
         self.stack = []
 
-    def pop_marked(self) -> list[object]:
-        if not self.marked:
-            raise self.corrupt("a value ends that never began")
+    def pop_marked(self) -> list[Any]:
         items, self.stack = self.stack, self.marked.pop()
         return items
 
-    def pop_tuple(self, count: int) -> None:
-        if len(self.stack) < count:
-            raise self.corrupt("the pickle empties its own stack")
-        items = tuple(self.stack[-count:])
-        del self.stack[-count:]
-        self.stack.append(items)
-
-    # --- memo
-
-    def remember(self, index: int) -> None:
-        self.memo[index] = self.stack[-1]
+    def pop_last(self, count: int) -> list[Any]:
+        return [self.stack.pop() for _ in range(count)][::-1]
 
     def recall(self, index: int) -> None:
         if index not in self.memo:
             raise self.corrupt(f"value {index} is recalled and was never stored")
         self.push(self.memo[index])
 
-    # --- containers
+    def remember(self, index: int | None) -> None:
+        self.memo[len(self.memo) if index is None else index] = self.stack[-1]
 
     def extend(self, items: list[object]) -> None:
         target = self.stack[-1]
         if not isinstance(target, list):
             raise self.corrupt(f"items are appended to a {type(target).__name__}")
         target.extend(items)
-
-    def pop_pair(self) -> list[object]:
-        value, key = self.stack.pop(), self.stack.pop()
-        return [key, value]
 
     def set_items(self, items: list[object]) -> None:
         target = self.stack[-1]
@@ -170,103 +137,80 @@ class _Machine:
         for index in range(0, len(items), 2):
             put_item(target, items[index], items[index + 1], self.where)
 
-    def make_dict(self) -> None:
+    def make_dict(self, _: object) -> None:
         items = self.pop_marked()
         self.push({})
         self.set_items(items)
 
-    # --- what would execute
-
-    def global_of(self, module: object, name: object) -> None:
+    def global_of(self, names: list[Any]) -> None:
+        module, name = names
         if not isinstance(name, str) or not isinstance(module, str):
             raise self.corrupt("a name is not text")
         self.push(resolve_global(module, name, self.where))
 
-    def call(self) -> None:
-        args, kind = self.stack.pop(), self.stack.pop()
+    def call(self, _: object) -> None:
+        kind, args = self.pop_last(2)
         self.push(construct(kind, args, self.where))
 
-    def build(self) -> None:
+    def build(self, _: object) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Record) and target.state is None:
             target.state = state
         elif not isinstance(target, dict):  # attributes of an ordered mapping are dropped
             raise self.corrupt(f"a state is given to a {type(target).__name__}")
 
-    def persistent(self) -> None:
-        self.push(storage_of(self.stack.pop(), self.where))
-
-    # --- scalars and framing
-
-    def integer(self, nbytes: int) -> None:
-        if not 0 <= nbytes <= _LONGEST_INTEGER_BYTES:
-            raise self.corrupt(f"an integer has {nbytes} bytes")
-        self.push(int.from_bytes(self.take(nbytes), "little", signed=True))
-
-    def real(self) -> None:
-        (value,) = _F64.unpack_from(self.pickled, self.position)
-        self.position += 8
-        self.push(float(value))
-
-    def protocol(self) -> None:
-        version = self.number(_U8)
-        if not 2 <= version <= 5 or self.position != 2:
+    def protocol(self, version: int) -> None:
+        if not 2 <= version <= 5 or self.stream.tell() != 2:
             raise self.corrupt(f"protocol {version} is not accepted here")
 
-    def frame(self) -> None:
-        announced = self.number(_U64)
-        if announced > len(self.pickled) - self.position:
+    def frame(self, announced: int) -> None:
+        if announced > self.n_bytes - self.stream.tell():
             raise self.corrupt(f"a frame of {announced} bytes is announced")
 
 
-_U8, _U16, _I32, _U32, _U64 = (struct.Struct(f) for f in ("<B", "<H", "<i", "<I", "<Q"))
-_F64 = struct.Struct(">d")
-_STOP = ord(".")
+def _read_names(stream: io.BytesIO) -> list[str]:
+    lines = [stream.readline(_LONGEST_NAME_BYTES) for _ in range(2)]
+    if not all(line.endswith(b"\n") for line in lines):
+        raise ValueError("a name has no end")
+    return [line[:-1].decode() for line in lines]
 
-_HANDLERS: dict[int, Callable[[_Machine], None]] = {
-    0x80: _Machine.protocol,
-    0x95: _Machine.frame,
-    ord("N"): lambda m: m.push(None),
-    0x88: lambda m: m.push(True),
-    0x89: lambda m: m.push(False),
-    ord("K"): lambda m: m.push(m.number(_U8)),
-    ord("M"): lambda m: m.push(m.number(_U16)),
-    ord("J"): lambda m: m.push(m.number(_I32)),
-    0x8A: lambda m: m.integer(m.number(_U8)),
-    0x8B: lambda m: m.integer(m.number(_I32)),
-    ord("G"): _Machine.real,
-    ord("X"): lambda m: m.push(m.text(m.number(_U32))),
-    0x8C: lambda m: m.push(m.text(m.number(_U8))),
-    0x8D: lambda m: m.push(m.text(m.number(_U64))),
-    ord("B"): lambda m: m.push(m.take(m.number(_U32))),
-    ord("C"): lambda m: m.push(m.take(m.number(_U8))),
-    0x8E: lambda m: m.push(m.take(m.number(_U64))),
-    ord("("): _Machine.mark,
-    ord(")"): lambda m: m.push(()),
-    0x85: lambda m: m.pop_tuple(1),
-    0x86: lambda m: m.pop_tuple(2),
-    0x87: lambda m: m.pop_tuple(3),
-    ord("t"): lambda m: m.push(tuple(m.pop_marked())),
-    ord("]"): lambda m: m.push([]),
-    ord("l"): lambda m: m.push(m.pop_marked()),
-    ord("a"): lambda m: m.extend([m.stack.pop()]),
-    ord("e"): lambda m: m.extend(m.pop_marked()),
-    ord("}"): lambda m: m.push({}),
-    ord("d"): _Machine.make_dict,
-    ord("s"): lambda m: m.set_items(m.pop_pair()),
-    ord("u"): lambda m: m.set_items(m.pop_marked()),
-    0x8F: lambda m: m.push([]),
-    0x90: lambda m: m.extend(m.pop_marked()),
-    0x91: lambda m: m.push(m.pop_marked()),
-    ord("q"): lambda m: m.remember(m.number(_U8)),
-    ord("r"): lambda m: m.remember(m.number(_U32)),
-    0x94: lambda m: m.remember(len(m.memo)),
-    ord("h"): lambda m: m.recall(m.number(_U8)),
-    ord("j"): lambda m: m.recall(m.number(_U32)),
-    ord("c"): lambda m: m.global_of(m.line(), m.line()),
-    0x93: lambda m: m.global_of(*m.pop_pair()),
-    ord("R"): _Machine.call,
-    0x81: _Machine.call,
-    ord("b"): _Machine.build,
-    ord("Q"): _Machine.persistent,
+
+_Work = Callable[[_Machine, Any], None]
+_WORK: dict[str, _Work] = {
+    "PROTO": _Machine.protocol,
+    "FRAME": _Machine.frame,
+    "NONE": _Machine.push,
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    **dict.fromkeys(("BININT1", "BININT2", "BININT", "LONG1", "LONG4"), _Machine.push_integer),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), _Machine.push_text),
+    **dict.fromkeys(("BINFLOAT", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"), _Machine.push),
+    "MARK": _Machine.mark,
+    "EMPTY_TUPLE": lambda m, _: m.push(()),
+    "TUPLE1": lambda m, _: m.push(tuple(m.pop_last(1))),
+    "TUPLE2": lambda m, _: m.push(tuple(m.pop_last(2))),
+    "TUPLE3": lambda m, _: m.push(tuple(m.pop_last(3))),
+    "TUPLE": lambda m, _: m.push(tuple(m.pop_marked())),
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_SET"), lambda m, _: m.push([])),
+    **dict.fromkeys(("LIST", "FROZENSET"), lambda m, _: m.push(m.pop_marked())),
+    "APPEND": lambda m, _: m.extend([m.stack.pop()]),
+    **dict.fromkeys(("APPENDS", "ADDITEMS"), lambda m, _: m.extend(m.pop_marked())),
+    "EMPTY_DICT": lambda m, _: m.push({}),
+    "DICT": _Machine.make_dict,
+    "SETITEM": lambda m, _: m.set_items(m.pop_last(2)),
+    "SETITEMS": lambda m, _: m.set_items(m.pop_marked()),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.remember),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.recall),
+    "GLOBAL": _Machine.global_of,
+    "STACK_GLOBAL": lambda m, _: m.global_of(m.pop_last(2)),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.call),
+    "BUILD": _Machine.build,
+    "BINPERSID": lambda m, _: m.push(storage_of(m.stack.pop(), m.where)),
 }
+_Read = Callable[[io.BytesIO], Any]
+_INSTRUCTIONS: dict[bytes, tuple[_Read | None, _Work]] = {
+    opcode.code.encode("latin-1"): (opcode.arg.reader if opcode.arg else None, _WORK[opcode.name])
+    for opcode in pickletools.opcodes
+    if opcode.name in _WORK
+}
+_INSTRUCTIONS[b"c"] = (_read_names, _Machine.global_of)
