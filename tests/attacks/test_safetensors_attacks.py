@@ -75,7 +75,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "raw control character": (file_bytes('{"a\nb":1}'), "not valid JSON: Invalid control character"),
     "deep lists": (file_bytes('{"w":' + "[" * DEEP + "]" * DEEP + "}"), "JSON is nested deeper than 64 levels"),
     "deep objects": (file_bytes('{"w":' * DEEP + "1" + "}" * DEEP), "JSON is nested deeper than 64 levels"),
-    "deep and unfinished": (file_bytes("{" + '"w":[' * DEEP), "JSON is nested deeper than 64 levels"),
+    "deep and unfinished": (file_bytes('{"w":' * DEEP), "JSON is nested deeper than 64 levels"),
     "deep behind a quoted bracket": (file_bytes('{"\\"]]]":' + "[" * DEEP + "]" * DEEP + "}"), "JSON is nested"),
     "NaN": (text_of("[NaN]"), "JSON has no number NaN"),
     "Infinity": (text_of("[Infinity]"), "JSON has no number Infinity"),

@@ -129,10 +129,12 @@ def _parsed(raw: bytes, where: object) -> object:
     except UnicodeDecodeError as error:
         message = f"is not JSON: byte 0x{raw[error.start]:02x} at {error.start} is not UTF-8"
         raise damaged(where, message, _HINT) from None
-    if is_too_deep(raw):
-        raise damaged(where, f"is nested deeper than {MAX_DEPTH} levels", _HINT)
     try:
         content: object = json.loads(text)
+        if is_too_deep(content):
+            raise RecursionError
+    except RecursionError:
+        raise damaged(where, f"is nested deeper than {MAX_DEPTH} levels", _HINT) from None
     except ValueError as error:
         message = f"is not JSON: {error}" if raw.strip() else "is empty, a JSON object is needed"
         raise damaged(where, message, _HINT) from None

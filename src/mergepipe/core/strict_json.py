@@ -8,6 +8,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import NoReturn, TypeAlias
 
 from blake3 import blake3
@@ -50,10 +51,6 @@ JsonValue: TypeAlias = "dict[str, JsonValue] | list[JsonValue] | str | int | flo
 
 MAX_DEPTH = 64
 MAX_INTEGER_DIGITS = 20  # 2**64 has 20; also keeps clear of Python's own limit on long integers
-_NOT_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
-_WINDOW_BYTES = 1 << 20
-_ESCAPE = re.compile(rb"\\.", re.DOTALL)
-_STRING = re.compile(rb'"[^"]*"')
 _SPACES = " \t\n\r"
 _SPACE = re.compile(rf"[{_SPACES}]*")
 _USUAL_CHARACTERS, _MOST_CHARACTERS = 1 << 10, 1 << 16  # of one value: the text of a tensor has 100
@@ -74,8 +71,6 @@ def parse_object(
     """Parse one JSON object. `code` and `hint` are those of its errors, `where` the file named in them."""
     rules = _Rules(where, code, max_integer_digits, hint)
     text = rules.decode(raw)
-    if is_too_deep(raw):
-        rules.refuse(f"JSON is nested deeper than {MAX_DEPTH} levels")
     try:
         document: JsonValue = json.loads(
             text,
@@ -86,6 +81,9 @@ def parse_object(
         )
     except json.JSONDecodeError as error:
         rules.refuse(f"not valid JSON: {error.msg} at character {error.pos}")
+    except RecursionError:
+        rules.refuse_depth()
+    rules.check_depth(document, MAX_DEPTH)
     if not isinstance(document, dict):
         rules.refuse(f"a JSON object is needed, found {shown(document)}")
     rules.check_surrogates(raw, document)
@@ -102,8 +100,6 @@ def object_members(raw: bytes, *, where: object, code: str, nested: str = "") ->
     text = rules.decode(raw)
     if len(text) <= _MOST_CHARACTERS and not text.lstrip(_SPACES).startswith("{"):
         parse_object(raw, where=where, code=code)  # says what it is instead
-    if is_too_deep(raw):
-        rules.refuse(f"JSON is nested deeper than {MAX_DEPTH} levels")
     checks = _SURROGATE_ESCAPE.search(raw) is not None
     reader = _MemberReader(text, rules)
     for outer, key, value in reader.members(nested):
@@ -147,7 +143,9 @@ class _MemberReader:
             if key == nested and nested and self._next() == "{":
                 yield from self._members(key, "")
             else:
-                yield outer, key, self._value()
+                value = self._value()
+                self._rules.check_depth(value, MAX_DEPTH - (2 if outer else 1))
+                yield outer, key, value
             is_more = self._next() == ","
             if is_more:
                 self._take(",")
@@ -184,6 +182,8 @@ class _MemberReader:
                 if not is_cut:
                     at = error.pos + self._position - start
                     self._rules.refuse(f"not valid JSON: {error.msg} at character {at}")
+            except RecursionError:
+                self._rules.refuse_depth()
             else:
                 if not is_cut or end < length:  # a number may go on behind the piece
                     self._position += end - start
@@ -206,6 +206,13 @@ class _Rules:
 
     def refuse(self, message: str) -> NoReturn:
         raise CorruptError.of(self.code, self.where, message, self.hint)
+
+    def refuse_depth(self) -> NoReturn:
+        self.refuse(f"JSON is nested deeper than {MAX_DEPTH} levels")
+
+    def check_depth(self, value: JsonValue, most_levels: int) -> None:
+        if is_too_deep(value, most_levels):
+            self.refuse_depth()
 
     def decode(self, raw: bytes) -> str:
         try:
@@ -246,39 +253,12 @@ class _Rules:
             self.refuse("a string holds half of a surrogate pair, which is no character")
 
 
-def is_too_deep(raw: bytes) -> bool:
-    """Whether brackets nest past `MAX_DEPTH` before the first syntax error, found without recursion.
-
-    Memory: as the text, which goes through by windows: what strings leave of one is many small pieces.
-    """
-    structure = b"".join(_structure_of(window) for window in _windows(raw))
-    depth = position = 0
-    while position < len(structure):
-        end = position + _WINDOW_BYTES
-        if structure.count(b'"', position, end) % 2:  # a string goes on behind the window: it is all in this one
-            end = structure.find(b'"', end) + 1 or len(structure)
-        for byte in _STRING.sub(b"", structure[position:end]):
-            if byte in b"[{":
-                depth += 1
-                if depth > MAX_DEPTH:
-                    return True
-            else:
-                depth -= 1
-        position = end
-    return False
-
-
-def _windows(raw: bytes) -> Iterator[bytes]:
-    """Yield pieces of a text, none of which ends within an escape."""
-    position = 0
-    while position < len(raw):
-        end = position + _WINDOW_BYTES
-        while raw[end - 1 : end] == b"\\":
-            end += 1
-        yield raw[position:end]
-        position = end
-
-
-def _structure_of(window: bytes) -> bytes:
-    """Return the brackets and quotes of a text, those that are escaped left out."""
-    return (_ESCAPE.sub(b"", window) if b"\\" in window else window).translate(None, _NOT_STRUCTURE)
+def is_too_deep(value: object, most_levels: int = MAX_DEPTH) -> bool:
+    """Whether a parsed value has containers within each other at more than `most_levels`."""
+    level = [value]
+    for _ in range(most_levels + 1):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        if not inner:
+            return False
+        level = list(chain.from_iterable(inner))
+    return True
