@@ -251,78 +251,36 @@ def test_budgeted_merge__whose_read_fails_stays_within_the_plan(
     assert all(names == [LOG_NAME, OWNER_NAME] for names in accounts)  # what was read counts when it is run again
 
 
-@dataclass(frozen=True, slots=True)
-class FamilyRequest:
-    """A family to be made."""
-
-    case: str
-    plans: tuple[TensorPlanOf, ...]
-    layout: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class MergeRequest:
-    """How to merge it."""
-
-    policy: str
-    budget: str
-    block_elements: int
-    forgotten_share: float
-    tight: bool
-    cold: bool
-    fault_at: int | None
-
-
-@st.composite
-def random_merges(draw: st.DrawFn) -> tuple[FamilyRequest, MergeRequest]:
-    """Any small family, and how to merge it."""
-    name = draw(st.sampled_from(sorted(CASES)))
-    case = CASES[name]
-    plans = draw(tensor_plans(len(case.weights)))
-    family = FamilyRequest(name, plans, draw(st.integers(0, 2)), draw(st.integers(0, 2**32)))
-    request = MergeRequest(
-        policy=draw(st.sampled_from(EVERY_POLICY)),
-        budget=draw(st.one_of(st.integers(0, 100).map("{}%".format), st.integers(0, 1 << 20).map("{}B".format))),
-        block_elements=GRAIN * draw(st.sampled_from([1, 1, 2, 16])),
-        forgotten_share=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),
-        tight=draw(st.booleans()),
-        cold=draw(st.booleans()),
-        fault_at=draw(st.one_of(st.none(), st.none(), st.integers(0, 12))),
-    )
-    return family, request
-
-
-def run_random_merge(server: TracedServer, folder: Path, family: FamilyRequest, request: MergeRequest) -> None:
-    """Make the family, plan, and run under the tracer, which checks."""
-    setting = make_setting(folder, CASES[family.case], layout=family.layout, seed=family.seed, plans=family.plans)
-    if request.forgotten_share < 1:
-        setting.analyze(request.block_elements)
-        setting = setting.forgetful("partial", request.forgotten_share, family.seed)
-    plan = useful_plan(
-        lambda: setting.plan(request.budget, request.policy, block_elements=request.block_elements, seed=family.seed)
-    )
-    if plan is None:
-        return
-    memory = smallest_memory(plan, folder / "refused") if request.tight else None
-    traced = Tracer(server, setting).run(plan, memory_bytes=memory, cold=request.cold, fault_at=request.fault_at)
-    assert traced.answer["error"] in ((None, "storage.io") if traced.answer["fired"] else (None,))
-
-
-@given(merge=random_merges())
-@settings(max_examples=15)
-def test_budgeted_merge__of_any_family_is_sound(
-    server: TracedServer, merge: tuple[FamilyRequest, MergeRequest]
-) -> None:
+def check_random_merge(server: TracedServer, data: st.DataObject) -> None:
+    """Make any small family, plan any merge of it, and run that under the tracer, which checks."""
+    draw = data.draw
+    case, seed = CASES[draw(st.sampled_from(sorted(CASES)))], draw(st.integers(0, 2**32))
+    block = GRAIN * draw(st.sampled_from([1, 1, 2, 16]))
+    budget = draw(st.one_of(st.integers(0, 100).map("{}%".format), st.integers(0, 1 << 20).map("{}B".format)))
+    policy, forgotten_share = draw(st.sampled_from(EVERY_POLICY)), draw(st.sampled_from([0.0, 0.0, 0.5, 1.0]))
     with tempfile.TemporaryDirectory() as folder:
-        run_random_merge(server, Path(folder), *merge)
+        plans, layout = draw(tensor_plans(len(case.weights))), draw(st.integers(0, 2))
+        setting = make_setting(Path(folder), case, layout=layout, seed=seed, plans=plans)
+        if forgotten_share < 1:
+            setting.analyze(block)
+            setting = setting.forgetful("partial", forgotten_share, seed)
+        plan = useful_plan(lambda: setting.plan(budget, policy, block_elements=block, seed=seed))
+        if plan is None:
+            return
+        memory = smallest_memory(plan, Path(folder) / "refused") if draw(st.booleans()) else None
+        fault_at = draw(st.one_of(st.none(), st.none(), st.integers(0, 12)))
+        traced = Tracer(server, setting).run(plan, memory_bytes=memory, cold=draw(st.booleans()), fault_at=fault_at)
+        assert traced.answer["error"] in ((None, "storage.io") if traced.answer["fired"] else (None,))
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_budgeted_merge__of_any_family_is_sound(server: TracedServer, data: st.DataObject) -> None:
+    check_random_merge(server, data)
 
 
 @pytest.mark.slow
-@given(merge=random_merges())
+@given(data=st.data())
 @settings(max_examples=600)
-def test_budgeted_merge__of_any_of_very_many_families_is_sound(
-    server: TracedServer, merge: tuple[FamilyRequest, MergeRequest]
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_random_merge(server, Path(folder), *merge)
+def test_budgeted_merge__of_any_of_very_many_families_is_sound(server: TracedServer, data: st.DataObject) -> None:
+    check_random_merge(server, data)

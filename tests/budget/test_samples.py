@@ -89,14 +89,6 @@ def test_sample__of_a_larger_budget_holds_that_of_a_smaller_one(tmp_path: Path, 
     assert all(drawn_B.all() for drawn_B in smaller.values())
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_sample__of_everything_is_the_full_merge(tmp_path: Path, name: str) -> None:
-    setting = make_setting(tmp_path, CASES[name])
-    plan = sampled(setting, "100%")
-    assert {tensor.factor for tensor in plan.tensors} == {1.0}
-    assert weights_digest(setting.run(plan, "out")) == weights_digest(setting.full())
-
-
 @pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 def test_sample__is_the_base_plus_the_scaled_delta_of_the_full_merge(tmp_path: Path, name: str, dtype: DType) -> None:

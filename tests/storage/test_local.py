@@ -154,7 +154,7 @@ def test_open__leaves_no_descriptor_when_it_fails(tmp_path: Path) -> None:
 def test_read_metadata__tells_of_a_file_that_shrinks(tmp_path: Path) -> None:
     path, _ = make_file(tmp_path, 100)
     before = open_descriptors()
-    with replaced(os, "preadv", lambda _: lambda *_: 0), refuses(CorruptError, "storage.shrunk"):
+    with replaced(os, "pread", lambda _: lambda *_: b""), refuses(CorruptError, "storage.shrunk"):
         LocalStore().read_metadata(Location.local(path), 0, 10)
     assert open_descriptors() <= before
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +17,16 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AlignedFile:
-    """A file in memory that serves whole pages only, and fails a test that asks for anything else."""
+    """A file in memory that serves whole pages only, fails a test that asks for anything else, and remembers."""
 
     location: Location
     content: bytes
     ledger: Ledger
     alignment: int = PAGE_BYTES
     version: str = ""
+    requested: list[tuple[int, int, Purpose]] = field(default_factory=list)
 
     @property
     def size_bytes(self) -> int:
@@ -35,6 +36,7 @@ class AlignedFile:
         address = np.frombuffer(buffer, np.uint8).ctypes.data
         if offset % PAGE_BYTES or len(buffer) % PAGE_BYTES or address % PAGE_BYTES:
             raise AssertionError(f"{len(buffer)} bytes at {offset} to {address:#x} are not whole pages")
+        self.requested.append((offset, len(buffer), purpose))
         self.ledger.charge(str(self.location), purpose, len(buffer))
         piece = self.content[offset : offset + len(buffer)]
         buffer[: len(piece)] = piece

@@ -242,4 +242,3 @@ def _limit_memory(allowance_bytes: int) -> None:
     most = pages * mmap.PAGESIZE + allowance_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-

@@ -20,6 +20,7 @@ from mergepipe.storage.ranges import (
     os_error,
     os_errors,
     read_at,
+    read_descriptor_range,
     read_small,
     regular_status,
     stop_read_ahead,
@@ -169,6 +170,20 @@ class LocalStore(Store):
             os.close(descriptor)
             raise os_error(error, path, "opening it") from error
         return LocalFile(location, descriptor, size, direct=use_direct, ledger=self.ledger)
+
+    def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
+        """Read up to `nbytes` at `offset`, charged as metadata; by plain calls, which tracers tell from tensors'."""
+        path = location.local_path
+        descriptor = open_regular(path)
+        try:
+            with os_errors(path, "reading it"):
+                stop_read_ahead(descriptor)
+                wanted = max(0, min(nbytes, os.fstat(descriptor).st_size - offset))
+                data = read_descriptor_range(descriptor, path, offset, wanted)
+        finally:
+            os.close(descriptor)
+        self.ledger.charge(str(location), Purpose.METADATA, len(data))
+        return data
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
         """Read a whole file of at most `limit_bytes`, charged as metadata. Raises as `ranges.read_small` does."""

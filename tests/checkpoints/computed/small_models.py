@@ -44,6 +44,14 @@ def write_adapter(folder: Path, tensors: Tensors, **options: object) -> Path:
     return folder
 
 
+def write_recipe(folder: Path, method: str, *models: object, weight: float = 1.0, **more: object) -> Path:
+    """A recipe of models of one weight, as JSON, which is YAML."""
+    listed = [{"model": str(m) if isinstance(m, Path) else m, "parameters": {"weight": weight}} for m in models]
+    path = folder / "recipe.yml"
+    path.write_text(json.dumps({"merge_method": method, "models": listed, **more}))
+    return path
+
+
 def lora(module: str, rows: int, columns: int, rank: int = 4) -> dict[str, NDArray[np.float32]]:
     """Random factors of one module."""
     return {f"{module}.lora_A.weight": random(rank, columns), f"{module}.lora_B.weight": random(rows, rank, seed=1)}

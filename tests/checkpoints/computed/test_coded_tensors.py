@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from small_models import write_adapter, write_model
+from small_models import write_recipe as recipe
 
 import mergepipe
 from mergepipe.errors import CorruptError
@@ -173,19 +174,14 @@ def model(folder: Path, tensors: Tensors, method: str = "gptq", **more: Any) -> 
     return path
 
 
-def recipe(folder: Path, method: str, *models: Path, **more: object) -> Path:
-    listed = [{"model": str(model), "parameters": {"weight": 1.0}} for model in models]
-    path = folder / "recipe.yml"
-    path.write_text(json.dumps({"merge_method": method, "models": listed, **more}))
-    return path
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_merge__of_codes_has_their_numbers(tmp_path: Path, scheme: str) -> None:
+def test_merge__of_codes_has_their_numbers_and_reads_stored_bytes_within_its_budget(
+    tmp_path: Path, scheme: str
+) -> None:
     parts = [SCHEMES[scheme](seed) for seed in (0, 10)]
     bits: dict[str, Any] = {"bits": int(scheme[8])} if scheme.startswith("GPTQ") else {}
-    models = [model(tmp_path / str(k), tensors, **bits) for k, (tensors, _) in enumerate(parts)]
-    path = recipe(tmp_path, "linear", *models, dtype="float32")
+    base, one = (model(tmp_path / str(k), tensors, **bits) for k, (tensors, _) in enumerate(parts))
+    path = recipe(tmp_path, "linear", base, one, dtype="float32")
     report = mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert merged.keys() == {"l.weight", "norm.weight"}
@@ -193,20 +189,12 @@ def test_merge__of_codes_has_their_numbers(tmp_path: Path, scheme: str) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     named = scheme.partition(",")[0]
     assert any(f"is quantised ({named})" in str(notice) for notice in report.recipe_notices)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_merge__of_codes_reads_stored_bytes_within_its_budget(tmp_path: Path, scheme: str) -> None:
-    bits: dict[str, Any] = {"bits": int(scheme[8])} if scheme.startswith("GPTQ") else {}
-    parts = [SCHEMES[scheme](seed) for seed in (0, 10)]
-    base, one = (model(tmp_path / str(k), tensors, **bits) for k, (tensors, _) in enumerate(parts))
     path = recipe(tmp_path, "task_arithmetic", one, base_model=str(base), dtype="float32")
-    report = mergepipe.merge(path, tmp_path / "out", budget="100%", options=NO_CATALOG)
-    stored = sum(tensor.nbytes for name, tensor in parts[1][0].items())
+    report = mergepipe.merge(path, tmp_path / "budgeted", budget="100%", options=NO_CATALOG)
     assert report.planned_bytes is not None
     assert report.expert_bytes <= report.planned_bytes
-    assert report.expert_bytes < stored + (64 << 10)
-    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert report.expert_bytes < sum(tensor.nbytes for tensor in parts[1][0].values()) + (64 << 10)
+    merged = load_file(tmp_path / "budgeted" / "model.safetensors")
     np.testing.assert_allclose(merged["l.weight"], parts[1][1], rtol=1e-4, atol=1e-6)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401 - registers bfloat16
@@ -26,37 +26,13 @@ from mergepipe.checkpoints.gathered_rows import (
 )
 from mergepipe.core.blocks import BF16, F16, F32, DType, Span
 from mergepipe.errors import CorruptError
-from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES
+from support.fetching import AlignedFile
 from support.rounding import NUMPY_DTYPES
 
 FLOATS = (F32, BF16, F16)
-
-
-@dataclass(slots=True)
-class PageFile:
-    """A file in memory that takes only page-aligned requests, and remembers them."""
-
-    location: Location
-    content: bytes
-    alignment: int = PAGE_BYTES
-    version: str = ""
-    requested: list[tuple[int, int, Purpose]] = field(default_factory=list)
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.content)
-
-    def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
-        assert offset % PAGE_BYTES == 0
-        assert len(buffer) % PAGE_BYTES == 0
-        self.requested.append((offset, len(buffer), purpose))
-        found = self.content[offset : offset + len(buffer)]
-        buffer[: len(found)] = found
-        return len(found)
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +40,7 @@ class Stored:
     """One 2-D tensor in a file of its own, and its values."""
 
     entry: TensorEntry
-    file: PageFile
+    file: AlignedFile
     values_RW: NDArray[np.generic]
 
 
@@ -75,10 +51,10 @@ def stored(
     path = Path(f"/nowhere/{seed}.safetensors")
     raw = values_RW.tobytes()
     entry = TensorEntry(f"t{seed}", dtype, (n_rows, width), Location.local(path), gap, len(raw), is_delta)
-    return Stored(entry, PageFile(entry.file, b"\xee" * gap + raw + b"\xee" * 5), values_RW)
+    return Stored(entry, AlignedFile(entry.file, b"\xee" * gap + raw + b"\xee" * 5, Ledger()), values_RW)
 
 
-def files_of(tensors: Sequence[Stored]) -> dict[Location, PageFile]:
+def files_of(tensors: Sequence[Stored]) -> dict[Location, AlignedFile]:
     return {tensor.file.location: tensor.file for tensor in tensors}
 
 

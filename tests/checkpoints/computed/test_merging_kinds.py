@@ -13,7 +13,7 @@ import pytest
 import yaml
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from small_models import lora, product, random, write_adapter, write_model
+from small_models import lora, product, random, write_adapter, write_model, write_recipe
 
 import mergepipe
 from mergepipe.errors import RecipeError, UnsupportedError
@@ -71,11 +71,8 @@ def test_merge__a_pickle_merges_as_safetensors_do(root: Path, method: str) -> No
     assert first.keys() == second.keys()
 
 
-def marked_recipe(root: Path, model: object, base: str = "base", method: str = "task_arithmetic") -> Path:
-    models = [{"model": model, "parameters": {"weight": 0.7}}]
-    content = {"merge_method": method, "base_model": str(root / base), "models": models, "dtype": "float32"}
-    (root / "marked.yml").write_text(yaml.safe_dump(content))
-    return root / "marked.yml"
+def marked_recipe(root: Path, model: object, method: str = "task_arithmetic") -> Path:
+    return write_recipe(root, method, model, weight=0.7, base_model=str(root / "base"), dtype="float32")
 
 
 def test_merge__a_recipe_can_say_that_weights_are_differences(root: Path) -> None:
@@ -121,8 +118,7 @@ def test_merge__a_mark_that_makes_no_sense_is_refused(root: Path, model: object,
 
 
 def test_merge__differences_are_no_base(root: Path) -> None:
-    recipe = marked_recipe(root, {"path": "full", "delta": True}, method="linear")
-    recipe.write_text(recipe.read_text().replace(f"base_model: {root / 'base'}\n", ""))
+    recipe = write_recipe(root, "linear", {"path": "full", "delta": True})
     with pytest.raises(UnsupportedError, match="is a delta, but full weights are needed here"):
         mergepipe.check(recipe)
 
@@ -151,13 +147,9 @@ def test_merge__base_and_adapter_is_an_expert_of_another_base(root: Path) -> Non
         made["model.layers.1.q.weight"] + 2 * product(factors, "model.layers.1.q")
     ).astype(np.float32)
     write_model(root / "expert", made)
-    recipe = root / "recipe.yml"
     outs: list[Tensors] = []
     for name in (f"{root / 'full'}+{root / 'adapter'}", str(root / "expert")):
-        models = [{"model": name, "parameters": {"weight": 0.5}}]
-        recipe.write_text(
-            yaml.safe_dump({"merge_method": "task_arithmetic", "base_model": str(root / "base"), "models": models})
-        )
+        recipe = write_recipe(root, "task_arithmetic", name, weight=0.5, base_model=str(root / "base"))
         mergepipe.merge(recipe, root / "out", force=True)
         outs.append(dict(load_file(root / "out" / "model.safetensors")))
     assert all(np.allclose(outs[0][n], outs[1][n], rtol=0, atol=2e-5) for n in outs[0])
@@ -190,10 +182,8 @@ def test_merge__an_adapter_under_a_budget_is_read_or_left_out(root: Path) -> Non
     factors: Tensors = {**lora("a", 1024, 1024, rank=8), **lora("b", 1024, 1024, rank=8)}
     write_adapter(root / "adapter", factors, r=8)
     stored = sum(t.nbytes for t in factors.values())
-    recipe = root / "recipe.yml"
-    models = [{"model": str(root / "adapter"), "parameters": {"weight": 0.5}}]
-    content = {"merge_method": "task_arithmetic", "base_model": str(root / "base"), "models": models}
-    recipe.write_text(yaml.safe_dump({**content, "dtype": "float32"}))
+    more = {"base_model": str(root / "base"), "dtype": "float32"}
+    recipe = write_recipe(root, "task_arithmetic", root / "adapter", weight=0.5, **more)
     by_norm = MergeOptions(select="norm")  # a sample reads parts, an adapter has none
     report = mergepipe.merge(recipe, root / "out", budget=f"{stored * 6 // 10}B", options=by_norm)
     manifest = json.loads((root / "out" / "mergepipe.json").read_text())

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from small_models import write_adapter, write_model
+from small_models import write_recipe as recipe
 
 import mergepipe
 from mergepipe import tailor
@@ -57,13 +58,6 @@ def quantised_model(folder: Path, kind: str, seed: int = 0) -> Path:
     }  # fmt: skip
     path = write_model(folder, tensors)
     (path / "config.json").write_text(json.dumps(CONFIG))
-    return path
-
-
-def recipe(folder: Path, method: str, *models: Path, **more: object) -> Path:
-    path = folder / "recipe.yml"
-    listed = [{"model": str(model), "parameters": {"weight": 1.0}} for model in models]
-    path.write_text(json.dumps({"merge_method": method, "models": listed, **more}))
     return path
 
 
@@ -218,7 +212,7 @@ def test_like_base__stores_what_changed_as_the_base_does_and_the_rest_bit_for_bi
             stored["l.weight"] = part.astype(ml_dtypes.float8_e4m3fn)
         write_model(model, stored)
     parameters = {"density": 0.7} if method == "ties" else {}
-    more = {"base_model": str(base), "dtype": "bfloat16", "parameters": parameters}
+    more: dict[str, Any] = {"base_model": str(base), "dtype": "bfloat16", "parameters": parameters}
     path = recipe(tmp_path, method, expert, **more)
     mergepipe.merge(path, tmp_path / "plain", options=NO_CATALOG)
     path = recipe(tmp_path, method, expert, out_dtype="like_base", **more)
