@@ -257,8 +257,8 @@ def is_too_deep(value: object, most_levels: int = MAX_DEPTH) -> bool:
     """Whether a parsed value has containers within each other at more than `most_levels`."""
     level = [value]
     for _ in range(most_levels + 1):
-        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
-        if not inner:
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
             return False
-        level = list(chain.from_iterable(inner))
+        level = list(chain.from_iterable(item.values() if isinstance(item, dict) else item for item in containers))
     return True
