@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
-from mergepipe.checkpoints.open_files import decoded, read_matrix, read_span, whole_cost_bytes
+from mergepipe.checkpoints.open_files import decoded, once, read_matrix, read_span, whole_cost_bytes
 from mergepipe.core.blocks import F32, DType, DTypeKind, Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import RangeFile
@@ -69,7 +69,7 @@ class _Delta(ComputedTensor):
     def opened(self, files: Mapping[Location, RangeFile]) -> DeltaFetch:
         """Return a fetch of spans; keeps the factors in float32 from its first call on, those that parts share once."""
         factors = {(part.up, part.down): _factors_of(part, files) for part in self.parts if part is not None}
-        products = [None if part is None else _Product(part, factors[part.up, part.down]) for part in self.parts]
+        products = [None if part is None else _product(part, factors[part.up, part.down]) for part in self.parts]
         return DeltaFetch(products, self.n_elements // len(self.parts))
 
 
@@ -152,28 +152,25 @@ class KroneckerDelta(_Delta):
 
     def opened(self, files: Mapping[Location, RangeFile]) -> DeltaFetch:
         """Return a fetch of spans; keeps the factors, and computes the rows of each span."""
-        return DeltaFetch([_KroneckerRows(self.scale, _Factors(self.first, self.second, files))], self.n_elements)
+        factors = _read_factors(self.first, self.second, files)
+        return DeltaFetch([_kronecker_rows(self.scale, factors)], self.n_elements)
 
 
 AnyDelta: TypeAlias = LowRankDelta | StackedDelta | KroneckerDelta
+_Matrices: TypeAlias = tuple[NDArray[np.float32], NDArray[np.float32]]
+_Factors: TypeAlias = Callable[[Purpose], _Matrices]
+_Product: TypeAlias = tuple[float, Callable[[Span, Purpose], tuple[NDArray[np.float32], NDArray[np.float32], int]]]
+"""A scale, and what returns two factors and the first element of a span in their flattened product."""
 
 
-class _Factors:
-    """Two stored factors in float32, read when first needed. Safe to call from many threads."""
+def _read_factors(up: Factor, down: Factor | None, files: Mapping[Location, RangeFile]) -> _Factors:
+    """Two stored factors in float32, read when first needed."""
 
-    def __init__(self, up: Factor, down: Factor | None, files: Mapping[Location, RangeFile]) -> None:
-        self._entries = (up, down)
-        self._files = files
-        self._lock = threading.Lock()
-        self._read: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
+    def read(purpose: Purpose) -> _Matrices:
+        down_RN = np.ones((1, 1), np.float32) if down is None else read_finite(down, files, purpose)
+        return read_finite(up, files, purpose), down_RN
 
-    def __call__(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        with self._lock:
-            if self._read is None:
-                up, down = self._entries
-                down_RN = np.ones((1, 1), np.float32) if down is None else read_finite(down, self._files, purpose)
-                self._read = read_finite(up, self._files, purpose), down_RN
-            return self._read
+    return once(read)
 
 
 _kept: OrderedDict[tuple[object, ...], _Factors] = OrderedDict()
@@ -185,7 +182,7 @@ def _factors_of(part: LowRankDelta, files: Mapping[Location, RangeFile]) -> _Fac
 
     Memory: `_KEPT` pairs, until others take their place.
     """
-    made = _Factors(part.up, part.down, files)
+    made = _read_factors(part.up, part.down, files)
     if part.n_experts == 1:
         return made
     # A pair that is kept holds its files, so that no other has their ids.
@@ -254,42 +251,32 @@ class SavedTensor(ComputedTensor):
         return fetch
 
 
-class _Product:
-    """The two factors of a `LowRankDelta` as they are multiplied, (R, K) and (K, C). Safe to call from many threads."""
+def _product(tensor: LowRankDelta, factors: _Factors) -> _Product:
+    """The two factors of a delta as they are multiplied, (R, K) and (K, C)."""
 
-    def __init__(self, tensor: LowRankDelta, factors: _Factors) -> None:
-        self.scale = tensor.scale
-        self._tensor = tensor
-        self._factors = factors
-        self._lock = threading.Lock()
-        self._oriented: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
+    def oriented(purpose: Purpose) -> _Matrices:
+        up, down = factors(purpose)
+        up = up.reshape(up.shape[0], -1, tensor.n_experts)[:, :, tensor.expert]
+        down = down.reshape(tensor.n_experts, -1, down.shape[1])[tensor.expert]
+        left, right = (down.T, up.T) if tensor.transposed else (up, down)
+        left = left if tensor.rows is None else left[slice(*tensor.rows)]
+        return np.ascontiguousarray(left), np.ascontiguousarray(right)
 
-    def __call__(self, span: Span, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32], int]:
-        """Return two factors, and the first element of a span in their flattened product."""
-        with self._lock:
-            if self._oriented is None:
-                tensor, (up, down) = self._tensor, self._factors(purpose)
-                up = up.reshape(up.shape[0], -1, tensor.n_experts)[:, :, tensor.expert]
-                down = down.reshape(tensor.n_experts, -1, down.shape[1])[tensor.expert]
-                left, right = (down.T, up.T) if tensor.transposed else (up, down)
-                left = left if tensor.rows is None else left[slice(*tensor.rows)]
-                self._oriented = np.ascontiguousarray(left), np.ascontiguousarray(right)
-            return *self._oriented, span.start
+    kept = once(oriented)
+    return tensor.scale, lambda span, purpose: (*kept(purpose), span.start)
 
 
-class _KroneckerRows:
+def _kronecker_rows(scale: float, factors: _Factors) -> _Product:
     """The elements of a `KroneckerDelta`, as a product of one row: of the rows that a span touches, computed for it."""
 
-    def __init__(self, scale: float, factors: _Factors) -> None:
-        self.scale = scale
-        self._factors = factors
-
-    def __call__(self, span: Span, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32], int]:
-        first, second = self._factors(purpose)
+    def rows_of(span: Span, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32], int]:
+        first, second = factors(purpose)
         width = first.shape[1] * second.shape[1]
         rows = np.arange(span.start // width, -(-span.stop // width))
         values = first[rows // len(second)][:, :, None] * second[rows % len(second)][:, None]
         return np.ones((1, 1), np.float32), values.reshape(1, -1), span.start - int(rows[0]) * width
+
+    return scale, rows_of
 
 
 class DeltaFetch:
@@ -298,7 +285,7 @@ class DeltaFetch:
     Memory: the factors, in float32.
     """
 
-    def __init__(self, products: Sequence[_Product | _KroneckerRows | None], part_elements: int) -> None:
+    def __init__(self, products: Sequence[_Product | None], part_elements: int) -> None:
         self._products = products
         self._part_elements = part_elements
 
@@ -315,13 +302,14 @@ class DeltaFetch:
 
         nothing = np.empty((1, 0), np.float32), np.empty((0, self._part_elements), np.float32)
         for product, inside, start in self._pieces(span):
-            stop, scale = start + inside.n_elements, 0.0 if product is None else product.scale
+            stop = start + inside.n_elements
             raw = weights[start * dtype.itemsize : stop * dtype.itemsize]
             target = out[start * out_dtype.itemsize : stop * out_dtype.itemsize]
-            left, right, first = (*nothing, inside.start) if product is None else product(inside, purpose)
+            scale, factors = product or (0.0, lambda inside, _: (*nothing, inside.start))
+            left, right, first = factors(inside, purpose)
             add_low_rank(left, right, scale, first, raw, dtype.kernel_code, target, out_dtype.kernel_code)
 
-    def _pieces(self, span: Span) -> Iterator[tuple[_Product | _KroneckerRows | None, Span, int]]:
+    def _pieces(self, span: Span) -> Iterator[tuple[_Product | None, Span, int]]:
         """Yield the parts that a span touches, with the elements of each, and where in the span they start."""
         at = span.start
         while at < span.stop:
@@ -433,9 +421,7 @@ class _AdaptedFetch:
         self._files = files
         self._delta = tensor.delta.opened(files)
         self._computed = None if isinstance(tensor.weights, TensorEntry) else tensor.weights.opened(files)
-        self._lock = threading.Lock()
-        self._magnitude: NDArray[np.float32] | None = None
-        self._column_scales: NDArray[np.float32] | None = None
+        self._scales = once(self._read_scales)
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
         from mergepipe.kernels.codec import encode_all  # compiled: nothing that only opens waits for it
@@ -470,20 +456,16 @@ class _AdaptedFetch:
             raw = read_exact(file, start, start + nbytes, purpose, room)
         self._delta.add(span, raw, weights.dtype, out, dtype, purpose)
 
-    def _scales(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    def _read_scales(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """Return the magnitudes and, for norms of columns, the scale of each column."""
-        with self._lock:
-            if self._magnitude is None and self._tensor.magnitude is not None:
-                self._magnitude = read_finite(self._tensor.magnitude, self._files, purpose).reshape(-1)
-                squares_N = np.zeros(self._tensor.shape[-1])
-                for chunk in self._tensor.norm_chunks():
-                    sums = np.empty(chunk.n_elements, np.float32)
-                    self._add(chunk, sums.view(np.uint8), F32, purpose)
-                    squares_N += np.square(sums, dtype=np.float64).reshape(-1, len(squares_N)).sum(axis=0)
-                if self._tensor.has_norms_of_columns:
-                    self._column_scales = (self._magnitude / np.sqrt(squares_N)).astype(np.float32)
-                elif self._tensor.scaled_axis == -1:
-                    self._column_scales = self._magnitude
-            if self._magnitude is None:
-                raise ValueError(f"{self._tensor.name} has no magnitudes")
-            return self._magnitude, self._column_scales
+        tensor = self._tensor
+        assert tensor.magnitude is not None
+        magnitude = read_finite(tensor.magnitude, self._files, purpose).reshape(-1)
+        squares_N = np.zeros(tensor.shape[-1])
+        for chunk in tensor.norm_chunks():
+            sums = np.empty(chunk.n_elements, np.float32)
+            self._add(chunk, sums.view(np.uint8), F32, purpose)
+            squares_N += np.square(sums, dtype=np.float64).reshape(-1, len(squares_N)).sum(axis=0)
+        if tensor.has_norms_of_columns:
+            return magnitude, (magnitude / np.sqrt(squares_N)).astype(np.float32)
+        return magnitude, magnitude if tensor.scaled_axis == -1 else None

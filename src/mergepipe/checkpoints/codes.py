@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
-from mergepipe.checkpoints.open_files import decoded, read_elements, read_span, whole_cost_bytes
+from mergepipe.checkpoints.open_files import decoded, once, read_elements, read_span, whole_cost_bytes
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F32, ITEMSIZE_BY_KERNEL_CODE, DType, Span
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
@@ -75,35 +75,21 @@ class CodedTensor(ComputedTensor):
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans; keeps the stored bytes of a unit from its first call on."""
-        return _CodedFetch(self, files)
+        whole = once(
+            lambda purpose: [read_span(part, Span(0, part.n_elements), files, purpose) for part in self.stored]
+        )
 
+        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+            if not span.n_elements:
+                return
+            rows = self.rows_of(span)
+            parts = () if self.is_unit else self.parts_of(rows)
+            raw = [read_span(part, of_part, files, purpose) for part, of_part in parts] or whole(purpose)
+            values = self.scheme.decode(rows, raw).reshape(-1)
+            first = span.start - rows.start * self.scheme.columns
+            out.view(np.float32)[:] = values[first : first + span.n_elements]
 
-class _CodedFetch:
-    """Reads what the rows of a span need, and works them out."""
-
-    def __init__(self, tensor: CodedTensor, files: Mapping[Location, RangeFile]) -> None:
-        self._tensor, self._files = tensor, files
-        self._unit: list[NDArray[np.uint8]] = []
-        self._lock = threading.Lock()
-
-    def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-        if not span.n_elements:
-            return
-        rows = self._tensor.rows_of(span)
-        values = self._tensor.scheme.decode(rows, self._raw(rows, purpose)).reshape(-1)
-        first = span.start - rows.start * self._tensor.scheme.columns
-        out.view(np.float32)[:] = values[first : first + span.n_elements]
-
-    def _raw(self, rows: Span, purpose: Purpose) -> list[NDArray[np.uint8]]:
-        if not self._tensor.is_unit:
-            parts = self._tensor.parts_of(rows)
-            return [read_span(part, of_part, self._files, purpose) for part, of_part in parts]
-        with self._lock:
-            if not self._unit:
-                self._unit = [
-                    read_span(part, Span(0, part.n_elements), self._files, purpose) for part in self._tensor.stored
-                ]
-        return self._unit
+        return fetch
 
 
 def _times(values_RC: NDArray[np.float32], scales_RG: NDArray[np.float32], width: int) -> NDArray[np.float32]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +103,22 @@ def allow_open_files(count: int) -> None:
     if soft < wanted:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))
+
+
+T = TypeVar("T")
+
+
+def once(read: Callable[[Purpose], T]) -> Callable[[Purpose], T]:
+    """Return a function that gives what `read` gave at its first call; safe to call from many threads."""
+    lock, kept = threading.Lock(), list[T]()
+
+    def value(purpose: Purpose) -> T:
+        with lock:
+            if not kept:
+                kept.append(read(purpose))
+            return kept[0]
+
+    return value
 
 
 # --- reads of one stretch of a tensor outside the engine's buffers, rounded outwards to what its file can serve ---

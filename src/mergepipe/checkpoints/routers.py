@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
 from mergepipe.checkpoints.gathered_rows import GatheredRows, RowMap
-from mergepipe.checkpoints.open_files import decoded_into, read_elements
+from mergepipe.checkpoints.open_files import decoded_into, once, read_elements
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
 from mergepipe.core.blocks import F32, DType, Span
 from mergepipe.errors import MismatchError, UnsupportedError
@@ -90,7 +90,17 @@ class Router(ComputedTensor):
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans; keeps the router of the layer."""
-        return _OpenedRouter(self, files)
+
+        def computed(purpose: Purpose) -> NDArray[np.float32]:
+            values_EH = _layer_values(self.gates, self.layer, files, purpose)
+            return np.ascontiguousarray(values_EH[self.first : self.stop], np.float32).reshape(-1)
+
+        values = once(computed)
+
+        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+            out[:] = values(purpose)[span.start : span.stop].view(np.uint8)
+
+        return fetch
 
 
 _NOISE_ELEMENTS: Final = 1 << 16
@@ -158,24 +168,6 @@ class Noisy(ComputedTensor):
             values_N *= np.float32(self.factor)
 
         return fetch
-
-
-class _OpenedRouter:
-    """Computes the router on the first fetch."""
-
-    def __init__(self, router: Router, files: Mapping[Location, RangeFile]) -> None:
-        self._router = router
-        self._files = files
-        self._lock = threading.Lock()
-        self._values_EH: NDArray[np.float32] | None = None
-
-    def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-        router = self._router
-        with self._lock:
-            if self._values_EH is None:
-                values_EH = _layer_values(router.gates, router.layer, self._files, purpose)
-                self._values_EH = np.ascontiguousarray(values_EH[router.first : router.stop], np.float32)
-        out[:] = self._values_EH.reshape(-1)[span.start : span.stop].view(np.uint8)
 
 
 def _layer_values(
