@@ -7,17 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry, Unchanged
 from mergepipe.checkpoints.gathered_rows import GatheredRows
 from mergepipe.core.blocks import BF16, F32, DType, element_count
 from mergepipe.core.outcome import DroppedTensor
-from mergepipe.errors import MergePipeError, MismatchError, RecipeError
+from mergepipe.errors import MergePipeError
 from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.fields import Strictness
-from mergepipe.recipes.output_tensors import LayerList, is_before_layers, layer_lists
+from mergepipe.recipes.output_tensors import is_before_layers, layer_lists
 from mergepipe.recipes.recipe import Case, Cases, LayerSource, ModelInput, OutputModule, OutputSlice, Recipe, Setting
 from mergepipe.recipes.resolution import resolve
 from mergepipe.recipes.tasks import Action, Resolution
@@ -389,12 +387,6 @@ def test_layer_lists__are_numbered_without_a_gap(names: list[str], expected: dic
     assert {prefix: found.n_layers for prefix, found in layer_lists(names).items()} == expected
 
 
-@given(st.integers(0, 99), st.sampled_from(["mlp.w", "experts.3.w", "x"]), st.sampled_from(["", "model.layers."]))
-def test_layer_list__splits_what_it_names(index: int, rest: str, prefix: str) -> None:
-    layers = LayerList(prefix, 100)
-    assert layers.split(layers.name(index, rest)) == (index, rest)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -411,10 +403,3 @@ def test_layer_list__splits_what_it_names(index: int, rest: str, prefix: str) ->
 )
 def test_is_before_layers__tells_embeddings_from_heads(name: str, expected: bool) -> None:
     assert is_before_layers(name) is expected
-
-
-def test_resolve__raises_recipe_errors_of_its_own_class() -> None:
-    with pytest.raises(RecipeError):
-        resolve(slicing("passthrough", piece((A, 2, 3))), [checkpoint(llama(2))])
-    with pytest.raises(MismatchError):
-        resolve(TIES, [checkpoint(llama(2)), checkpoint({"w": (1,)})])

@@ -19,12 +19,14 @@ from mergepipe.storage.stores import OPENERS
 
 
 @dataclass(frozen=True, slots=True)
-class MetadataRead:
-    """One recorded request for `nbytes` bytes at `offset`."""
+class StoreRequest:
+    """What a store was asked: `open`, `stat`, `list` or `read`, of which bytes."""
 
+    operation: str
     path: Location
-    offset: int
-    nbytes: int
+    offset: int = 0
+    nbytes: int = 0
+    purpose: Purpose = Purpose.METADATA
 
 
 class MetadataStore(LocalStore):
@@ -32,30 +34,19 @@ class MetadataStore(LocalStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads: list[MetadataRead] = []
+        self.reads: list[StoreRequest] = []
 
     def open(self, location: Location, *, direct: bool = False, cached: bool = True) -> NoReturn:
         raise AssertionError(f"{location} was opened for tensor bytes (direct={direct}, cached={cached})")
 
     def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
-        self.reads.append(MetadataRead(location, offset, nbytes))
+        self.reads.append(StoreRequest("read", location, offset, nbytes))
         return LocalStore(self.ledger).read_metadata(location, offset, nbytes)
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
         content = super().read_small(location, limit_bytes)
-        self.reads.append(MetadataRead(location, 0, len(content)))
+        self.reads.append(StoreRequest("read", location, 0, len(content)))
         return content
-
-
-@dataclass(frozen=True, slots=True)
-class StoreRequest:
-    """What an `InMemoryStore` was asked: `open`, `stat`, `list` or `read`, of which bytes."""
-
-    operation: str
-    path: Location
-    offset: int = 0
-    nbytes: int = 0
-    purpose: Purpose = Purpose.METADATA
 
 
 Script = Callable[[StoreRequest], None]

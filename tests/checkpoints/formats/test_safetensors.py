@@ -20,7 +20,7 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from support.rounding import NUMPY_DTYPES as FLOATS
 from support.safetensors_bytes import file_bytes, honest_file, record
-from support.stores import InMemoryStore, MetadataRead, MetadataStore
+from support.stores import InMemoryStore, MetadataStore, StoreRequest
 
 PATH = Location.parse("model.safetensors")
 INTEGERS = {f"{kind.upper()}{8 * size}": np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)}
@@ -82,8 +82,8 @@ def test_read_header__reads_prefix_and_header_and_nothing_else(tmp_path: Path) -
     store = MetadataStore()
     header = read_header(store, Location.local(path))
     assert store.reads == [
-        MetadataRead(Location.local(path), 0, 8),
-        MetadataRead(Location.local(path), 8, header.data_start - 8),
+        StoreRequest("read", Location.local(path), 0, 8),
+        StoreRequest("read", Location.local(path), 8, header.data_start - 8),
     ]
     assert store.ledger.usage()[Purpose.METADATA] == header.data_start == len(content) - 16
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from vocabulary_cases import EMBED, HEAD, WIDTH, embedding, fast_tokenizer, values_of, write_model
 
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.embedding_rows import Given, TokenRows, fill_rows, model_rows, no_rows, of_sources
-from mergepipe.checkpoints.gathered_rows import RowRange
+from mergepipe.checkpoints.embedding_rows import TokenRows, model_rows, no_rows
 from mergepipe.checkpoints.vocabulary import Vocabulary
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError
@@ -241,16 +240,3 @@ def test_model_rows__deltas_are_zero_for_tokens_they_do_not_know() -> None:
     found = model_rows(rows, 1, no_rows(4), [], {})
     assert found.origin_R.tolist() == [1, -1, 1, -1]
     assert found.row_R.tolist()[0::2] == [1, 0]
-
-
-def test_of_sources__keeps_only_models_and_means_that_are_used() -> None:
-    output = Vocabulary({token: n for n, token in enumerate("abcd")}, {}, "x")
-    others = [Vocabulary({"a": 0, "b": 1}, {}, "y"), Vocabulary({"a": 0, "b": 1, "c": 2}, {}, "z")]
-    rows = TokenRows.of(output, [Vocabulary({"d": 0}, {}, "w"), *others], 4)
-    fill = fill_rows(rows, [0, 1, 2], None, {3: Given(force=True)})
-    mapped, order = of_sources(model_rows(rows, 0, fill, [], {3: Given(force=True)}), 0)
-    assert order == (0, 1, 2)
-    assert mapped.origin_R.tolist() == [-3, -2, 2, -1]
-    assert mapped.means[1] == (RowRange(1, 0, 1), RowRange(2, 0, 1))
-    mapped, order = of_sources(model_rows(rows, 2, fill, [], {}), 2)
-    assert (order, mapped.origin_R.tolist(), mapped.means) == ((2,), [0, 0, 0, -1], ())
