@@ -19,10 +19,10 @@ from mergepipe.checkpoints.vocabulary import (
     VOCABULARY_NAMES,
     TokenizerFiles,
     Vocabulary,
-    counted,
     read_vocabulary,
 )
 from mergepipe.core.strict_json import JsonValue, shown
+from mergepipe.core.units import plural
 from mergepipe.errors import MergePipeError, MismatchError
 from mergepipe.storage.contract import Store, concurrent_map
 
@@ -260,13 +260,13 @@ def _token_notices(base: Vocabulary, base_name: str, other: Vocabulary, name: st
     moved = sum(by_id.get(index, token) != token for token, index in other.ids.items())
     if moved:
         yield (
-            f"{counted(moved, 'row')} of embeddings: '{name}' has other tokens there than '{base_name}', and they are "
+            f"{plural(moved, 'row')} of embeddings: '{name}' has other tokens there than '{base_name}', and they are "
             f"merged by number; {_ADVICE} merges them by token"
         )
     lost = [token for token in other.ids if token not in base.ids]
     if lost:
         examples = ", ".join(map(shown, lost[:_MAX_EXAMPLES])) + (", ..." if len(lost) > _MAX_EXAMPLES else "")
-        tokens = counted(len(lost), "token")
+        tokens = plural(len(lost), "token")
         yield f"{tokens} of '{name}' not in the output's tokenizer: {examples}; {_ADVICE} adds them"
 
 

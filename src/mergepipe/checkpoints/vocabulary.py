@@ -64,11 +64,6 @@ class Vocabulary:
         return self.added.get(token, AddedToken(token))
 
 
-def counted(n: int, noun: str) -> str:
-    """`1 token`, `2 tokens`."""
-    return f"{n} {noun}" + ("" if n == 1 else "s")
-
-
 # --- parse the pieces of a sentencepiece model file: known protobuf fields, everything else skipped ---
 
 

@@ -35,13 +35,13 @@ from mergepipe.checkpoints.vocabulary import (
     AddedToken,
     TokenizerFiles,
     Vocabulary,
-    counted,
     extended,
     extended_files,
     read_vocabulary,
 )
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import canonical_json, shown
+from mergepipe.core.units import plural
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.recipes.recipe import EmbeddingSource, TokenEmbedding, TokenizerRequest, TokenizerSource
 from mergepipe.recipes.tokenizer_source import OMP, SUBWORD
@@ -79,7 +79,7 @@ class Alignment:
     def notices(self, names: Sequence[str]) -> tuple[str, ...]:
         """Format one line per model that loses tokens; `names` are the models' names."""
         return tuple(
-            f"{counted(dropped.n_tokens, 'token')} of '{names[dropped.model]}' not in the output's tokenizer, "
+            f"{plural(dropped.n_tokens, 'token')} of '{names[dropped.model]}' not in the output's tokenizer, "
             f"embeddings left out: "
             f"{', '.join(map(shown, dropped.examples))}{', ...' if dropped.n_tokens > len(dropped.examples) else ''}"
             for dropped in self.dropped

@@ -20,9 +20,9 @@ from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_not
 from mergepipe.checkpoints.packed import is_packed, open_packed_expert
 from mergepipe.checkpoints.quantised import dequantised, stored_like
 from mergepipe.checkpoints.stacked_experts import in_layout_of
-from mergepipe.checkpoints.vocabulary import counted
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.outcome import DroppedTensor, Notice, notice_at, told_once
+from mergepipe.core.units import plural
 from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.fields import USUAL, Strictness, refuse_notices
@@ -229,11 +229,11 @@ class Inputs:
                 stored = self.checkpoints[model].tensors.get(task.name)
                 n_beyond = 0 if stored is None or self.alignment else stored.shape[0] - task.shape[0]
                 if model in lost:
-                    reason = f"{counted(lost[model], 'row')} of tokens that the output's tokenizer lacks"
+                    reason = f"{plural(lost[model], 'row')} of tokens that the output's tokenizer lacks"
                     yield DroppedTensor(models[model].text, task.name, reason)
                 elif n_beyond > 0:
                     yield DroppedTensor(
-                        models[model].text, task.name, f"{counted(n_beyond, 'row')} beyond the output's last one"
+                        models[model].text, task.name, f"{plural(n_beyond, 'row')} beyond the output's last one"
                     )
 
     @property
