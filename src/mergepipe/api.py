@@ -824,7 +824,7 @@ def rebuild_catalog(roots: Sequence[str | Path] = (), *, home: str | Path | None
     Raises:
         NotFoundError: a root does not exist.
     """
-    from mergepipe.catalog.rebuild import rebuild
+    from mergepipe.catalog.catalog import rebuild
 
     return rebuild(home_of(home), [Path(root) for root in roots])
 

@@ -8,7 +8,8 @@ and the reference pages are made from. A call takes the value as `options`, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -638,11 +639,31 @@ def block_elements_of(value: int | None) -> int:
     return elements
 
 
-def home_of(home: str | Path | None) -> Path:
-    """Return the catalog's home; for None $MERGEPIPE_HOME or the platform's user data folder."""
-    from mergepipe.catalog.home import resolve_home
+HOME_VARIABLE = "MERGEPIPE_HOME"
 
-    return resolve_home(Path(home) if home is not None else None)
+
+def home_of(
+    home: str | Path | None, environment: Mapping[str, str] | None = None, platform: str = sys.platform
+) -> Path:
+    """Return the catalog's home, absolute; nothing is created.
+
+    A `home` has precedence over $MERGEPIPE_HOME, which has precedence over the platform's user data folder. Empty
+    variables count as unset, as does an $XDG_DATA_HOME that is not absolute. The environment is by default that of the
+    process.
+    """
+    environment = os.environ if environment is None else environment
+    configured = environment.get(HOME_VARIABLE, "") if home is None else home
+    if home is not None or configured:
+        return _absolute(Path(configured))
+    data = Path("~/Library/Application Support")
+    if platform != "darwin":
+        stated = Path(environment.get("XDG_DATA_HOME", ""))
+        data = stated if stated.is_absolute() else Path("~/.local/share")
+    return _absolute(data) / "mergepipe"
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path.expanduser()))  # noqa: PTH100 - resolves `..` but keeps links, as the user wrote them
 
 
 def catalog_home(options: RunOptions) -> Path | None:

@@ -16,8 +16,7 @@ import pytest
 from budget_cases import CASES, POLICIES, Setting, make_setting
 
 from mergepipe import api as session
-from mergepipe.catalog.database import SCHEMA_VERSION
-from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.catalog.database import CATALOG_NAME, SCHEMA_VERSION
 from mergepipe.core.blocks import F32
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
 from mergepipe.options import MergeOptions, RunOptions

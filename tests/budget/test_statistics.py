@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mergepipe import api as session
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.home import statistics_folder
+from mergepipe.catalog.statistics_file import statistics_folder
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.engine.pipeline import Pipeline
 from mergepipe.errors import MergePipeError

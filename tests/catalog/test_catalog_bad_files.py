@@ -17,10 +17,8 @@ from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, pu
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import PAGE_BYTES, SCHEMA_VERSION, is_catalog_error
-from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.rebuild import rebuild
+from mergepipe.catalog.catalog import Catalog, rebuild
+from mergepipe.catalog.database import CATALOG_NAME, PAGE_BYTES, SCHEMA_VERSION, is_catalog_error
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.errors import (
     ConflictError,

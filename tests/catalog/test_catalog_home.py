@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.catalog.home import resolve_home
+from mergepipe.options import home_of
 
 
-def test_resolve_home__an_explicit_path_wins() -> None:
-    assert resolve_home(Path("/asked"), {"MERGEPIPE_HOME": "/env"}, "linux") == Path("/asked")
+def test_home_of__an_explicit_path_wins() -> None:
+    assert home_of(Path("/asked"), {"MERGEPIPE_HOME": "/env"}, "linux") == Path("/asked")
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ def test_resolve_home__an_explicit_path_wins() -> None:
         ({"MERGEPIPE_HOME": "~/mine"}, "linux", "~/mine"),
     ],
 )
-def test_resolve_home__follows_the_environment(environment: dict[str, str], platform: str, expected: str) -> None:
-    assert resolve_home(None, environment, platform) == Path(expected).expanduser()
+def test_home_of__follows_the_environment(environment: dict[str, str], platform: str, expected: str) -> None:
+    assert home_of(None, environment, platform) == Path(expected).expanduser()
 
 
-def test_resolve_home__is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_of__is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MERGEPIPE_HOME", "here")
-    assert resolve_home(None) == tmp_path / "here"
-    assert resolve_home(Path("there")) == tmp_path / "there"
+    assert home_of(None) == tmp_path / "here"
+    assert home_of(Path("there")) == tmp_path / "there"

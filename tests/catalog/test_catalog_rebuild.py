@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, publish, snapshots_of
 
-from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.rebuild import rebuild
+from mergepipe.catalog.catalog import Catalog, rebuild
+from mergepipe.catalog.database import CATALOG_NAME
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.cli.printing import report_text
 from mergepipe.errors import ConflictError, NotFoundError

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.catalog.database import CATALOG_NAME
 from mergepipe.cli.printing import REPORT_FORMAT
 from support.command_line import Runner, Workplace
 

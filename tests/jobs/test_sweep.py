@@ -12,11 +12,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
-from mergepipe.catalog.home import resolve_home
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.errors import MismatchError, RecipeError
 from mergepipe.jobs.diff import distance
-from mergepipe.options import MergeOptions, PlanOptions
+from mergepipe.options import MergeOptions, PlanOptions, home_of
 from mergepipe.reports import Progress, SweepReport
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -74,7 +73,7 @@ def test_sweep__leaves_nothing_behind(recipe: Path, tmp_path: Path) -> None:
     before = set(tmp_path.iterdir())
     sweep(recipe, "50%")
     assert set(tmp_path.iterdir()) == before
-    with mergepipe.Catalog.open(resolve_home(None)) as catalog:
+    with mergepipe.Catalog.open(home_of(None)) as catalog:
         assert catalog.snapshots() == ()
         assert catalog.stats().digests == 0
 

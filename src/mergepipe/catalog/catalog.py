@@ -6,7 +6,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,23 +16,41 @@ from typing import Final
 
 from blake3 import blake3
 
-from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, REBUILD_HINT, open_database, stored_text, typed_errors
-from mergepipe.catalog.home import CATALOG_NAME, statistics_folder
+from mergepipe.catalog.database import (
+    CATALOG_NAME,
+    LOCK_TIMEOUT_SECONDS,
+    REBUILD_HINT,
+    open_database,
+    set_aside,
+    stored_text,
+    typed_errors,
+)
 from mergepipe.catalog.snapshots import (
     CatalogStats,
     LineageNode,
+    RebuildReport,
     SnapshotRow,
+    find_manifests,
     read_manifest,
     row_of,
     sid_of_unchanged_input,
     trace,
 )
+from mergepipe.catalog.statistics_file import statistics_folder
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.records import decode, encode
-from mergepipe.errors import CorruptError, NotFoundError, RecipeError, did_you_mean
-from mergepipe.snapshots.manifest import Input, Manifest, RealizedBytes
-from mergepipe.storage.contract import FileId, Store, resolved
+from mergepipe.errors import (
+    CorruptError,
+    MergePipeError,
+    NotFoundError,
+    Problem,
+    RecipeError,
+    UnsupportedError,
+    did_you_mean,
+)
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Input, Manifest, RealizedBytes
+from mergepipe.storage.contract import FileId, Store, modified_at, resolved
 from mergepipe.storage.stores import Stores
 
 MIN_PREFIX_DIGITS: Final = 4
@@ -306,3 +324,77 @@ def _one_row(connection: sqlite3.Connection, reference: str | Path) -> SnapshotR
         message = f"could be {', '.join(sids[:5])}"
         raise RecipeError.of("snapshot.ambiguous", reference, message, f"give {needed} digits")
     return rows[0]
+
+
+# --- the catalog made again: snapshots from their manifests; digests of files stay where the file is sound ---
+
+
+_FATAL = ("catalog.locked", "catalog.no-space", "catalog.io")
+
+
+def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> RebuildReport:
+    """Recreate snapshots and lineage from the manifests under `roots` and at recorded paths.
+
+    Digests of files in a sound catalog are kept. One that is damaged or of an older version is moved aside, never
+    deleted. Close other processes that use it first: they would continue to write to the moved file.
+    """
+    unreadable: list[Problem] = []
+    manifest_paths = list(find_manifests(roots, unreadable))
+    catalog, moved_aside = _open_sound(home, timeout_seconds)
+    recorded: list[SnapshotRow] = []
+    missing: list[Path] = []
+    composites: list[Path] = []
+    with catalog:
+        paths = [*manifest_paths, *(snapshot.path for snapshot in catalog.snapshots())]
+        for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths):
+            try:
+                recorded.append(catalog.adopt_snapshot(path, created=modified_at(path / MANIFEST_NAME)))
+            except NotFoundError:
+                missing.append(path)
+            except MergePipeError as error:
+                codes = {problem.code for problem in error.problems}
+                if not codes.isdisjoint(_FATAL):
+                    raise
+                if "format.kind" in codes:
+                    composites.append(path)
+                else:
+                    unreadable.extend(error.problems)
+        lost = _still_missing(catalog, {snapshot.manifest_digest for snapshot in recorded}, missing)
+    return RebuildReport(
+        snapshots=len(recorded),
+        missing=lost,
+        unreadable=tuple(unreadable),
+        moved_aside=moved_aside,
+        composites=tuple(composites),
+    )
+
+
+def _open_sound(home: Path, timeout_seconds: float) -> tuple[Catalog, Path | None]:
+    try:
+        catalog = Catalog.open(home, timeout_seconds=timeout_seconds)
+    except (CorruptError, UnsupportedError) as error:
+        if error.code == "catalog.newer":
+            raise
+        moved = set_aside(home / CATALOG_NAME)
+        return Catalog.open(home, timeout_seconds=timeout_seconds), moved
+    try:
+        catalog.check_integrity()
+    except CorruptError:
+        catalog.close()
+        moved = set_aside(home / CATALOG_NAME)
+        return Catalog.open(home, timeout_seconds=timeout_seconds), moved
+    except BaseException:
+        catalog.close()
+        raise
+    return catalog, None
+
+
+def _still_missing(catalog: Catalog, digests: set[str], missing: list[Path]) -> tuple[Path, ...]:
+    """Forget rows of snapshots that were found elsewhere; return the remaining paths without a manifest."""
+    lost = list(missing)
+    for snapshot in catalog.snapshots():
+        is_elsewhere = snapshot.path in missing or os.path.realpath(snapshot.path) != str(snapshot.path)
+        if is_elsewhere and snapshot.manifest_digest in digests:
+            catalog.forget(snapshot)
+            lost = [path for path in lost if path != snapshot.path]
+    return tuple(lost)

@@ -10,7 +10,7 @@ import errno
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from mergepipe.errors import (
@@ -24,6 +24,7 @@ from mergepipe.errors import (
 )
 from mergepipe.storage.ranges import regular_status
 
+CATALOG_NAME = "catalog.sqlite3"
 APPLICATION_ID = 0x4D504331  # "MPC1"
 SCHEMA_VERSION = 6
 LOCK_TIMEOUT_SECONDS = 10.0
@@ -239,3 +240,37 @@ def stored_text(text: str, where: object) -> str:
     raise UnsupportedError.of(
         "catalog.path-encoding", ascii(str(where)), "paths that are not UTF-8 are not recorded", "rename it"
     )
+
+
+# --- a file that is not used any more ---
+
+
+_SIDE_FILES = ("", "-wal", "-shm")
+
+
+def set_aside(path: Path) -> Path:
+    """Rename the file and its WAL to the first free `.corrupt-N`."""
+    _refuse_if_in_use(path)
+    number = 1
+    while path.with_name(f"{path.name}.corrupt-{number}").exists():
+        number += 1
+    aside = path.with_name(f"{path.name}.corrupt-{number}")
+    try:
+        for suffix in _SIDE_FILES:
+            if path.with_name(path.name + suffix).exists():
+                path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+    except OSError as error:
+        raise catalog_os_error(error, path) from error
+    return aside
+
+
+def _refuse_if_in_use(path: Path) -> None:
+    """Raise `catalog.locked` if another process is writing; a damaged file is accepted."""
+    check_regular_files(path)
+    with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as connection:
+        try:
+            with typed_errors(path):
+                connection.execute("BEGIN IMMEDIATE")
+                connection.execute("ROLLBACK")
+        except CorruptError:
+            return

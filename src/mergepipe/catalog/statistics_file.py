@@ -13,7 +13,6 @@ from typing import Annotated, Final
 import numpy as np
 from blake3 import blake3
 
-from mergepipe.catalog.home import statistics_folder
 from mergepipe.checkpoints.content_id import content_digest, digest_of_files, is_outside
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.core.blocks import BlockGrid
@@ -233,6 +232,11 @@ def _corrupt(where: object, message: str) -> MergePipeError:
 
 
 # --- files of the home folder ---
+
+
+def statistics_folder(home: Path) -> Path:
+    """Return the folder that holds statistics by content."""
+    return home / "statistics"
 
 
 def statistics_path(home: Path, expert_digest: str, base_digest: str) -> Path:

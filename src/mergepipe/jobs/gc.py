@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.catalog.database import CATALOG_NAME
 from mergepipe.catalog.snapshots import SnapshotRow
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport

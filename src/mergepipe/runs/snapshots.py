@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.catalog.database import CATALOG_NAME
 from mergepipe.catalog.snapshots import (
     CatalogStats,
     LineageNode,

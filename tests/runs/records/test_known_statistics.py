@@ -13,8 +13,7 @@ import pytest
 
 import mergepipe
 from mergepipe import api
-from mergepipe.catalog.home import statistics_folder
-from mergepipe.catalog.statistics_file import STATISTICS_NAME, parse_statistics
+from mergepipe.catalog.statistics_file import STATISTICS_NAME, parse_statistics, statistics_folder
 from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import ConflictError
 from mergepipe.options import RunOptions
