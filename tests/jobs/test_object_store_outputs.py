@@ -197,11 +197,6 @@ def test_merge__whose_uploaded_shard_was_deleted_makes_it_again(
 # --- several writers ---
 
 
-def test_upload__of_two_writers_admits_one(out: str) -> None:
-    with ObjectUpload(BucketFolder(Location.parse(out))):
-        with pytest.raises(ConflictError) as caught, ObjectUpload(BucketFolder(Location.parse(out))):
-            pass
-        assert caught.value.code == "output.busy"
 
 
 def test_merge__of_two_into_one_prefix_publishes_one_whole(

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mergepipe.errors import ConflictError, CorruptError, LimitError
-from mergepipe.snapshots import parts as records
+from mergepipe.errors import ConflictError, CorruptError
 from mergepipe.snapshots.parts import JOB_NAME, Claim, Claimant, MadeShard, PartsJob, PartsPlace
 from mergepipe.snapshots.parts_places import job_at, parts_place, plan_digests_at
-from mergepipe.snapshots.work_log import usage_of, uses_of
+from mergepipe.snapshots.work_log import usage_of
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import Owner
@@ -107,19 +106,6 @@ def test_read__of_a_record_under_another_name_is_refused(place: PartsPlace) -> N
         place.read("two")
 
 
-def test_add__keeps_a_shard_once(place: PartsPlace, tmp_path: Path) -> None:
-    first, second = claimed(place), claimed(place)
-    assert place.done(0) is None
-    place.add(first, made_file(tmp_path), DIGESTS, spent(7))
-    place.add(second, made_file(tmp_path), DIGESTS, spent(9))
-    assert place.done(0) == DIGESTS
-    assert place.recorded_shards() == {0}
-    assert [claim.expert_bytes for claim in place.claims_of(0)] == [7, 9]
-    with pytest.raises(ConflictError, match="another worker made other bytes of 't'"):
-        place.add(claimed(place), made_file(tmp_path), OTHERS, spent(1))
-    assert place.done(0) == DIGESTS
-
-
 def test_remove__ends_the_work_of_all(place: PartsPlace, tmp_path: Path) -> None:
     claim = claimed(place)
     place.remove()
@@ -173,52 +159,3 @@ def test_claim__of_racing_workers_under_a_budget_one_reads(place: PartsPlace) ->
     with ThreadPoolExecutor(8) as pool:
         claims = list(pool.map(lambda _: claimant.claim(0, 10), range(16)))
     assert sum(claim is not None for claim in claims) == 1
-
-
-def test_claim__of_another_machine_is_taken_by_who_runs_the_same_part(
-    place: PartsPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(records, "this_process", lambda: ELSEWHERE)
-        assert Claimant(place, "2/2", limit_bytes=100).claim(0, 10) is not None
-    assert Claimant(place, "1/2", limit_bytes=100).claim(0, 10) is None
-    again = Claimant(place, "2/2", limit_bytes=100).claim(0, 10)
-    assert again is not None
-    assert again.attempt == 1
-    assert (place.account().expert_bytes, place.account().repeated_bytes) == (20, 10)
-
-
-def test_claim__that_continues_another_counts_it_once(place: PartsPlace, tmp_path: Path) -> None:
-    """The killed attempt had read 4 of its 10 bytes by the log of its work, and 3 of those were lost."""
-    claimed(place, share_bytes=10)
-    claim = Claimant(place, "1/2").claim(0, 9, continues=0, earlier_bytes=4)
-    assert claim is not None
-    account = place.account()
-    assert (account.expert_bytes, account.unfinished_bytes, account.repeated_bytes) == (13, 13, 4)
-    assert account.total_bytes(30) == 33
-    place.add(claim, made_file(tmp_path), DIGESTS, spent(12))
-    account = place.account()
-    assert (account.expert_bytes, account.unfinished_bytes, account.repeated_bytes) == (12, 0, 4)
-    assert (account.total_bytes(30), account.n_attempts) == (32, 2)
-
-
-def test_claim__of_a_strict_worker_never_goes_beyond_the_budget(
-    place: PartsPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(records, "this_process", lambda: ELSEWHERE)
-        Claimant(place, "1/2", limit_bytes=35).claim(0, 10)
-    strict = Claimant(place, "1/2", limit_bytes=35, planned_bytes=30, is_strict=True)
-    with pytest.raises(LimitError, match="40 bytes would be read over all runs, 35 is the budget"):
-        strict.claim(0, 10)
-    assert len(place.claims_of(0)) == 1
-    assert strict.claim(1, 20) is not None
-    assert strict.claim(0, 6, continues=0, earlier_bytes=9) is not None
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(Purpose), st.integers(1, 1 << 40)), max_size=9))
-def test_usage_of__is_undone_by_uses_of(uses: list[tuple[str, Purpose, int]]) -> None:
-    usage = Usage()
-    for use in uses:
-        usage += usage_of((use,))
-    assert usage_of(uses_of(usage)) == usage

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError
+from mergepipe.errors import ConflictError, OutputError, StorageError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.staging import CONTENT_NAME, Staging, check_free_space, check_target, find_staging, remove_dead
+from mergepipe.snapshots.staging import CONTENT_NAME, Staging, check_target, find_staging, remove_dead
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import this_process
@@ -60,13 +60,6 @@ def test_staging__appears_at_once_when_published(tmp_path: Path) -> None:
     assert staged.startswith(".out.mergepipe-")
     assert (out / MANIFEST_NAME).read_text() == "x"
     assert names(out.parent) == ["out"]
-
-
-def test_staging__without_publish_leaves_nothing(tmp_path: Path) -> None:
-    with Staging(tmp_path / "new" / "folders" / "out", force=False) as staging:
-        (staging.path / "file").write_text("x")
-        (staging.path / "folder").mkdir()
-    assert names(tmp_path) == []
 
 
 def test_staging__keeps_parents_that_others_use_by_now(tmp_path: Path) -> None:
@@ -188,36 +181,6 @@ def test_staging__sweeps_only_its_own_output(tmp_path: Path) -> None:
     assert left.exists()
 
 
-def test_staging__of_a_living_process_is_refused_to_others_and_kept(tmp_path: Path) -> None:
-    with Staging(tmp_path / "out", force=False) as first:
-        (first.path / MANIFEST_NAME).write_text("first")
-        with pytest.raises(ConflictError) as caught, Staging(tmp_path / "out", force=False):
-            pass
-        assert caught.value.code == "output.busy"
-        assert f"process {os.getpid()}" in str(caught.value)
-        assert not remove_dead(first.directory)
-        first.publish()
-    assert names(tmp_path) == ["out"]
-
-
-def test_staging__keep_leaves_it_to_be_continued(tmp_path: Path) -> None:
-    with Staging(tmp_path / "out", force=False, can_continue=lambda _: True) as first:
-        first.path.mkdir(exist_ok=True)
-        (first.path / "half").write_text("x")
-        first.keep()
-    asked: list[Path] = []
-
-    def can_continue(directory: Path) -> bool:
-        asked.append(directory)
-        return True
-
-    with Staging(tmp_path / "out", force=False, can_continue=can_continue) as second:
-        assert second.is_continued
-        assert (second.path / "half").read_text() == "x"
-        assert asked == [second.directory]
-    assert names(tmp_path) == []
-
-
 def test_staging__what_is_left_stays_when_continuing_is_refused(tmp_path: Path) -> None:
     left = _leave_staging_behind(tmp_path / "out")
 
@@ -238,17 +201,6 @@ def test_find_staging__tells_the_living_from_the_dead(tmp_path: Path) -> None:
         assert dict(find_staging(tmp_path)) == {dead: None, staging.directory: this_process()}
         assert remove_dead(dead)
     assert names(tmp_path) == []
-
-
-def test_staging__where_it_cannot_be_made_says_so(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(MergePipeError):
-        stage(tmp_path / "file" / "out", "x")
-    for at in (0, 1, 2):
-        with replaced(os, "mkdir", Fault(at, system_error(errno.EACCES)).wrap), pytest.raises(StorageError) as caught:
-            stage(tmp_path / "a" / "b" / "out", "x")
-        assert caught.value.code == "storage.permission"
-        assert names(tmp_path) == ["file"]
 
 
 def test_check_target__accepts_a_new_place_and_by_force_a_snapshot_or_an_empty_folder(tmp_path: Path) -> None:
@@ -288,13 +240,6 @@ def test_check_target__refuses_to_overlap_an_input(tmp_path: Path, force: bool) 
     (tmp_path / "alias").symlink_to(base)
     for out in (base, base / "inside", tmp_path / "models", tmp_path / "alias", tmp_path / "alias" / "inside"):
         assert _refusal(out, [base], force=force) == "output.place"
-
-
-def test_check_free_space__looks_at_the_nearest_folder_that_exists(tmp_path: Path) -> None:
-    check_free_space(tmp_path / "not" / "yet" / "out", 1)
-    with pytest.raises(StorageError) as caught:
-        check_free_space(tmp_path / "not" / "yet" / "out", 1 << 60)
-    assert caught.value.code == "storage.no-space"
 
 
 def test_staging__of_a_file_leaves_no_record_where_another_file_has_appeared(tmp_path: Path) -> None:
