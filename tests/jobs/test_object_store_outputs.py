@@ -197,8 +197,6 @@ def test_merge__whose_uploaded_shard_was_deleted_makes_it_again(
 # --- several writers ---
 
 
-
-
 def test_merge__of_two_into_one_prefix_publishes_one_whole(
     bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
