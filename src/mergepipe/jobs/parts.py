@@ -113,7 +113,6 @@ class _PartRun:
         check_output(self._out, planned.inputs, force=self._settings.force)
         self._parts = parts = parts_place(self._out, planned.job(self._out), self._settings.out)
         made, done_shards = tuple[int, ...](), tuple[int, ...]()
-        names = [name for name, _ in parts.job.shards]
         try:
             part = self._part(planned)
             if self._choice.number is None and not parts.exists:
@@ -127,11 +126,11 @@ class _PartRun:
             if self._choice.publishes:
                 self._finish_if_complete(planned, parts)
             is_published = self._merge is not None or self.is_published()
-            report = self._report_shards(names, made, done_shards, is_published=is_published)
+            report = self.report(made, done_shards, is_published=is_published)
         except (ConflictError, OutputError) as error:  # others may finish it at any moment, also before the report
             if error.code not in ("parts.gone", *_PUBLISHED_ELSEWHERE) or not self.is_published():
                 raise
-            report = self._report_shards(names, made, done_shards, is_published=True)
+            report = self.report(made, done_shards, is_published=True)
         if report.is_published and report.merge is None:
             parts.remove()  # what this run wrote after who finished it had removed it
         return report
@@ -195,23 +194,17 @@ class _PartRun:
         if self._settings.on_progress is not None:
             self._settings.on_progress(Progress("merge", self._store.ledger.total_bytes(), self._total_bytes, (), 0))
 
-    def _report_shards(
-        self, names: Sequence[str], made: Iterable[int], reused: Iterable[int], *, is_published: bool
-    ) -> PartReport:
-        return self.report(
-            tuple(names[shard] for shard in made), tuple(names[shard] for shard in reused), is_published=is_published
-        )
-
-    def report(self, made: tuple[str, ...], reused: tuple[str, ...], *, is_published: bool) -> PartReport:
-        """Report what this run did."""
+    def report(self, made: Iterable[int], reused: Iterable[int], *, is_published: bool) -> PartReport:
+        """Report what this run did: the shards that it made, and those that were there."""
         parts, usage = self._parts, Usage() if self._worker is None else self._worker.usage
-        n_shards = len(parts.job.shards) if parts else 0
+        names = [name for name, _ in parts.job.shards] if parts else []
+        n_shards = len(names)
         done = n_shards if is_published or parts is None else len(parts.recorded_shards())
         return PartReport(
             out=self._out,
             part=str(self._choice),
-            made_shards=made,
-            found_shards=reused,
+            made_shards=tuple(names[shard] for shard in made),
+            found_shards=tuple(names[shard] for shard in reused),
             done_shards=done,
             n_shards=n_shards,
             base_bytes=usage[Purpose.BASE],
