@@ -222,10 +222,8 @@ BAD: list[tuple[str, ...]] = [
     (LINEAR + "dytpe: float32\n", "unknown-name 10 dytpe: unknown key 'dytpe'; did you mean 'dtype'?"),
     (
         LINEAR.replace("    parameters:\n      weight: 0.3", "    weight: 0.3"),
-        (
-            "incomplete 5 models[1].parameters.weight: linear needs the parameter weight; write 'weight: ...' under "
-            "its parameters, or under the top-level ones for all models"
-        ),
+        "incomplete 5 models[1].parameters.weight: linear needs the parameter weight; write 'weight: ...' under "
+        "its parameters, or under the top-level ones for all models",
     ),
     (
         LINEAR.replace("  - model: ./b\n    parameters:", "  - model: ./b\n    paramters: {}\n    parameters:"),
@@ -293,10 +291,8 @@ BAD: list[tuple[str, ...]] = [
     (
         LINEAR.replace("weight: 0.3", "weihgt: 0.3"),
         "unknown-name 7 models[1].parameters.weihgt: linear has no parameter 'weihgt'; did you mean 'weight'?",
-        (
-            "incomplete 6 models[1].parameters.weight: linear needs the parameter weight; write 'weight: ...' under "
-            "its parameters, or under the top-level ones for all models"
-        ),
+        "incomplete 6 models[1].parameters.weight: linear needs the parameter weight; write 'weight: ...' under "
+        "its parameters, or under the top-level ones for all models",
     ),
     (
         LINEAR.replace("    parameters:\n      weight: 0.3", "    parameters: [1]"),
@@ -309,10 +305,8 @@ BAD: list[tuple[str, ...]] = [
     (with_weight("[0.5, x]"), f"value {AT_WEIGHT}[1]: needs a number, found the text 'x'"),
     (
         with_weight("[{value: 1, filter: mlp}, 2]"),
-        (
-            f"value {AT_WEIGHT}: needs either values or entries with 'filter' and 'value', found both; write '- value: "
-            "...' for every entry"
-        ),
+        f"value {AT_WEIGHT}: needs either values or entries with 'filter' and 'value', found both; write '- value: "
+        "...' for every entry",
     ),
     (
         with_weight("[{fitler: mlp, value: 2}, {value: 1}]"),
@@ -362,10 +356,7 @@ BAD: list[tuple[str, ...]] = [
     (
         "models: [{model: a}, {model: b}]\nmerge_method: model_stock\nbase_model: base\n"
         "parameters: {int8_mask: true, filter_wse: true}\n",
-        (
-            "unknown-name 4 parameters.filter_wse: model_stock has no parameter 'filter_wse'; did you mean "
-            "'filter_wise'?"
-        ),
+        "unknown-name 4 parameters.filter_wse: model_stock has no parameter 'filter_wse'; did you mean 'filter_wise'?",
     ),
     (
         "models: [{model: a}, {model: b}]\nmerge_method: karcher\nparameters: {max_iter: 2.5}\n",
@@ -373,10 +364,8 @@ BAD: list[tuple[str, ...]] = [
     ),
     (
         TIES.replace("ties", "della").replace("density: 0.5", "density: 0.1", 1),
-        (
-            "conflict 5 models[1].parameters: density 0.1 with epsilon 0.15 gives probabilities from -0.05 to 0.25, "
-            "outside (0, 1); change one of the two"
-        ),
+        "conflict 5 models[1].parameters: density 0.1 with epsilon 0.15 gives probabilities from -0.05 to 0.25, "
+        "outside (0, 1); change one of the two",
     ),
     (
         "models: [{model: a}, {model: b}]\nmerge_method: passthrough\n",
