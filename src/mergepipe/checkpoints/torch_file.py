@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeAlias
 
 from blake3 import blake3
 
@@ -25,12 +25,7 @@ from mergepipe.storage.location import Location
 # cannot say where a checksum is. A file that an honest writer of stored members would not produce is refused.
 
 
-class MetadataSource(Protocol):
-    """The part of a store that readers of structure need."""
-
-    def read_metadata(self, path: Location, offset: int, nbytes: int) -> bytes: ...
-
-
+_Read: TypeAlias = Callable[[Location, int, int], bytes]  # `Store.read_metadata`, or of what was read already
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
@@ -73,12 +68,16 @@ class Window:
     nbytes: int
 
 
-def read_zip_directory(store: MetadataSource, window: Window) -> Mapping[str, ZipMember]:
+def read_zip_directory(store: Store, window: Window) -> Mapping[str, ZipMember]:
     """Return the members in the order of their bytes.
 
     Laws: members lie inside the window, overlap neither each other nor any header, and no two have one name.
     """
-    directory = _Directory(store, window)
+    return _read_directory(store.read_metadata, window)
+
+
+def _read_directory(read: _Read, window: Window) -> Mapping[str, ZipMember]:
+    directory = _Directory(read, window)
     start, stop, count = directory.locate()
     listed = directory.listed(start, stop, count)
     return directory.members(sorted(listed, key=lambda m: m.header_offset), start)
@@ -87,14 +86,14 @@ def read_zip_directory(store: MetadataSource, window: Window) -> Mapping[str, Zi
 class _Directory:
     """Reads one archive's directory; offsets are relative to the window until `members` makes them absolute."""
 
-    def __init__(self, store: MetadataSource, window: Window) -> None:
-        self._store = store
+    def __init__(self, read: _Read, window: Window) -> None:
+        self._read_at = read
         self._window = window
 
     def _read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self._window.nbytes:
             raise self._error(f"bytes [{offset}, {offset + nbytes}) of {self._window.nbytes} are needed")
-        content = self._store.read_metadata(self._window.path, self._window.start + offset, nbytes)
+        content = self._read_at(self._window.path, self._window.start + offset, nbytes)
         if len(content) != nbytes:
             raise self._error(f"{nbytes} bytes at {offset} are needed, {len(content)} are there")
         return content
@@ -337,15 +336,19 @@ def read_torch_zip(store: Store, path: Location, window: Window | None = None) -
     Memory: a small multiple of the pickle (at most 256 MiB).
     """
     window = window or Window(path, 0, store.size_bytes(path))
-    source: MetadataSource = store
-    if window.nbytes <= _SMALL_ARCHIVE_BYTES:
-        source = _HeldBytes(store.read_metadata(window.path, window.start, window.nbytes), window.start)
-    _require_zip(source, window)
-    members = read_zip_directory(source, window)
+    small = window.nbytes <= _SMALL_ARCHIVE_BYTES  # read at once: one request instead of twenty for a scalar
+    held = store.read_metadata(window.path, window.start, window.nbytes) if small else b""
+
+    def read_held(_: Location, offset: int, nbytes: int) -> bytes:
+        return held[offset - window.start : offset - window.start + nbytes]
+
+    read = read_held if small else store.read_metadata
+    _require_zip(read, window)
+    members = _read_directory(read, window)
     stem = _stem(members, path)
-    _require_little_endian(source, path, members, stem)
+    _require_little_endian(read, path, members, stem)
     pickle = members[f"{stem}/data.pkl"]
-    return TorchArchive(path, stem, load_inert(_read_pickle(source, path, pickle), str(path)), pickle, members)
+    return TorchArchive(path, stem, load_inert(_read_pickle(read, path, pickle), str(path)), pickle, members)
 
 
 def walk_tensors(root: object) -> Iterator[tuple[str, PickledTensor]]:
@@ -388,19 +391,8 @@ def _is_contiguous(tensor: PickledTensor) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldBytes:
-    """A small archive read at once: one request instead of twenty for a scalar."""
-
-    content: bytes
-    start: int
-
-    def read_metadata(self, path: Location, offset: int, nbytes: int) -> bytes:
-        return self.content[offset - self.start : offset - self.start + nbytes]
-
-
-def _require_zip(store: MetadataSource, window: Window) -> None:
-    start = store.read_metadata(window.path, window.start, 4)
+def _require_zip(read: _Read, window: Window) -> None:
+    start = read(window.path, window.start, 4)
     if start[:1] == b"\x80":
         message = "written by torch.save in its older, unzipped format"
         raise unsupported(window.path, message, "load and save it again with torch 1.6 or later")
@@ -417,21 +409,21 @@ def _stem(members: Mapping[str, ZipMember], path: Location) -> str:
     return stem
 
 
-def _require_little_endian(store: MetadataSource, path: Location, members: Mapping[str, ZipMember], stem: str) -> None:
+def _require_little_endian(read: _Read, path: Location, members: Mapping[str, ZipMember], stem: str) -> None:
     member = members.get(f"{stem}/byteorder")
     if member is None:
         return
-    order = store.read_metadata(path, member.offset, min(member.nbytes, 16))
+    order = read(path, member.offset, min(member.nbytes, 16))
     if order != b"little":
         raise unsupported(path, f"the byte order is {order!r}; only little-endian is read")
 
 
-def _read_pickle(store: MetadataSource, path: Location, member: ZipMember) -> bytes:
+def _read_pickle(read: _Read, path: Location, member: ZipMember) -> bytes:
     most = DEFAULT_LIMITS.max_bytes
     if member.nbytes > most:
         message = f"the pickle has {member.nbytes} bytes; at most {most} are read"
         raise UnsupportedError.of("pickle.refused", path, message)
-    raw = store.read_metadata(path, member.offset, member.nbytes)
+    raw = read(path, member.offset, member.nbytes)
     if len(raw) != member.nbytes or zlib.crc32(raw) != member.crc32:
         raise damaged(path, "the checksum of data.pkl does not match; the file is damaged")
     return raw
