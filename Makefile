@@ -67,7 +67,7 @@ help:
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in build/site, in an environment of its own"
 	@echo "make reference   write the pages of docs/reference that come from the code"
-	@echo "make bench       measure every method against the I/O floor, and mergekit if test-peers installed it"
+	@echo "make bench       measure every method against the I/O floor"
 	@echo "make bench-codecs  sizes and speeds of packing beside zstd, lmz, ZipNN and XOR, in an environment of its own"
 	@echo "make reproduce  the papers' experiments into docs/benchmarks: PARTS=\"scaling sweep\" SIZE=0.6b, ARGUMENTS for more; all parts without PARTS"
 	@echo "make pages      write docs/benchmarks again from the stored results"
@@ -237,7 +237,7 @@ docs: $(DOCS_VENV)/.docs
 reference: $(VENV)/.package
 	$(BIN)/python -m tools.reference docs/reference
 
-# Every method, and other tools beside it.
+# Every method.
 bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks.methods
 

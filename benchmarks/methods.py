@@ -1,7 +1,6 @@
 """The benchmark of merges in full: time over the I/O floor of each one's own bytes, memory and bytes, on cold files.
 
-Every method, slices, adapters and tokenizers by MergePipe, in rounds; where `make test-peers` installed them, a naive
-torch script and mergekit merge once what they can.
+Every method, slices, adapters and tokenizers, in rounds. Other programs are in `benchmarks.reproduce.mergekit`.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from pathlib import Path
 
 from benchmarks.floor import floor_seconds, make_cold
 from benchmarks.make_family import SHAPES, FamilyRequest, ensure_family
-from benchmarks.peers import PEER_VENV, Tool, installed_peers
 from benchmarks.process import BenchmarkError, ProcessCost, measure_checked
 from benchmarks.recipes import Case, all_cases
 
 OURS = Path(".venv/bin/mergepipe")
 COLUMNS = (
-    "tool", "merge", "time s (min-max)", "floor s", "x floor", "CPU s", "CPU s per GB in", "peak RSS MiB", "needed GB",
+    "merge", "time s (min-max)", "floor s", "x floor", "CPU s", "CPU s per GB in", "peak RSS MiB", "needed GB",
     "read GB", "written GB",
 )  # fmt: skip
 
@@ -33,7 +31,6 @@ COLUMNS = (
 class Run:
     """One merge on cold files, and right after it the floor of the bytes it needed; `load` is of the last minute."""
 
-    tool: str
     name: str
     needed_bytes: int
     cost: ProcessCost
@@ -47,50 +44,46 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A scratch directory in which one program at a time merges one case."""
+    """A scratch directory in which one case at a time is merged."""
 
     directory: Path
+    program: Path
+    memory: str
 
-    def run(self, tool: Tool, case: Case) -> Run:
-        """Merge a case, then measure its floor: of what our report says was needed, of all inputs for others.
+    def run(self, case: Case) -> Run:
+        """Merge a case, then measure its floor: of what the report says was needed.
 
         Raises:
             BenchmarkError: the program failed, or wrote less than a model.
         """
         files = case.files()
         make_cold(files)
-        cost, output_bytes, printed = self._merged(tool, case)
-        needed_bytes = sum(file.stat().st_size for file in files)
-        if tool.name == "mergepipe":
-            report = json.loads(printed)
-            needed_bytes = min(needed_bytes, report["base_bytes"] + report["expert_bytes"])
+        cost, output_bytes, printed = self._merged(case)
+        report = json.loads(printed)
+        stored_bytes = sum(file.stat().st_size for file in files)
+        needed_bytes = min(stored_bytes, report["base_bytes"] + report["expert_bytes"])
         floor = floor_seconds(files, self.directory / "scratch", output_bytes, needed_bytes)
-        return Run(tool.name, case.name, needed_bytes, cost, floor, os.getloadavg()[0])
+        return Run(case.name, needed_bytes, cost, floor, os.getloadavg()[0])
 
-    def _merged(self, tool: Tool, case: Case) -> tuple[ProcessCost, int, str]:
+    def _merged(self, case: Case) -> tuple[ProcessCost, int, str]:
         recipe, out, log = (self.directory / name for name in ("recipe.yml", "out", "log.txt"))
         recipe.write_text(case.recipe)
         try:
-            cost = measure_checked(tool.command(case, recipe, out), log=log, environment=tool.environment)
+            options = ("--json", "--quiet", "--no-catalog", "--memory", self.memory)
+            cost = measure_checked([str(self.program), "merge", str(recipe), str(out), *options], log=log)
             output_bytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
         finally:
             shutil.rmtree(out, ignore_errors=True)
         if not output_bytes:
-            raise BenchmarkError(f"{tool.name} {case.name}: exit code 0, and no weights")
+            raise BenchmarkError(f"{case.name}: exit code 0, and no weights")
         return cost, output_bytes, log.read_text(errors="replace")
 
 
-def ours(executable: Path, memory: str) -> Tool:
-    """MergePipe by its command line."""
-    options = ("--json", "--quiet", "--no-catalog", "--memory", memory)
-    return Tool("mergepipe", lambda _, recipe, out: [str(executable), "merge", str(recipe), str(out), *options], {}, ())
-
-
 def to_markdown(runs: Sequence[Run], memory: str) -> str:
-    """The table for docs/internals/benchmarks.md: medians over the rounds of each program and case."""
-    groups: dict[tuple[str, str], list[Run]] = {}
+    """The table for docs/internals/benchmarks.md: medians over the rounds of each case."""
+    groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.tool, run.name), []).append(run)
+        groups.setdefault(run.name, []).append(run)
     loads = sorted(run.load for run in runs)
     head = f"--memory {memory}; load {loads[0]:.1f} to {loads[-1]:.1f}, median {statistics.median(loads):.1f}, "
     rows = [COLUMNS, ("---",) * len(COLUMNS), *map(_row, groups.values())]
@@ -101,7 +94,6 @@ def _row(runs: Sequence[Run]) -> tuple[str, ...]:
     seconds = [run.cost.wall_seconds for run in runs]
     cpu_seconds = statistics.median(run.cost.cpu_seconds for run in runs)
     return (
-        runs[0].tool,
         runs[0].name,
         f"{statistics.median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f})",
         f"{statistics.median(run.floor_seconds for run in runs):.2f}",
@@ -116,7 +108,7 @@ def _row(runs: Sequence[Run]) -> tuple[str, ...]:
 
 
 def _run(options: argparse.Namespace) -> Iterator[Run]:
-    tool, bench = ours(options.mergepipe, options.memory), Bench(options.root)
+    bench = Bench(options.root, options.mergepipe, options.memory)
 
     def cases(shape: str) -> list[Case]:
         root = options.root / shape
@@ -125,14 +117,11 @@ def _run(options: argparse.Namespace) -> Iterator[Run]:
         return [case for case in found if not options.cases or any(word in case.name for word in options.cases)]
 
     for case in cases("tiny"):  # compiled code is cached once per machine
-        bench.run(tool, case)
+        bench.run(case)
     chosen = cases(options.shape)
     for _ in range(options.repeat):
         for case in chosen:
-            yield bench.run(tool, case)
-    for peer in () if options.no_peers else installed_peers(options.peer_venv):
-        for case in (case for case in chosen if case.name in peer.methods):
-            yield bench.run(peer, case)
+            yield bench.run(case)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,15 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeat", type=int, default=3, help="rounds over all cases")
     parser.add_argument("--memory", default="2GiB")
     parser.add_argument("--mergepipe", type=Path, default=OURS)
-    parser.add_argument("--no-peers", action="store_true", help="leave out the naive script and mergekit")
-    parser.add_argument("--peer-venv", type=Path, default=PEER_VENV)
     parser.add_argument("--json", type=Path, help="write every run")
     options = parser.parse_args(arguments)
     runs: list[Run] = []
     try:
         for run in _run(options):
             runs.append(run)
-            print(f"{run.tool} {run.name}: {run.cost.wall_seconds:.2f} s, x {run.ratio:.2f}", file=sys.stderr)
+            print(f"{run.name}: {run.cost.wall_seconds:.2f} s, x {run.ratio:.2f}", file=sys.stderr)
             if options.json:
                 options.json.write_text(json.dumps([asdict(each) for each in runs], indent=1) + "\n")
     except BenchmarkError as error:

@@ -65,7 +65,7 @@ def measure(
         try:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie still shows its I/O counters
             wall_seconds = time.perf_counter() - start
-            io = _io_counters(process.pid)
+            io = io_counters(process.pid)
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         except BaseException:
@@ -106,7 +106,7 @@ def available_memory_bytes(meminfo: str) -> int:
     return next(int(line[1]) * 1024 for line in lines if line[0] == "MemAvailable:")
 
 
-def _io_counters(pid: int) -> dict[str, int]:
+def io_counters(pid: int) -> dict[str, int]:
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 

@@ -8,7 +8,6 @@ import mmap
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,6 @@ PARTS = ("full", "budget", "packed", "loopback")
 LOOPBACK_PIECE_BYTES = 32 << 20
 LEAST_SENT_BYTES, MOST_SENT_BYTES = 64 << 10, 512 << 10
 QUEUE_SECONDS = 0.005
-ACKED_OFFSET = 8 + 24 * 4 + 2 * 8
 SHARD_BYTES = 500_000_000
 
 
@@ -43,8 +41,7 @@ SHARD_BYTES = 500_000_000
 class Measured:
     """One merge beside its remote bytes at the link's bandwidth.
 
-    `read_bytes` is what the merge counted, `sent_bytes` what the server sent of files, `kernel_bytes` what the server's
-    kernel sent on all connections, headers among them. Time begins with the process.
+    `read_bytes` is what the merge counted, `sent_bytes` what the server sent of files. Time begins with the process.
     """
 
     name: str
@@ -52,7 +49,6 @@ class Measured:
     seconds_to_first_request: float
     read_bytes: int
     sent_bytes: int
-    kernel_bytes: int
     floor_seconds: float
     requests: int
     retries: int
@@ -75,44 +71,30 @@ class MappedServer(BucketServer):
     """Serves files without reading them into memory; their tags are their sizes.
 
     Senders run ahead of the link by a few milliseconds, as they do into the queues of a real one, so that a thread that
-    wakes late does not slow the link down. All connections stay known, so that the kernel's counts of them can be read.
+    wakes late does not slow the link down.
     """
 
     def __init__(self, root: Path, folders: Sequence[Path], link: Link) -> None:
         super().__init__({}, link=link)
-        self._connections: dict[tuple[str, int], socket.socket] = {}
         self.first_request_at: float | None = None
         for folder in folders:
             for file in sorted(path for path in folder.rglob("*") if path.is_file()):
                 self.put(f"bucket/{file.relative_to(root)}", _mapped(file))
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self.count_afresh()
 
     def etag(self, path: str) -> str:
         """The tag of a file that never changes."""
         return f'"{len(self.files[path])}"'
 
     def serve(self, handler: _Handler) -> None:
-        """Answer one request, and note its connection and time."""
+        """Answer one request, and note when the first came."""
         with self._lock:
             self.first_request_at = self.first_request_at or time.perf_counter()
-            if handler.client_address not in self._connections:
-                self._connections[handler.client_address] = handler.connection.dup()
         super().serve(handler)
 
     def count_afresh(self) -> None:
         """Forget what was counted so far."""
         self.all_sent_bytes()
-        for connection in self._connections.values():
-            connection.close()
-        self._connections.clear()
         self.sent_bytes, self.first_request_at = 0, None
-
-    def kernel_bytes(self) -> int:
-        """What the kernel sent and the client's acknowledged, on all connections."""
-        return sum(map(_acknowledged_bytes, self._connections.values()))
 
     def _send_body(self, handler: _Handler, body: memoryview) -> None:
         step = int(max(LEAST_SENT_BYTES, min(MOST_SENT_BYTES, self._link.bytes_per_second * QUEUE_SECONDS / 8)))
@@ -130,12 +112,6 @@ class MappedServer(BucketServer):
             sleep_seconds = self._link_free_at - time.monotonic() - QUEUE_SECONDS
         if sleep_seconds > 0:
             time.sleep(sleep_seconds)
-
-
-def _acknowledged_bytes(connection: socket.socket) -> int:
-    """`tcpi_bytes_acked`, which follows 8 small fields, 24 of 4 bytes and two of 8."""
-    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ACKED_OFFSET + 8)
-    return int.from_bytes(information[ACKED_OFFSET:], sys.byteorder)
 
 
 def _mapped(file: Path) -> bytes:
@@ -175,7 +151,6 @@ class Bench:
             seconds_to_first_request=(server.first_request_at or started) - started,
             read_bytes=sum(report["traffic"]["bytes_by_host"].values()),
             sent_bytes=sent_bytes,
-            kernel_bytes=server.kernel_bytes(),
             floor_seconds=sent_bytes / self.link.bytes_per_second,
             requests=counts["requests"],
             retries=counts["retries"],
@@ -341,13 +316,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def table(rows: Sequence[Measured]) -> str:
     """The merges as a table of Markdown."""
     titles = (
-        "merge", "read MB", "sent MB", "kernel MB", "time s", "bytes / bandwidth s", "time by that", "from 1st request",
+        "merge", "read MB", "sent MB", "time s", "bytes / bandwidth s", "time by that", "from 1st request",
         "requests", "retries", "peak RSS MB", "CPU s client", "CPU s server", "load",
     )  # fmt: skip
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows:
         numbers = (
-            row.name, f"{row.read_bytes / 1e6:.1f}", f"{row.sent_bytes / 1e6:.1f}", f"{row.kernel_bytes / 1e6:.1f}",
+            row.name, f"{row.read_bytes / 1e6:.1f}", f"{row.sent_bytes / 1e6:.1f}",
             f"{row.seconds:.1f}", f"{row.floor_seconds:.1f}", f"{row.share:.2f}", f"{row.network_share:.2f}",
             str(row.requests), str(row.retries), f"{row.peak_memory_bytes / 1e6:.0f}",
             f"{row.client_cpu_seconds:.1f}", f"{row.server_cpu_seconds:.1f}", f"{row.load_average:.1f}",

@@ -1,10 +1,9 @@
 """What commands cost that have little to do: processor and wall seconds of whole processes, on the demo family.
 
-`python -m benchmarks.start_up [--root .bench/demo] [--repeats 15] [--source NAME=DIRECTORY ...] [--first]`
+`python -m benchmarks.start_up [--root .bench/demo] [--repeats 15] [--first]`
 
-Commands run in turn, each source tree after the other, so that trees are compared under the same load; the table gives
-the least and the median. A `--source` is a `src` directory (default: that of this process). `--first` also measures the
-first merge ever, with a folder for compiled kernels that is empty.
+Commands run in turn; the table gives the least and the median. `--first` also measures the first merge ever, with a
+folder for compiled kernels that is empty.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import mergepipe
 from benchmarks.make_family import FamilyRequest, ensure_family
 from benchmarks.process import ProcessCost, measure_checked
 from benchmarks.recipes import recipe_text
@@ -32,16 +30,13 @@ FIRST_TARGET_SECONDS = 12.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one source tree is measured: its `src` directory, and the folder of its catalog and outputs."""
+    """The folder of the catalog and outputs."""
 
-    name: str
-    source: Path
     work: Path
 
     def run(self, arguments: Sequence[str], settings: Mapping[str, str] | None = None) -> ProcessCost:
         """Run one command to its end."""
-        places = {"PYTHONPATH": str(self.source), "MERGEPIPE_HOME": str(self.work / "home")}
-        environment = {**places, **(settings or {})}
+        environment = {"MERGEPIPE_HOME": str(self.work / "home"), **(settings or {})}
         command = [sys.executable, "-m", "mergepipe", *arguments]
         return measure_checked(command, log=self.work / "log.txt", environment=environment)
 
@@ -70,17 +65,15 @@ def write_recipe(root: Path, family: FamilyPaths) -> Path:
     return recipe
 
 
-def measure_rounds(places: Sequence[Place], recipe: Path, repeats: int) -> dict[tuple[str, str], list[ProcessCost]]:
-    """Run every command of every place in turn; costs by command and place, those of the first round left out."""
-    costs: dict[tuple[str, str], list[ProcessCost]] = {}
+def measure_rounds(place: Place, recipe: Path, repeats: int) -> dict[str, list[ProcessCost]]:
+    """Run every command in turn; costs by command, those of the first round left out."""
+    costs: dict[str, list[ProcessCost]] = {}
     for number in range(repeats + 1):
-        for place in places:
-            place.clear()
-        for name in places[0].commands(recipe):
-            for place in places:
-                cost = place.run(place.commands(recipe)[name])
-                if number:  # the first compiles Python, and kernels where there are none
-                    costs.setdefault((name, place.name), []).append(cost)
+        place.clear()
+        for name, arguments in place.commands(recipe).items():
+            cost = place.run(arguments)
+            if number:  # the first compiles Python, and kernels where there are none
+                costs.setdefault(name, []).append(cost)
     return costs
 
 
@@ -90,14 +83,14 @@ def first_merge(place: Place, recipe: Path) -> ProcessCost:
     return place.run(place.commands(recipe)["merge"], {"NUMBA_CACHE_DIR": str(place.work / "kernels")})
 
 
-def table(costs: Mapping[tuple[str, str], Sequence[ProcessCost]]) -> list[str]:
+def table(costs: Mapping[str, Sequence[ProcessCost]]) -> list[str]:
     """The lines of the table."""
-    lines = ["| command | sources | CPU s least, median | wall s least, median | target |", "|---|---|---|---|---|"]
-    for (name, source), runs in costs.items():
+    lines = ["| command | CPU s least, median | wall s least, median | target |", "|---|---|---|---|"]
+    for name, runs in costs.items():
         cells = []
         for seconds in ([run.cpu_seconds for run in runs], [run.wall_seconds for run in runs]):
             cells.append(f"{min(seconds):.2f}, {statistics.median(seconds):.2f}")
-        lines.append(f"| {name} | {source} | {' | '.join(cells)} | {TARGETS.get(name, '')} |")
+        lines.append(f"| {name} | {' | '.join(cells)} | {TARGETS.get(name, '')} |")
     return lines
 
 
@@ -106,22 +99,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=Path(".bench/demo"))
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--source", action="append", metavar="NAME=DIRECTORY")
     parser.add_argument("--first", action="store_true")
     options = parser.parse_args()
     root = options.root.absolute()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # users have compiled Python
-    sources = options.source or [f"this={Path(mergepipe.__file__).parents[1]}"]
     recipe = write_recipe(root, ensure_family(FamilyRequest(root, "demo", N_EXPERTS, 0)))
-    places = [
-        Place(name, Path(source).absolute(), root / "work" / name)
-        for name, source in (s.split("=", 1) for s in sources)
-    ]
-    print("\n".join(table(measure_rounds(places, recipe, options.repeats))), flush=True)
-    for place in places if options.first else ():
+    place = Place(root / "work")
+    print("\n".join(table(measure_rounds(place, recipe, options.repeats))), flush=True)
+    if options.first:
         cost = first_merge(place, recipe)
         seconds = f"CPU {cost.cpu_seconds:.1f} s, wall {cost.wall_seconds:.1f} s (target {FIRST_TARGET_SECONDS:.0f})"
-        print(f"first merge ever, {place.name}: {seconds}", flush=True)
+        print(f"first merge ever: {seconds}", flush=True)
 
 
 if __name__ == "__main__":

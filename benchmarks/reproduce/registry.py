@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from benchmarks.reproduce import (
     compose,
     memory,
+    mergekit,
     models,
     overheads,
     payoff,
@@ -23,6 +24,7 @@ from benchmarks.reproduce.parts import Part
 PARTS: Mapping[str, Part] = {
     part.name: part
     for part in (
+        mergekit.PART,
         scaling.PART,
         models.PART,
         memory.PART,

@@ -490,8 +490,8 @@ _HOW_TO_READ = (
 )
 _BUDGET_TEXT = (
     "*Gain kept*, in %, and merges are those of [samples](sampling.md); budgets are shares of the raw bytes. At 25 %"
-    " packs are read nearly whole. A sample of 10 % moves what it reads ten times as far: likely the cause of the"
-    " losses, since blocks at random, which are not scaled, keep more of TIES."
+    " packs are read nearly whole. Samples were scaled by one over their share then; since, they are scaled less where"
+    " weights change much ([decision 032](../decisions/032-a-sample-is-the-default.md) has what they keep)."
 )
 _SEARCH_TEXT = (
     "Four weights of task arithmetic between 0 and 1, full fine-tunes, searched by every second window; the loss is of"

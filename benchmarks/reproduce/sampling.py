@@ -186,7 +186,8 @@ def _meaning(results: Results) -> str:
 
     return (
         f"**At {share} % of the bytes, samples keep {told(_DEFAULT)} of what TIES, linear and DARE-TIES merges gain;"
-        f" blocks chosen by norm keep {told('norm')}.** On [longer fine-tunes](rules.md) samples can lose to the base."
+        f" blocks chosen by norm keep {told('norm')}.** Since, samples are scaled less where weights change much: of"
+        " longer fine-tunes they [keep more](../decisions/032-a-sample-is-the-default.md)."
     )
 
 

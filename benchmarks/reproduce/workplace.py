@@ -119,6 +119,7 @@ class Workplace:
             "kernel_read_bytes": cost.read_bytes,
             "kernel_written_bytes": cost.written_bytes,
             "peak_rss_bytes": cost.peak_rss_bytes,
+            "peak_anonymous_bytes": cost.peak_anonymous_bytes,
             "manifest_bytes": manifest_bytes,
             **_times(seconds, cpu_seconds, floors),
             **judged,
@@ -128,8 +129,8 @@ class Workplace:
         """Measure the seconds to read the first `read_bytes` of the files while `output_bytes` are written."""
         return floor_seconds(files, self.folder / "scratch", output_bytes, read_bytes)
 
-    def peer(self, tool: Tool, case: Case) -> dict[str, Any]:
-        """Run another program once on a case; return its bytes and times, and the floor of all inputs.
+    def peer(self, tool: Tool, case: Case, judge: Callable[[Path], dict[str, Any]] = lambda _: {}) -> dict[str, Any]:
+        """Run another program once on a case; return its bytes and times, the floor of all inputs, what `judge` adds.
 
         Where it needs more memory than the machine has, that is the result: the bytes that it could have.
         """
@@ -141,6 +142,7 @@ class Workplace:
         memory_bytes = int(_MEMORY_SHARE * available_memory_bytes(Path("/proc/meminfo").read_text()))
         command = tool.command(case, recipe, out)
         cost = measure(command, log=log, environment=tool.environment, memory_bytes=memory_bytes)
+        judged = judge(out) if not cost.exit_code else {}
         shutil.rmtree(out, ignore_errors=True)
         printed = log.read_text(errors="replace")
         if cost.exit_code == -signal.SIGKILL or (cost.exit_code and "annot allocate memory" in printed):
@@ -153,7 +155,9 @@ class Workplace:
             "kernel_read_bytes": cost.read_bytes,
             "kernel_written_bytes": cost.written_bytes,
             "peak_rss_bytes": cost.peak_rss_bytes,
+            "peak_anonymous_bytes": cost.peak_anonymous_bytes,
             **_times([cost.wall_seconds], [cost.cpu_seconds], floors),
+            **judged,
         }
 
 

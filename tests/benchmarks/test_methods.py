@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow  # `make test-benchmarks`, which CI runs too
 
 def test_methods__have_a_row_for_each_case_over_its_floor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program, chosen = Path(sys.executable).with_name("mergepipe"), ("ties", "slices", "LoRA", "union")
-    arguments = ["--root", str(tmp_path), "--shape", "tiny", "--repeat", "1", "--mergepipe", str(program), "--no-peers"]
+    arguments = ["--root", str(tmp_path), "--shape", "tiny", "--repeat", "1", "--mergepipe", str(program)]
     assert main([*arguments, "--cases", *chosen, "--json", str(tmp_path / "runs.json")]) == 0
     runs = json.loads((tmp_path / "runs.json").read_text())
     assert {word for word in chosen for run in runs if word in run["name"]} == set(chosen)
@@ -26,7 +26,7 @@ def test_methods__have_a_row_for_each_case_over_its_floor(tmp_path: Path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == f"| {' | '.join(COLUMNS)} |"
     assert len(lines) == 4 + len(runs)
-    assert main([*arguments[:-3], "--mergepipe", "/bin/false", "--cases", "linear"]) == 1
+    assert main([*arguments[:-2], "--mergepipe", "/bin/false", "--cases", "linear"]) == 1
 
 
 def test_cases__cover_every_operator_that_reads_experts(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def measure(part: str, tmp_path: Path, *more: str) -> int:
     return main(["measure", part, "--size", "toy", *folders, *more])
 
 
-@pytest.mark.parametrize("part", ["scaling", "models", "memory", "sweep", "overheads", "payoff", "compose"])
+@pytest.mark.parametrize("part", ["mergekit", "scaling", "models", "memory", "sweep", "overheads", "payoff", "compose"])
 def test_part__is_measured_and_gives_a_page(part: str, tmp_path: Path) -> None:
     assert measure(part, tmp_path) == 0
     assert not (tmp_path / "work").exists()
