@@ -153,7 +153,8 @@ def check_finished(command: Command) -> bool:
             assert merge.earlier_expert_bytes <= read_bytes <= merge.earlier_expert_bytes + command.most_bytes
     assert command.made() == command.wanted
     for path in command.results.glob(".*"):  # of a process that was killed while it removed it; not just made
-        os.utime(path, (time.time() - 60,) * 2)
+        for each in (path, *path.rglob("*")):
+            os.utime(each, (time.time() - 60,) * 2)
     mergepipe.gc([command.results], home=command.root / "no-home")
     assert list(command.results.glob(".*")) == []
     return went_on
