@@ -64,6 +64,8 @@ def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> It
             if owner is not None:
                 living.append(f"{directory}: {owner}")
                 continue
+            if _is_just_made(directory):
+                continue
             nbytes = _allocated_bytes(directory)
             logged = read_work_log(directory)
             state = None if logged is None else merge_state(logged)
@@ -73,6 +75,13 @@ def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> It
             if not is_removed and not is_dead(directory):
                 continue  # another process removed it, or works there by now
             yield Garbage("staging", str(directory), reason, nbytes, is_removed)
+
+
+def _is_just_made(directory: Path) -> bool:
+    """Whether a staging directory is empty and new, as it is for a moment before its maker locks and records it."""
+    with contextlib.suppress(OSError):
+        return not any(directory.iterdir()) and time.time() - directory.stat().st_mtime < BIRTH_SECONDS
+    return True  # it is gone
 
 
 def _parts(folders: Iterable[Path], *, dry_run: bool) -> Iterator[Garbage]:
