@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,10 +14,15 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
+if importlib.util.find_spec("ml_dtypes"):  # absent where the wheel is tried alone
+    import ml_dtypes
+
+    NUMPY_DTYPES |= {
+        "BF16": np.dtype(ml_dtypes.bfloat16),
+        "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+        "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    }
 
 LARGEST_E4M3 = np.float32(448.0)
 

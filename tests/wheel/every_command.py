@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mergepipe.cli.app import build_command
+from mergepipe.core.blocks import F16
 from support.families import TINY, write_family
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_trainer_files, write_zero12
 
@@ -96,7 +97,7 @@ def all_commands() -> set[str]:
 
 def write_inputs(root: Path) -> None:
     """Write a small model family, a recipe, and two ZeRO-2 checkpoints with tied embeddings."""
-    write_family(root / "family", TINY, 2)
+    write_family(root / "family", TINY, 2, dtype=F16)
     (root / "recipe.yml").write_text(RECIPE)
     (root / "search.yml").write_text(RECIPE.replace("0.6", "{search: [0.0, 1.0]}"))
     (root / "composition.yml").write_text(COMPOSITION)
