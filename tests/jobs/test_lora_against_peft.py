@@ -53,6 +53,19 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**COMMON, intermediate_size=24, num_local_experts=4, num_key_value_heads=2)
     ),
+    "deepseek-v3": lambda: transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            **COMMON, intermediate_size=48, moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2,
+            n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
+            qk_nope_head_dim=4, v_head_dim=8,
+        )
+    ),
+    "llama4": lambda: transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(
+            **COMMON, intermediate_size=24, intermediate_size_mlp=48, num_local_experts=4, num_key_value_heads=2,
+            head_dim=8, interleave_moe_layer_step=2,
+        )
+    ),
     "gpt-oss": lambda: gpt_oss(24),
     "gpt-oss-square": lambda: gpt_oss(COMMON["hidden_size"]),  # as it was published
 }  # fmt: skip
@@ -115,6 +128,14 @@ CASES = {
     "experts-rank": Case("qwen3-moe", {"target_parameters": EXPERTS, "rank_pattern": {"experts.down_proj": 3}}),
     "experts-alone": Case("mixtral", {"target_parameters": EXPERTS[1:]}, ("q_proj",)),
     "mixtral": Case("mixtral", {"target_parameters": EXPERTS}, ("q_proj",)),
+    "deepseek": Case(
+        "deepseek-v3", {"target_parameters": EXPERTS}, ("q_a_proj", "kv_b_proj", "shared_experts.down_proj")
+    ),
+    "llama4": Case(
+        "llama4",
+        {"target_parameters": ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]},
+        ("q_proj", "shared_expert.up_proj"),
+    ),
     "gpt-oss-square": Case("gpt-oss-square", {"target_parameters": EXPERTS[1:]}, ("q_proj",)),
     "gpt-oss": Case("gpt-oss", {"target_parameters": EXPERTS}, ("q_proj", "o_proj")),
 }
