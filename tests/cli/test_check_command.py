@@ -48,7 +48,3 @@ def test_check__refuses_what_the_base_does_not_have_unless_it_is_allowed(work: W
     allowed = run("check", work.recipe, "--allow-dropped", "none", "--allow-dropped", "extra.*")
     assert (allowed.exit_code, allowed.err) == (0, "")
     assert "1 dropped" in allowed.out
-
-
-def test_check__prints_the_schema_of_recipes(run: Runner) -> None:
-    assert run("check", "--schema").json()["title"] == "MergePipe recipe"

@@ -123,26 +123,8 @@ def refuse_swapped(first: str, second: str, endings: tuple[str, ...]) -> None:
         raise RecipeError.of("option.conflict", second, message, f"swap the two: {second} {first}")
 
 
-def _print_schema(wanted: bool) -> None:
-    if wanted:
-        from mergepipe.recipes.schema import schema_text
-
-        print(schema_text(), end="")
-        raise typer.Exit(0)
-
-
-@command("mergepipe check recipe.yml", "mergepipe check --schema > recipe.schema.json")
-def check(
-    recipe: RecipePath,
-    *,
-    options: CheckOptions,
-    schema: Annotated[  # noqa: ARG001 - printed before there is a command
-        bool,
-        typer.Option(
-            "--schema", is_eager=True, callback=_print_schema, help="Print the JSON schema of recipes, and exit."
-        ),
-    ] = False,
-) -> Displayed:
+@command("mergepipe check recipe.yml")
+def check(recipe: RecipePath, *, options: CheckOptions) -> Displayed:
     """Check RECIPE, and print what its merge reads and writes.
 
     Reads no tensor data. Lists all problems at once.
