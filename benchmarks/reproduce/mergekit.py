@@ -19,7 +19,7 @@ from benchmarks.floor import make_cold
 from benchmarks.make_family import SHAPES
 from benchmarks.peers import Tool, installed_peers
 from benchmarks.process import BenchmarkError, io_counters, measure_checked
-from benchmarks.recipes import Case, all_cases, recipe_text
+from benchmarks.recipes import Case, all_cases, method_cases, recipe_text
 from benchmarks.reproduce.family_recipes import SYNTHETIC_TEXT
 from benchmarks.reproduce.pages import Page, Table, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
@@ -47,7 +47,8 @@ _LARGE = ("linear", "ties")  # what takes mergekit minutes is merged by these al
 
 def _needs(size: Size) -> Needs:
     n_bytes = family_bytes(SHAPES[size.shape], _K)
-    return Needs(n_bytes + 3 * size.model_bytes, len(_RECIPES) * n_bytes / 1e9 / 10)
+    n_models = 1.2 if n_bytes > _HELD_BYTES else 3
+    return Needs(n_bytes + int(n_models * size.model_bytes), len(_RECIPES) * n_bytes / 1e9 / 10)
 
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
@@ -65,10 +66,10 @@ class _Shape:
 
     def measure(self, size: Size) -> None:
         family = self.place.family(Size(size.name, self.shape, (_K,), 1))
-        found = all_cases(family, SHAPES[self.shape], self.place.folder / "more")
+        is_large = family_bytes(SHAPES[self.shape], _K) > _HELD_BYTES
+        found = method_cases(family) if is_large else all_cases(family, SHAPES[self.shape], self.place.folder / "more")
         cases = {case.name: case for case in [*found, _halves(family.experts, SHAPES[self.shape].layers)]}
         peers = [tool for tool in installed_peers() if tool.name == "mergekit"]
-        is_large = family_bytes(SHAPES[self.shape], _K) > _HELD_BYTES
         for name in _LARGE if is_large else _RECIPES:
             self._key(name, "mergepipe/merged", partial(self._ours, cases[name]))
             for tool in peers:
@@ -119,9 +120,8 @@ class _Shape:
         """Kill a merge once it has written half of a model; tell what stands there, and what the same command takes."""
         command, out = self._command(tool, case, case.recipe)
         make_cold(case.files())
-        environment = {**os.environ, **tool.environment}
         with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **tool.environment}
         ) as process:
             while (
                 process.poll() is None
