@@ -34,6 +34,7 @@ from mergepipe.storage.ledger import Purpose
 
 _CONFIG_NAME = "config.json"
 QUANTIZATION_KEY = "quantization_config"
+MODELOPT_NAME = "hf_quant_config.json"  # where vLLM looks for a quantisation that the configuration does not state
 _HINT = "convert it to bfloat16 first, with the tool that made it"
 # The last parts of names that stand for codes by themselves.
 _CODES = (
