@@ -288,19 +288,29 @@ def parts_status(plan: Plan | str | Path, out: str | Path, *, n_parts: int | Non
     return status_of(decided, place.local_path if place.is_local else place, n_parts)
 
 
-def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str | Path | None = None) -> Explanation:
+def explain(
+    subject: Plan | str | Path,
+    *,
+    tensor: str | None = None,
+    masks: str | Path | None = None,
+    home: str | Path | None = None,
+) -> Explanation:
     """Explain which experts contribute to which blocks of a plan or a snapshot, and why; reads no tensor data.
 
     Args:
         subject: a plan, given or stored, or a snapshot: its directory, its sid, or first digits of it.
         tensor: a shell pattern (`model.layers.0.*`); the tensors it matches are explained block by block.
+        masks: of a snapshot: the directory to create for a mask of each expert, which the merged model and the base
+            restore it with. This reads the merged weights, the base's and the experts'.
     """
-    from mergepipe.jobs.explain import explain_subject, explanation_of
+    from mergepipe.jobs.explain import explain_subject, explanation_of, with_masks
     from mergepipe.planning.plan import Plan as PlanValue
 
     if isinstance(subject, PlanValue):
-        return explanation_of(Path(), subject, None, tensor)
-    return explain_subject(str(subject), tensor, home_of(home))
+        explained = explanation_of(Path(), subject, None, tensor)
+    else:
+        explained = explain_subject(str(subject), tensor, home_of(home))
+    return explained if masks is None else with_masks(explained, Path(masks), home_of(home))
 
 
 def sweep(
@@ -643,7 +653,6 @@ def list_snapshots(
     contained: str | Path | None = None,
     operator: str | None = None,
     since: date | None = None,
-    until: date | None = None,
     home: str | Path | None = None,
 ) -> tuple[SnapshotReport, ...]:
     """List the snapshots that the catalog knows, newest first.
@@ -653,12 +662,12 @@ def list_snapshots(
             that of a file in it, its name, its address on the Hub (`hf://org/name`, with or without a commit), or seven
             or more first digits of a commit, a content digest or a sid.
         operator: only those that this operator made.
-        since, until: only those that were made between these days (UTC), both included.
+        since: only those that were made on this day (UTC) or later.
     """
     from mergepipe.runs import snapshots
 
     reference = None if contained is None else str(contained)
-    return snapshots.list_snapshots(home_of(home), contained=reference, operator=operator, since=since, until=until)
+    return snapshots.list_snapshots(home_of(home), contained=reference, operator=operator, since=since)
 
 
 def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotReport:

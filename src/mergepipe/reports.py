@@ -679,6 +679,20 @@ class ExpertShare(Displayed):
         return share_text(n_blocks, self.read + self.free + self.omitted)
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class ExpertMask(Displayed):
+    """A written mask: the share of bits that are set, and the norm of what is lost of the expert's delta, as a share.
+
+    That is at the best `scale` of the masked delta, the `value` of a recipe that restores the expert.
+    """
+
+    model: str = shown("mask of")
+    file: str = shown("file")
+    set_fraction: float = shown("set", lambda mask: format_percent(mask.set_fraction))
+    scale: float = shown("scale")
+    lost_fraction: float = shown("lost", lambda mask: format_percent(mask.lost_fraction))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerShare:
     """Blocks of one layer, those that some expert touched, and per expert those it takes part in.
@@ -894,6 +908,7 @@ class Explanation(Displayed):
     recipe_notices: tuple[Notice, ...] = shown("{kind}", str, default=())
     advice: tuple[str, ...] = shown("advice", default=())
     tensors: tuple[TensorUse, ...] = shown()
+    masks: tuple[ExpertMask, ...] = shown(default=())
 
 
 def _layer_groups(layers: Iterable[str]) -> dict[str, list[str]]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
 import mergepipe
-from mergepipe.errors import NotFoundError
+from mergepipe.errors import NotFoundError, OutputError, RecipeError
 from mergepipe.jobs.explain import explanation_of
 from mergepipe.planning.plan import Access, Plan, PlannedModel, PlannedTensor
 from mergepipe.recipes.tasks import TensorParameters
@@ -87,3 +92,74 @@ def test_explanation__a_pattern_without_a_match_is_an_error() -> None:
 
 def test_explain__takes_a_plan_as_a_value() -> None:
     assert mergepipe.explain(make_plan()).touched == 7
+
+
+SHAPES = {"embed.weight": (30, 24), "layers.0.weight": (16, 40), "layers.0.conv": (6, 1, 3), "norm.weight": (16,)}
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """A sum of three experts' deltas, one of which a LoRA-like sparse one, in `merged`."""
+    rng = np.random.default_rng(5)
+    base = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+    for e, name in enumerate(("base", "a", "b", "c")):
+        (tmp_path / name).mkdir()
+        changed = {n: x + (rng.random(x.shape) < 0.5) * rng.standard_normal(x.shape) * e for n, x in base.items()}
+        save_file({n: x.astype(np.float32) for n, x in changed.items()}, tmp_path / name / "model.safetensors")
+    models = [{"model": str(tmp_path / name), "parameters": {"weight": 0.5}} for name in "abc"]
+    recipe = {"merge_method": "task_arithmetic", "base_model": str(tmp_path / "base"), "models": models}
+    (tmp_path / "recipe.yml").write_text(json.dumps(recipe), encoding="utf-8")
+    mergepipe.merge(tmp_path / "recipe.yml", tmp_path / "merged", home=tmp_path / "home")
+    return tmp_path / "merged"
+
+
+def test_masks__restore_what_is_nearest_to_each_expert(tmp_path: Path, snapshot: Path) -> None:
+    report = mergepipe.explain(snapshot, masks=tmp_path / "masks", home=tmp_path / "home")
+    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    assert [Path(mask.file).name for mask in report.masks] == [f"{name}.safetensors" for name in "abc"]
+    for mask, name in zip(report.masks, "abc", strict=True):
+        expert, stored = (
+            load_file(tmp_path / name / "model.safetensors"),
+            load_file(tmp_path / "masks" / f"{name}.safetensors"),
+        )
+        is_set = {n: abs(expert[n] - base[n]) > abs((merged[n] - base[n]) - (expert[n] - base[n])) for n in SHAPES}
+        for tensor, shape in SHAPES.items():
+            if shape[-1] % 8:
+                found = stored[tensor].astype(bool)
+            else:
+                found = np.unpackbits(stored[f"{tensor}.mask_bits"], axis=-1, bitorder="little").astype(bool)
+            assert np.array_equal(found, is_set[tensor])
+        masked, delta = (
+            np.concatenate([of_tensor[n].astype(float).ravel() for n in SHAPES])
+            for of_tensor in (
+                {n: is_set[n] * (merged[n] - base[n]) for n in SHAPES},
+                {n: expert[n] - base[n] for n in SHAPES},
+            )
+        )
+        assert mask.scale == pytest.approx(masked @ delta / (masked @ masked), rel=1e-5)
+        lost = np.linalg.norm(delta - mask.scale * masked) / np.linalg.norm(delta)
+        assert mask.lost_fraction == pytest.approx(lost, rel=1e-5)
+        assert mask.set_fraction == pytest.approx(np.mean(np.concatenate([of.ravel() for of in is_set.values()])))
+        for scale, out in ((1.0, tmp_path / f"restored-{name}"), (mask.scale, tmp_path / f"scaled-{name}")):
+            weight = {"weight": {"file": mask.file, "value": scale}}
+            recipe = {
+                "merge_method": "fisher", "base_model": str(tmp_path / "base"), "parameters": {"normalize": False},
+                "models": [{"model": str(snapshot), "parameters": weight}],
+            }  # fmt: skip
+            (tmp_path / "restore.yml").write_text(json.dumps(recipe), encoding="utf-8")
+            made = mergepipe.merge(tmp_path / "restore.yml", out, home=tmp_path / "home")
+            assert not made.notices
+            for tensor, values in load_file(out / "model.safetensors").items():
+                wanted = base[tensor] + scale * is_set[tensor] * (merged[tensor] - base[tensor])
+                np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-6)
+
+
+def test_masks__need_a_snapshot_and_a_new_folder(tmp_path: Path, snapshot: Path) -> None:
+    with refuses(RecipeError, "option.conflict"):
+        mergepipe.explain(make_plan(), masks=tmp_path / "masks")
+    with refuses(OutputError, "output.exists"):
+        mergepipe.explain(snapshot, masks=tmp_path / "home", home=tmp_path / "home")
+    (tmp_path / "b" / "model.safetensors").unlink()
+    with pytest.raises(NotFoundError):
+        mergepipe.explain(snapshot, masks=tmp_path / "masks", home=tmp_path / "home")
+    assert not (tmp_path / "masks").exists()

@@ -54,6 +54,7 @@ class CodedTensor(ComputedTensor):
     stored: tuple[TensorEntry, ...]
     scheme: Scheme
     stored_dtype: DType = BF16  # that such a model has where it is not quantised
+    is_delta: bool = False
     dtype = F32
 
     @property
@@ -409,6 +410,18 @@ class BitsAndBytes8(Scheme):
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         values = raw[0].view(np.int8).astype(np.float32).reshape(-1, self.columns)
         return _times(values, raw[1].view(np.float32)[:, None], self.columns) * np.float32(7.874015718698502e-3)
+
+
+class PackedBits(Scheme):
+    """A mask: rows of whole bytes, their lowest bits first, read as zeros and ones. Stored: bytes."""
+
+    __slots__ = ()
+
+    def spans(self, rows: Span) -> tuple[Span, ...]:
+        return (_whole(rows, self.columns, 8),)
+
+    def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        return np.unpackbits(raw[0], bitorder="little").astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from mergepipe.checkpoints.codes import (
     BitsAndBytes4,
     BitsAndBytes8,
     CodedTensor,
+    PackedBits,
     PackedFP4,
     PackedIntegers,
     PackedTransposed,
@@ -34,7 +35,8 @@ from mergepipe.storage.ledger import Purpose
 
 _CONFIG_NAME = "config.json"
 QUANTIZATION_KEY = "quantization_config"
-MODELOPT_NAME = "hf_quant_config.json"  # where vLLM looks for a quantisation that the configuration does not state
+MASK_BITS = "mask_bits"
+"""The last part of the name of a mask, of what `explain` writes: a bit for each element of the tensor named before."""
 _HINT = "convert it to bfloat16 first, with the tool that made it"
 # The last parts of names that stand for codes by themselves.
 _CODES = (
@@ -101,6 +103,10 @@ class _Finder:
             self._stacked(name.removesuffix("_blocks"))
         elif ending in ("weight_scale", "weight_scale_inv"):
             self._fp8(stem, name)
+        elif ending == MASK_BITS and self._checkpoint.tensors[name].dtype.name == "U8":
+            stored = self._entries(name)
+            shape = (*stored[0].shape[:-1], 8 * math.prod(stored[0].shape[-1:]))
+            self.made[name] = CodedTensor(stem, shape, stored, PackedBits(max(1, shape[-1])))
 
     def _entries(self, *names: str) -> tuple[TensorEntry, ...]:
         """Return stored tensors; none unless all are there."""

@@ -1,4 +1,4 @@
-"""Explain a plan or a snapshot: which experts are read where and why, planned and realized. Reads no tensor data."""
+"""Explain a plan or a snapshot: which experts are read where and why, by records alone; write masks of its experts."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.content_id import digest_of_files
-from mergepipe.checkpoints.contract import CheckpointKind
-from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, element_count
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, Unchanged, files_of
+from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_elements
+from mergepipe.checkpoints.quantised import MASK_BITS
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span, element_count
 from mergepipe.engine.tensor_work import FREE, OMITTED, level_of_blocks
-from mergepipe.errors import NotFoundError, did_you_mean
+from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.jobs.plan import read_plan
+from mergepipe.operators.base import NUMBERS_OF
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.overlap import overlaps_of
 from mergepipe.planning.plan import ALL, Access, Plan, PlannedTensor, format_runs, read_alike
 from mergepipe.planning.selection import layer_of
-from mergepipe.recipes.tasks import Action
-from mergepipe.reports import BlockUse, ExpertShare, Explanation, LayerShare, Overlap, TensorUse
+from mergepipe.recipes.tasks import Action, MergeTask
+from mergepipe.reports import BlockUse, ExpertMask, ExpertShare, Explanation, LayerShare, Overlap, TensorUse
+from mergepipe.runs.adapters import AdapterTensor, AdapterWriter
 from mergepipe.runs.budget import BlockCounts, analysis_advice, blocks_by_level, count_blocks, level_name, verdict_of
-from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
+from mergepipe.runs.inputs import open_path
+from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value, with_inputs_found
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.runs.work import KnownStatistics
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
-from mergepipe.storage.contract import Store, is_file
+from mergepipe.snapshots.staging import Staging, check_target
+from mergepipe.storage.contract import RangeFile, Store, is_file
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
@@ -207,3 +214,99 @@ def _runs_text(is_in_B: NDArray[np.bool_]) -> str:
     """Format the blocks that are in a set as runs."""
     edges = np.flatnonzero(np.diff(is_in_B, prepend=False, append=False)).tolist()
     return format_runs(tuple(zip(edges[::2], edges[1::2], strict=True)))
+
+
+# --- masks of a snapshot's experts ---
+
+
+_MASKED_ELEMENTS = 1 << 22  # compared at once; a multiple of 8
+
+
+def with_masks(explanation: Explanation, out: Path, home: Path) -> Explanation:
+    """Write a mask of each expert of a snapshot into a new folder, and add them to its explanation.
+
+    A bit is set where the merged value is nearer to the expert's than the base's is: no other mask leaves `M_0 + mask
+    (M - M_0)` nearer to the expert. A tensor's mask is named after it, with `MASK_BITS` at the end, and read by
+    `codes.PackedBits`; where rows are no whole bytes it has the tensor's name, in float16.
+    Memory: 128 MiB, and the mask of a tensor.
+
+    Source: Wang et al. 2024 (TALL masks, arXiv 2405.07813), Eq. 4 with threshold 1, against the merged delta; a scale
+    for each expert as Huang et al. 2024 (EMR, arXiv 2405.17461), here that of least squares.
+    """
+    from mergepipe.jobs.replay import open_recorded  # which loads the engine
+
+    if explanation.sid is None:
+        raise RecipeError.of("option.conflict", "masks", "a plan has no merged weights", "give a snapshot")
+    store, place = Stores(), Location.local(explanation.path)
+    inputs = open_recorded(with_inputs_found(read_manifest_value(store, place), store, home), store)
+    if inputs.intermediates:
+        message = "its experts were merged by other documents of its recipe, and are not stored"
+        raise UnsupportedError.of("recipe.unsupported", place, message, "merge those into folders of their own first")
+    merged = open_path(store, place)
+    resolution = (inputs.plain or inputs).resolution
+    tasks = [task for task in resolution.tasks if task.action is Action.MERGE and task.base.n_elements]
+    experts = sorted({
+        model
+        for task in tasks
+        for model, parameters in zip(task.expert_models, task.parameters.experts, strict=True)
+        if NUMBERS_OF not in parameters
+    })  # fmt: skip
+    checkpoints = (merged, *(checkpoint for _, _, checkpoint in inputs.leaves()))
+    check_target(out, (checkpoint.path for checkpoint in checkpoints), force=None)
+    paths = files_of(source for task in tasks for source in (merged.tensors[task.name], task.base, *task.experts))
+    masks, names = list[ExpertMask](), list[str]()
+    with open_files(store, paths, checkpoints) as files, Staging(out, force=False) as staging:
+        for model in experts:
+            source = resolution.models[model]
+            stem = (source.adapter or source.path).name.removesuffix(".safetensors")
+            names.append(stem if stem not in names else f"{stem}-{model}")
+            possible = [AdapterTensor(*_mask_of(task)) for task in tasks]
+            with AdapterWriter(staging.path / f"{names[-1]}.safetensors", possible, store.ledger) as writer:
+                masks.append(replace(_write_mask(writer, tasks, model, merged, files), model=source.text))
+                writer.finish()
+            masks[-1] = replace(masks[-1], file=str(out / f"{names[-1]}.safetensors"))
+        check_unchanged(store, checkpoints)
+        staging.publish()
+    return replace(explanation, masks=tuple(masks))
+
+
+def _mask_of(task: MergeTask) -> tuple[str, tuple[int, ...]]:
+    """Return the name and the shape of a tensor's stored mask."""
+    if not task.shape or task.shape[-1] % 8:
+        return task.name, task.shape
+    return f"{task.name}.{MASK_BITS}", (*task.shape[:-1], task.shape[-1] // 8)
+
+
+def _write_mask(
+    writer: AdapterWriter,
+    tasks: Sequence[MergeTask],
+    model: int,
+    merged: Checkpoint,
+    files: Mapping[Location, RangeFile],
+) -> ExpertMask:
+    """Write the mask of one expert; names are for the caller to say."""
+
+    def values(tensor: Readable, span: Span, purpose: Purpose) -> NDArray[np.float32]:
+        return decoded(read_elements(tensor, span, files, purpose), tensor.dtype.kernel_code)
+
+    products_3, n_set, n_elements = np.zeros(3), 0, 0  # of the masked delta and the expert's, each with itself
+    for task in tasks:
+        (name, shape), parts = _mask_of(task), list[NDArray[np.bool_]]()
+        expert = dict(zip(task.expert_models, task.experts, strict=True)).get(model)
+        for span in BlockGrid(task.base.n_elements, _MASKED_ELEMENTS).spans():
+            base_N = values(task.base, span, Purpose.BASE)
+            change_N, delta_N = values(merged.tensors[task.name], span, Purpose.EXPERT) - base_N, np.zeros_like(base_N)
+            if expert is not None and not isinstance(expert, Unchanged):
+                delta_N = values(expert, span, Purpose.EXPERT) - (0 if expert.is_delta else base_N)
+            parts.append(np.abs(delta_N) > np.abs(change_N - delta_N))
+            pair_2N = np.stack([np.where(parts[-1], change_N, 0), delta_N]).astype(np.float64)
+            products_3 += (pair_2N @ pair_2N.T)[[0, 0, 1], [0, 1, 1]]
+        mask_N = np.concatenate(parts)
+        n_set, n_elements = n_set + int(mask_N.sum()), n_elements + len(mask_N)
+        if name == task.name:
+            writer.append(name, mask_N.astype(np.float16), shape, "F16")
+        else:
+            writer.append(name, np.packbits(mask_N, bitorder="little"), shape, "U8")
+    masked, both, own = products_3.tolist()
+    lost = 1.0 - both**2 / (masked * own) if masked and own else float(own > 0)
+    return ExpertMask("", "", n_set / max(1, n_elements), both / masked if masked else 1.0, max(0.0, lost) ** 0.5)

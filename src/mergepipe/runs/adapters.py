@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,13 +55,13 @@ class AdapterWriter:
         with os_errors(path, "creating it"):
             self._descriptor = owned.create_file(path)
 
-    def append(self, name: str, values: NDArray[np.float32], shape: Sequence[int]) -> None:
-        """Write one tensor of float32 behind those before it."""
+    def append(self, name: str, values: NDArray[Any], shape: Sequence[int], dtype: str = F32.name) -> None:
+        """Write one tensor behind those before it; the name of its dtype is no longer than that of float32."""
         content = memoryview(np.ascontiguousarray(values).tobytes())
         start = self._written_bytes
         self._write(content, _LENGTH_BYTES + self._header_bytes + start)
         self._written_bytes += len(content)
-        self._rows[name] = _row(tuple(shape), (start, self._written_bytes))
+        self._rows[name] = _row(tuple(shape), (start, self._written_bytes), dtype)
 
     def relabel(self, name: str, other: str) -> None:
         """Give a tensor that is written a name that is no longer."""
@@ -153,8 +154,8 @@ def target_modules(adapted: Iterable[str], modules: Collection[str]) -> list[str
     return targets
 
 
-def _row(shape: tuple[int, ...], offsets: tuple[int, int]) -> dict[str, object]:
-    return {"dtype": F32.name, "shape": list(shape), "data_offsets": list(offsets)}
+def _row(shape: tuple[int, ...], offsets: tuple[int, int], dtype: str = F32.name) -> dict[str, object]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
 def _header(rows: Mapping[str, Mapping[str, object]]) -> bytes:

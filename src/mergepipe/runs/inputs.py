@@ -14,6 +14,7 @@ from blake3 import blake3
 import mergepipe
 from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.adapters import apply_adapter, open_adapter, with_own_head
+from mergepipe.checkpoints.codes import CodedTensor
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.checkpoints.directory import ADAPTER_NAMES, is_adapter, list_names, open_checkpoint, require_text_path
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
@@ -111,7 +112,7 @@ def _as_delta(weights: Checkpoint) -> Checkpoint:
     """Mark the tensors as deltas; header digests differ from those of the same files read as weights."""
     tensors = {
         name: replace(tensor, is_delta=True)
-        if isinstance(tensor, TensorEntry) and tensor.dtype.kind is DTypeKind.FLOAT
+        if isinstance(tensor, TensorEntry | CodedTensor) and tensor.dtype.kind is DTypeKind.FLOAT
         else tensor
         for name, tensor in weights.tensors.items()
     }

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def list_snapshots(
-    home: Path, *, contained: str | None, operator: str | None, since: date | None, until: date | None
+    home: Path, *, contained: str | None, operator: str | None, since: date | None
 ) -> tuple[SnapshotReport, ...]:
     """List the snapshots in the catalog, newest first; see `api.list_snapshots`."""
     rows = _with_catalog(home, lambda catalog: catalog.snapshots()) or ()
@@ -53,9 +53,7 @@ def list_snapshots(
     return tuple(
         _report(row, is_recorded=True)
         for row in rows
-        if operator in (None, row.operator)
-        and (since is None or row.created.date() >= since)
-        and (until is None or row.created.date() <= until)
+        if operator in (None, row.operator) and (since is None or row.created.date() >= since)
     )
 
 

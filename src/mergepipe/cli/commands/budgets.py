@@ -63,6 +63,7 @@ def plan(
     "mergepipe explain plan.json",
     "mergepipe explain merged/ --html merged.html",
     "mergepipe explain merged/ --tensor 'model.layers.0.*'",
+    "mergepipe explain merged/ --masks masks/",
 )
 def explain(
     subject: Annotated[
@@ -73,15 +74,18 @@ def explain(
         str | None, Flag("Explain these tensors block by block: 'model.layers.0.*'.", metavar="GLOB")
     ] = None,
     html: Annotated[str | None, Flag("Draw it into one HTML file as well.", metavar="FILE")] = None,
+    masks: Annotated[
+        str | None, Flag("Write a mask of each expert, to restore it with: the directory to create.", metavar="DIR")
+    ] = None,
     home: Annotated[str | None, HOME] = None,
 ) -> Displayed:
     """Print which experts a snapshot or plan holds, and why.
 
-    Reads no tensor data: a snapshot's mergepipe.json holds the answers.
+    Reads no tensor data: a snapshot's mergepipe.json holds the answers. Only --masks reads all of it.
     """
     if html is not None:
         check_page(Path(html))
-    explanation = api.explain(subject, tensor=tensor, home=home)
+    explanation = api.explain(subject, tensor=tensor, masks=masks, home=home)
     if html is not None:
         from mergepipe.cli.pages import explain_page
 

@@ -78,14 +78,11 @@ def list_snapshots(
     since: Annotated[
         date | None, Flag("Only those made on this day or later.", metavar="YYYY-MM-DD", read=_day)
     ] = None,
-    until: Annotated[
-        date | None, Flag("Only those made on this day or before.", metavar="YYYY-MM-DD", read=_day)
-    ] = None,
     home: Annotated[str | None, HOME] = None,
     printing: PrintOptions,
 ) -> None:
     """List the snapshots that the catalog knows, newest first."""
-    snapshots = api.list_snapshots(contained=contained, operator=operator, since=since, until=until, home=home)
+    snapshots = api.list_snapshots(contained=contained, operator=operator, since=since, home=home)
     print_report(SnapshotList(snapshots), printing)
 
 
