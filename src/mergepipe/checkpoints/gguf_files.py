@@ -34,12 +34,15 @@ from mergepipe.storage.output import write_durably
 
 _ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """GGUF's architecture by `model_type`, of those whose tensors GGUF holds as they are but for their names and rows."""
+_READ: Final = (*dict.fromkeys(_ARCHITECTURES.values()), "qwen3moe")
 _IN_PAIRS: Final = ("llama",)  # the rows of Q and K stand as llama.cpp rotates them: neighbours, not halves of a head
 _MODULES: Final = ("model.embed_tokens", "model.norm", "lm_head")
 _LAYER_MODULES: Final = (
     "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
     "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+    "mlp.gate", "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj",
 )  # fmt: skip
+_STACKED: Final = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<matrix>\w+_proj\.weight)")
 _PAIRED: Final = re.compile(r"model\.layers\.\d+\.self_attn\.(?P<role>[qk])_proj\.(weight|bias)")
 _SCALED_ROPES: Final = ("LINEAR", "YARN")  # names of gguf's
 _ROPE_FACTORS: Final = "rope_freqs.weight"
@@ -104,9 +107,8 @@ def open_gguf(store: Store, path: Location, status: FileStatus) -> Checkpoint:
     header = _Header(store, path)
     facts, infos = header.read()
     architecture = str(facts.get("general.architecture"))
-    if architecture not in _ARCHITECTURES.values():
-        known = ", ".join(sorted(set(_ARCHITECTURES.values())))
-        message = f"is of the architecture {shown(architecture)}; of GGUF files {known} are read"
+    if architecture not in _READ:
+        message = f"is of the architecture {shown(architecture)}; of GGUF files {', '.join(_READ)} are read"
         raise unsupported(path, message, _ADVICE)
     if facts.get("split.count", 1) not in (0, 1):
         hint = "join them with llama-gguf-split"
@@ -125,8 +127,8 @@ def open_gguf(store: Store, path: Location, status: FileStatus) -> Checkpoint:
             continue  # follows from the configuration
         if info[0] not in names:
             raise unsupported(path, f"holds {shown(info[0])}, and {architecture} models have no such tensor", _ADVICE)
-        tensor = header.tensor(gguf, names[info[0]], info, heads)
-        tensors[tensor.name] = tensor
+        for tensor in header.tensors_of(gguf, names[info[0]], info, heads):
+            tensors[tensor.name] = tensor
         kind = gguf.GGMLQuantizationType(info[2]).name
         schemes |= set() if kind in _PLAIN else {f"GGUF {kind}"}
     file = FileId(path.name, header.size_bytes, status.version, header.digest)
@@ -173,7 +175,22 @@ class _Header:
         start = -(-self._at // alignment) * alignment
         return facts, [(name, dims, kind, start + offset) for name, dims, kind, offset in infos]
 
-    def tensor(self, gguf: Any, name: str, info: _Info, heads: Mapping[str, int]) -> Readable:
+    def tensors_of(self, gguf: Any, name: str, info: _Info, heads: Mapping[str, int]) -> Iterator[Readable]:
+        """Yield what is read of a tensor, of stacked experts one by one: their matrices follow each other."""
+        stored, dims, kind, offset = info
+        match = _STACKED.fullmatch(name)
+        if match is None:
+            yield self._tensor(gguf, name, info, heads)
+            return
+        if len(dims) != 3 or not 0 < dims[2] < _MOST_TENSORS:
+            raise self.damaged(f"{shown(stored)} of {list(reversed(dims))} is no stack of experts")
+        for expert in range(dims[2]):
+            of_expert = f"{match['experts']}.{expert}.{match['matrix']}"
+            tensor = self._tensor(gguf, of_expert, (stored, dims[:2], kind, offset), heads)
+            offset += tensor.nbytes
+            yield tensor
+
+    def _tensor(self, gguf: Any, name: str, info: _Info, heads: Mapping[str, int]) -> Readable:
         """Return what is read of a tensor; `heads` are those of Q and K where their rows are in pairs."""
         granularity = self._store.terms(self.path).granularity_bytes
         shape = tuple(reversed(info[1]))

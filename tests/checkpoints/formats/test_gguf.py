@@ -19,7 +19,7 @@ from mergepipe.errors import MergePipeError, UnsupportedError
 
 gguf = pytest.importorskip("gguf")
 
-HIDDEN, HEADS, KV_HEADS, HEAD, WIDE, LAYERS, VOCAB = 512, 4, 2, 128, 1024, 2, 260
+HIDDEN, HEADS, KV_HEADS, HEAD, WIDE, LAYERS, VOCAB, EXPERTS = 512, 4, 2, 128, 1024, 2, 260, 3
 TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
     "IQ4_XS", "MXFP4",
@@ -52,7 +52,12 @@ def layer_shapes(family: str) -> dict[str, tuple[int, ...]]:
             f"attn_{x}.bias self_attn.{x}_proj.bias": (n * HEAD,)
             for x, n in zip("qkv", (HEADS, KV_HEADS, KV_HEADS), strict=True)
         }
-    if family == "qwen3":
+    if family in ("mixtral", "qwen3moe"):
+        matrices = {key: shapes.pop(key) for key in list(shapes) if key.startswith("ffn_") and "mlp" in key}
+        for key, shape in matrices.items():
+            shapes[key.replace(".weight ", "_exps.weight ").replace("mlp.", "mlp.experts.")] = (EXPERTS, *shape)
+        shapes["ffn_gate_inp.weight mlp.gate.weight"] = (EXPERTS, HIDDEN)
+    if family in ("qwen3", "qwen3moe"):
         shapes |= {f"attn_{x}_norm.weight self_attn.{x}_norm.weight": (HEAD,) for x in "qk"}
     return shapes
 
@@ -72,7 +77,8 @@ def names_and_shapes(family: str) -> list[tuple[str, str, tuple[int, ...]]]:
 
 def unpaired(values: NDArray[Any], stored: str, family: str) -> NDArray[Any]:
     """Undo the order of rows that llama.cpp gives to Q and K, one row after the other."""
-    heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(stored.split(".")[-2], 0) if family == "llama" else 0
+    is_paired = family in ("llama", "mixtral")
+    heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(stored.split(".")[-2], 0) if is_paired else 0
     if not heads:
         return values
     out = np.empty_like(values)
@@ -88,7 +94,7 @@ def write_gguf(
 ) -> Tensors:
     """Write random blocks of types in turn (vectors are float32); return what gguf reads, by names of Hugging Face."""
     rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, "llama" if family == "mixtral" else family)
     writer.add_block_count(LAYERS)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
@@ -103,17 +109,20 @@ def write_gguf(
             continue
         type_ = gguf.GGMLQuantizationType[kind]
         block, block_bytes = gguf.GGML_QUANT_SIZES[type_]
-        raw = rng.integers(0, 60, (shape[0], shape[1] // block * block_bytes), np.uint8)  # no scale is infinite
+        raw = rng.integers(0, 60, (*shape[:-1], shape[-1] // block * block_bytes), np.uint8)  # no scale is infinite
         writer.add_tensor(stored, raw, raw_dtype=type_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     names = {stored: name for stored, name, _ in names_and_shapes(family)}
-    return {
+    read = {
         names[t.name]: unpaired(gguf.dequantize(t.data, t.tensor_type), t.name, family)
         for t in gguf.GGUFReader(path).tensors if t.name in names
     }  # fmt: skip
+    stacks = {name: read.pop(name) for name in list(read) if ".experts." in name}
+    one_by_one = ((name, expert) for name in stacks for expert in range(EXPERTS))
+    return read | {name.replace(".experts.", f".experts.{e}."): stacks[name][e] for name, e in one_by_one}
 
 
 def merged(root: Path, recipe: Mapping[str, object], out: str = "out", **options: Any) -> Path:
@@ -122,7 +131,9 @@ def merged(root: Path, recipe: Mapping[str, object], out: str = "out", **options
     return root / out
 
 
-@pytest.mark.parametrize(("family", "first"), [("llama", 0), ("llama", 8), ("qwen2", 0), ("qwen3", 0)])
+@pytest.mark.parametrize(
+    ("family", "first"), [("llama", 0), ("llama", 8), ("qwen2", 0), ("qwen3", 0), ("mixtral", 3), ("qwen3moe", 8)]
+)
 def test_gguf__is_read_with_the_bits_of_gguf(tmp_path: Path, family: str, first: int) -> None:
     theirs = write_gguf(tmp_path / "m.gguf", family, (*TYPES[first:], *TYPES[:first]))
     recipe = {"merge_method": "passthrough", "dtype": "float32", "models": [{"model": str(tmp_path / "m.gguf")}]}
@@ -155,6 +166,7 @@ def test_gguf__is_an_expert_like_the_numbers_it_stands_for(tmp_path: Path) -> No
     [
         (lambda w: w.add_string("general.architecture", "gemma3"), "architecture 'gemma3'"),
         (lambda w: w.add_tensor("blk.0.ssm_a", np.zeros(4, np.float32)), "llama models have no such tensor"),
+        (lambda w: w.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((4, 4), np.float32)), "is no stack of experts"),
         (lambda w: w.add_uint16("split.count", 3), "is one of 3 files"),
         (lambda w: w.add_uint32("llama.attention.head_count_kv", 3), "256 rows for 3 heads"),
         (lambda w: w.add_string("llama.block_count", "many"), "does not say how many layers and heads"),
