@@ -80,7 +80,7 @@ def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> It
 def _is_just_made(directory: Path) -> bool:
     """Whether a staging directory is empty and new, as it is for a moment before its maker locks and records it."""
     with contextlib.suppress(OSError):
-        return not any(directory.iterdir()) and time.time() - directory.stat().st_mtime < BIRTH_SECONDS
+        return not any(directory.glob("*")) and time.time() - directory.stat().st_mtime < BIRTH_SECONDS
     return True  # it is gone
 
 
