@@ -15,7 +15,7 @@ import mergepipe
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
-NAMES = ("nf4", "nf4-nested", "fp4", "fp4-nested", "bnb8", "int4", "int4-zeros", "int8", "nvfp4", "mxfp4")
+NAMES = ("nf4", "nf4-nested", "fp4", "fp4-nested", "bnb8", "int4", "int4-zeros", "int8", "nvfp4", "mxfp4", "mxfp8")
 
 
 @pytest.mark.slow

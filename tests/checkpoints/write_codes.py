@@ -24,6 +24,7 @@ COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("PackedQuantizationCompressor", {"num_bits": 8, "type": "int", "strategy": "channel"}),
     "nvfp4": ("NVFP4PackedCompressor", {**NUMBERS, "strategy": "tensor_group", "group_size": 16}),
     "mxfp4": ("MXFP4PackedCompressor", {**NUMBERS, "strategy": "group", "group_size": 32}),
+    "mxfp8": ("MXFP8QuantizationCompressor", {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}),
 }
 
 
@@ -55,8 +56,8 @@ def write_compressed(folder: Path, name: str) -> None:
     arguments = QuantizationArgs(**stated)
     groups = weight().float().reshape(SHAPE[0], -1, stated.get("group_size", SHAPE[1]))
     parts, largest = {"weight": weight()}, groups.abs().amax(-1)
-    if name == "mxfp4":
-        parts["weight_scale"] = 2.0 ** torch.ceil(torch.log2(largest / 6))
+    if name in ("mxfp4", "mxfp8"):
+        parts["weight_scale"] = 2.0 ** torch.ceil(torch.log2(largest / (6 if name == "mxfp4" else 448)))
     elif name == "nvfp4":
         parts["weight_global_scale"] = torch.tensor([448 * 6 / 8.0])
         scale = largest / 6 * parts["weight_global_scale"]

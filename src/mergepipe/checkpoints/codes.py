@@ -118,7 +118,8 @@ def _nibbles(raw: NDArray[np.uint8], values: NDArray[np.float32], *, high_first:
 class ScaledFP8(Scheme):
     """FP8 codes times scales: one for all, one for each row, or one for each block of rows and columns.
 
-    `float32(code) * float32(scale)`: transformers and compressed-tensors. Stored: codes, scales.
+    `float32(code) * float32(scale)`: transformers and compressed-tensors. Stored: codes, scales; without a
+    `scale_kernel` (-1) these are exponents of powers of two, as in MXFP8.
     """
 
     block: tuple[int, int]
@@ -135,7 +136,9 @@ class ScaledFP8(Scheme):
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         values = decoded(raw[0], self.code_kernel).reshape(-1, self.columns)
-        scales = decoded(raw[1], self.scale_kernel).reshape(-1, self._groups)
+        has_exponents = self.scale_kernel < 0
+        scales = _powers_of_two(raw[1]) if has_exponents else decoded(raw[1], self.scale_kernel)
+        scales = scales.reshape(-1, self._groups)
         of_row = np.arange(rows.start, rows.stop) // self.block[0] - rows.start // self.block[0]
         return _times(values, scales[of_row], self.block[1])
 

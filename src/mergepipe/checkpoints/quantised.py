@@ -50,6 +50,7 @@ _CODES = (
 # `X_scales` beside `X`.
 _SCALE = re.compile(r"(.+?)(\.weight)?[._](scale|scales|scale_inv|scale_2|zero_point)")
 _FP8 = (F8_E4M3, F8_E5M2)
+_EXPONENTS = ("U8", "F8_E8M0")  # of powers of two
 _ACTIVATION_SCALES = re.compile(r"(.+)\.(input_scale|input_global_scale|output_scale|activation_scale|[kqv]_scale)")
 _MOST_STATE_BYTES = 1 << 16  # of the description of one weight of bitsandbytes
 _BLOCK = 128  # rows and columns of a block, unless the configuration says otherwise
@@ -148,14 +149,16 @@ class _Finder:
             self._add("NVFP4", CodedTensor(codes.name, (rows, 2 * columns), (*parts, *of_all), fp4), (), wanted)
         if codes.dtype not in _FP8:
             return
-        if scales.dtype.kind is DTypeKind.FLOAT:
+        has_exponents = scales.dtype.name in _EXPONENTS
+        if scales.dtype.kind is DTypeKind.FLOAT or has_exponents:
             if codes.name in self.made:
                 other = self.made[codes.name].stored[1].name
                 message = f"{shown(codes.name)} has two scales, {shown(other)} and {shown(name)}"
                 raise damaged(self._checkpoint.path, message, "download it again")
             block = _block_of(self._checkpoint, codes, scales, self._config(codes.name))
             scheme = ScaledFP8(max(1, codes.shape[1]), block, codes.kernel_code, scales.kernel_code)
-            self._add("FP8 with scales", CodedTensor(codes.name, codes.shape, parts, scheme))
+            name = "FP8 with scales that are powers of two" if has_exponents else "FP8 with scales"
+            self._add(name, CodedTensor(codes.name, codes.shape, parts, scheme))
 
     def _compressed(self, stem: str) -> None:
         parts = self._entries(f"{stem}.weight_packed", f"{stem}.weight_scale")
@@ -295,10 +298,10 @@ def stored_like(store: Store, base: Checkpoint, merged: Mapping[str, Readable]) 
         for tensor in read.tensors.values() if isinstance(tensor, CodedTensor)
         for number, part in enumerate(tensor.stored)
     }  # fmt: skip
-    if any(not isinstance(tensor.scheme, ScaledFP8) for tensor, _ in stored.values()) or not stored:
-        message = (
-            f"is stored as {read.quantisation or 'plain numbers'}, and only FP8 with scales is written like a base"
-        )
+    schemes = [tensor.scheme for tensor, _ in stored.values()]
+    if not all(isinstance(scheme, ScaledFP8) and scheme.scale_kernel >= 0 for scheme in schemes) or not schemes:
+        what = read.quantisation or "plain numbers"
+        message = f"is stored as {what}, and only FP8 with scales of floating point is written like a base"
         raise UnsupportedError.of("recipe.unsupported", where, message, hint)
     if read.tensors.keys() != merged.keys():
         name = min(read.tensors.keys() ^ merged.keys())

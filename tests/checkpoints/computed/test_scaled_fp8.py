@@ -264,6 +264,10 @@ def test_like_base__rounds_scales_up_to_powers_of_two_where_the_base_has_such(tm
     [
         ({"l.weight": np.ones(SHAPE, np.float32)}, {}, {}, "is stored as plain numbers, and only FP8 with scales"),
         (
+            {"l.weight": codes(0), "l.weight_scale": np.full((SHAPE[0], 3), 120, np.uint8)},
+            {}, {}, "that are powers of two, and only FP8 with scales of floating point is written",
+        ),
+        (
             {"l.weight_packed": np.zeros((8, 16), np.uint8), "l.weight_scale": np.ones((8, 1), np.uint8)},
             {}, {}, "is stored as MXFP4, and only FP8 with scales",
         ),
@@ -321,6 +325,18 @@ def test_merge__reads_a_scale_for_each_group_of_columns(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m", {"l.weight": codes(0), "l.weight_scale": scale})
     mergepipe.merge(recipe(tmp_path, "linear", model, dtype="float32"), tmp_path / "out", options=NO_CATALOG)
     expected = codes(0).astype(np.float32) * np.repeat(scale, 100, axis=1)
+    np.testing.assert_array_equal(load_file(tmp_path / "out" / "model.safetensors")["l.weight"], expected)
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+def test_merge__reads_scales_that_are_exponents(tmp_path: Path, name: str) -> None:
+    shape = (SHAPE[0], 3) if name == "weight_scale" else (2, 3)
+    exponents = np.random.default_rng(2).integers(110, 130, shape).astype(np.uint8)
+    stored = exponents if name == "weight_scale" else exponents.view(ml_dtypes.float8_e8m0fnu)
+    model = write_model(tmp_path / "m", {"l.weight": codes(0), f"l.{name}": stored})
+    mergepipe.merge(recipe(tmp_path, "linear", model, dtype="float32"), tmp_path / "out", options=NO_CATALOG)
+    scale = 2.0 ** (exponents.astype(np.float32) - 127)
+    expected = codes(0).astype(np.float32) * np.repeat(scale, 100, axis=1) if shape[0] > 2 else numbers(codes(0), scale)
     np.testing.assert_array_equal(load_file(tmp_path / "out" / "model.safetensors")["l.weight"], expected)
 
 
