@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from mergepipe.errors import ConflictError, MergePipeError, OutputError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -30,9 +30,6 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.ranges import os_error
 from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
-
-if TYPE_CHECKING:
-    pass
 
 _REMOVALS: Final = 5  # another worker may write to the place, or remove it too, until it sees the output
 _BELOW_PARTS: Final = re.compile(rf"((?:.*/)?){re.escape(PARTS_MARK)}([0-9a-f]{{32}})/[^/]*")
