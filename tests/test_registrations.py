@@ -73,7 +73,7 @@ def test_operator_families__are_imported_by_the_registry_alone() -> None:
         assert importers - families == {"operators/registry.py"}, family
 
 
-ON_RECORD = {"MagnitudeCut", "MagnitudeBand", "InnerProducts"}
+ON_RECORD = {"MagnitudeCut", "InnerProducts"}
 """The tensor-wide quantities that statistics hold, so that plans and merges of analysed experts name them too."""
 
 

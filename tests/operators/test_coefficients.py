@@ -75,9 +75,10 @@ def by_norm(family: Path, method: str) -> Callable[[int], object]:
 def test_weight_nan__is_the_inverse_norm_of_each_tensors_delta(tmp_path: Path, family: Path, method: str) -> None:
     options = MergeOptions(home=tmp_path / "home", seed=5)
     written = write_recipe(tmp_path / "numbers.yml", family, method, by_norm(family, method))
-    mergepipe.merge(written, tmp_path / "numbers", options=options)
+    by_numbers = mergepipe.merge(written, tmp_path / "numbers", options=options)
     recipe = write_recipe(tmp_path / "nan.yml", family, method, lambda _: "nan")
-    mergepipe.merge(recipe, tmp_path / "nan", options=options)
+    made = mergepipe.merge(recipe, tmp_path / "nan", options=options)
+    assert (made.expert_bytes, made.analysis_bytes) == (by_numbers.expert_bytes, by_numbers.analysis_bytes)
     wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("numbers", "nan"))
     for name, tensor in wanted.items():
         np.testing.assert_allclose(found[name], tensor, rtol=0, atol=4e-7 * float(np.abs(tensor).max()))
@@ -119,8 +120,9 @@ def test_weight_nan__needs_something_to_be_compared_with(tmp_path: Path, family:
 def test_lambda_lines__grows_from_the_first_layer_to_the_last(tmp_path: Path, family: Path) -> None:
     shared = {"lambda": {"lines": [0.3, 0.6]}}
     recipe = write_recipe(tmp_path / "recipe.yml", family, "task_arithmetic", lambda e: 0.2 * e, shared)
-    mergepipe.merge(recipe, tmp_path / "out", options=MergeOptions(home=tmp_path / "home"))
+    made = mergepipe.merge(recipe, tmp_path / "out", options=MergeOptions(home=tmp_path / "home"))
     base, found = read(family, 0), load_file(tmp_path / "out" / "model.safetensors")
+    assert made.expert_bytes == N_EXPERTS * sum(tensor.nbytes for tensor in base.values())
     for name, tensor in base.items():
         depth = int(name.split(".")[1]) / (N_LAYERS - 1) if name.startswith("layers") else 0.0
         deltas = [0.2 * e * (read(family, e)[name].astype(float) - tensor) for e in range(1, N_EXPERTS + 1)]

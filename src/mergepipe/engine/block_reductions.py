@@ -16,7 +16,6 @@ from mergepipe.operators.base import (
     CalibratedDelta,
     ColumnGram,
     InnerProducts,
-    MagnitudeBand,
     MagnitudeCut,
     Measure,
     Reduced,
@@ -25,7 +24,6 @@ from mergepipe.operators.base import (
     RowSums,
     Score,
     ScoreCut,
-    ScoreShare,
     SoftmaxDivergence,
 )
 from mergepipe.operators.spec import SVC
@@ -69,9 +67,7 @@ def make_reduction(
     """Make the reduction that answers `request`; of a sample only `n_ranked` of the tensor's elements are ranked."""
     n_ranked = n_elements if n_ranked is None else n_ranked
     match request:
-        case MagnitudeCut(kept_E):
-            return MagnitudeCuts(kept_E, n_ranked)
-        case MagnitudeBand(kept_E, dropped_E):
+        case MagnitudeCut(kept_E, dropped_E):
             return MagnitudeCuts(kept_E, n_ranked, dropped_E)
         case InnerProducts():
             return InnerProductSums(n_elements, n_experts)
@@ -81,10 +77,8 @@ def make_reduction(
             return ColumnGrams(n_elements, n_experts, n_columns, cell_elements)
         case RowSums(measure, row_elements):
             return MeasureSums(measure, n_elements, row_elements)
-        case ScoreCut(score, ranks):
-            return ScoreRanks(score, n_ranked, ranks)
-        case ScoreShare(score, share):
-            return ScoreRanks(score, n_ranked, share=share)
+        case ScoreCut(score, ranks, share):
+            return ScoreRanks(score, n_ranked, ranks, share)
         case SoftmaxDivergence(row_elements):
             return SoftmaxDivergences(n_elements, row_elements)
         case CalibratedDelta():
@@ -97,9 +91,8 @@ class MagnitudeCuts:
     Where elements at a cut are tied, one more look decides. Memory: see `BracketedRanks` and `TieSearch`, per expert.
     """
 
-    def __init__(self, kept_E: Sequence[int], n_elements: int, dropped_E: Sequence[int] | None = None) -> None:
-        self._kept_E = tuple(kept_E)
-        self._dropped_E = None if dropped_E is None else tuple(dropped_E)
+    def __init__(self, kept_E: Sequence[int], n_elements: int, dropped_E: Sequence[int] = ()) -> None:
+        self._kept_E, self._dropped_E = tuple(kept_E), tuple(dropped_E)
         ranks = zip(self._kept_E, self._dropped_E or self._kept_E, strict=True)
         self._search_E = [BracketedRanks(set(both), n_elements) for both in ranks]
         self._ties_E: list[TieSearch] = []
@@ -129,7 +122,7 @@ class MagnitudeCuts:
         return not any(ties.is_open for ties in self._ties_E)
 
     def result(self) -> Reduced:
-        upper_E3 = None if self._dropped_E is None else cuts_of(self._ties_E, self._dropped_E)
+        upper_E3 = cuts_of(self._ties_E, self._dropped_E) if self._dropped_E else None
         return Reduced(cuts_E3=cuts_of(self._ties_E, self._kept_E), upper_cuts_E3=upper_E3)
 
 

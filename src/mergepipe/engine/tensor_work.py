@@ -18,7 +18,6 @@ from mergepipe.engine.work import MergeWork
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
     InnerProducts,
-    MagnitudeBand,
     MagnitudeCut,
     Operator,
     OperatorInput,
@@ -75,12 +74,11 @@ class KnownQuantities:
     def answer(self, request: ReductionRequest) -> Reduced | None:
         """Answer a request if all of it is known."""
         match request:
-            case MagnitudeCut(kept_E) if self.experts:
-                cuts_E3 = _all_cuts(self._cuts(kept_E))
-                return None if cuts_E3 is None else Reduced(cuts_E3=cuts_E3)
-            case MagnitudeBand(kept_E, dropped_E) if self.experts:
-                lower_E3, upper_E3 = _all_cuts(self._cuts(kept_E)), _all_cuts(self._cuts(dropped_E))
-                return None if lower_E3 is None or upper_E3 is None else Reduced(lower_E3, upper_cuts_E3=upper_E3)
+            case MagnitudeCut(kept_E, dropped_E) if self.experts:
+                lower_E3 = _all_cuts(self._cuts(kept_E))
+                upper_E3 = _all_cuts(self._cuts(dropped_E)) if dropped_E else None
+                is_known = lower_E3 is not None and (upper_E3 is None) is not bool(dropped_E)
+                return Reduced(cuts_E3=lower_E3, upper_cuts_E3=upper_E3) if is_known else None
             case InnerProducts() if self.experts:
                 products = [expert.products for expert in self.experts]
                 return None if None in products else Reduced(products_E3=np.array(products, np.float64))
@@ -89,14 +87,14 @@ class KnownQuantities:
 
     def lacking(self, request: ReductionRequest) -> ReductionRequest:
         """Return what of a request has to be gathered: no cuts that are known."""
-        if not isinstance(request, MagnitudeCut) or not self.experts:
+        if not isinstance(request, MagnitudeCut) or request.dropped_E or not self.experts:
             return request
         pairs = zip(request.kept_E, self._cuts(request.kept_E), strict=True)
         return MagnitudeCut(tuple(n_kept if cut is None else 0 for n_kept, cut in pairs))
 
     def completed(self, request: ReductionRequest, gathered: Reduced) -> Reduced:
         """Join what of a request was gathered with what is known of it."""
-        if not isinstance(request, MagnitudeCut) or not self.experts or gathered.cuts_E3 is None:
+        if not isinstance(request, MagnitudeCut) or request.dropped_E or not self.experts or gathered.cuts_E3 is None:
             return gathered
         pairs = zip(self._cuts(request.kept_E), gathered.cuts_E3.tolist(), strict=True)
         return replace(gathered, cuts_E3=np.array([cut or found_3 for cut, found_3 in pairs], np.uint32))

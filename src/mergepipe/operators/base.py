@@ -80,21 +80,13 @@ class RowRequest(Request):
 
 @dataclass(frozen=True, slots=True)
 class MagnitudeCut(Request):
-    """Wanted: per expert the cut that exactly `kept_E[e]` elements of the whole tensor reach, by |delta|."""
+    """Wanted: per expert the cut that exactly `kept_E[e]` elements of the whole tensor reach, by |delta|.
+
+    With `dropped_E` also the cut above it, which `dropped_E[e]` elements reach.
+    """
 
     kept_E: tuple[int, ...]
-
-    def among(self, n_sampled: int, n_elements: int) -> Self:
-        """See `Request`."""
-        return replace(self, kept_E=_in_proportion(self.kept_E, n_sampled, n_elements))
-
-
-@dataclass(frozen=True, slots=True)
-class MagnitudeBand(Request):
-    """Wanted: as `MagnitudeCut`, and above it the cut that `dropped_E[e]` elements reach."""
-
-    kept_E: tuple[int, ...]
-    dropped_E: tuple[int, ...]
+    dropped_E: tuple[int, ...] = ()
 
     def among(self, n_sampled: int, n_elements: int) -> Self:
         """See `Request`."""
@@ -176,23 +168,19 @@ class Score(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoreCut(Request):
-    """Wanted: the scores that are the `ranks[i]`-th largest of the whole tensor."""
+    """Wanted: the scores that are the `ranks[i]`-th largest of the whole tensor.
+
+    With a `share` in their place how many elements have a score other than zero, and the cut that it of these reaches.
+    """
 
     score: Score
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
+    share: float | None = None
 
     def among(self, n_sampled: int, n_elements: int) -> Self:
         """See `Request`."""
         ranks = _in_proportion(self.ranks, n_sampled, n_elements)
         return replace(self, ranks=tuple(max(1, rank) for rank in ranks))
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreShare(Request):
-    """Wanted: how many elements have a score other than zero, and the cut that exactly a `share` of these reach."""
-
-    score: Score
-    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +204,7 @@ class CalibratedDelta(Request):
 
 
 ReductionRequest = (
-    MagnitudeCut
-    | MagnitudeBand
-    | InnerProducts
-    | RowGram
-    | ColumnGram
-    | RowSums
-    | ScoreCut
-    | ScoreShare
-    | SoftmaxDivergence
-    | CalibratedDelta
+    MagnitudeCut | InnerProducts | RowGram | ColumnGram | RowSums | ScoreCut | SoftmaxDivergence | CalibratedDelta
 )
 
 
@@ -237,9 +216,9 @@ class Reduced:
     that of `upper_cuts_E3`.
     `products_E3` (float64): per expert <base, base>, <delta, delta>, <base, delta>.
     `gram_GFF` (float64): per row or column the inner products of base (0) and deltas (from 1 on).
-    `sums`: answers to `RowSums` and `SoftmaxDivergence`, each rows by sums (float64), and the count of
-    `ScoreShare`, in the order of the requests.
-    `score_cuts_R3` (uint32): the answer to the last `ScoreShare`, or `ScoreCut`, where only bits are meant.
+    `sums`: answers to `RowSums` and `SoftmaxDivergence`, each rows by sums (float64), and the count of a `ScoreCut`
+    by share, in the order of the requests.
+    `score_cuts_R3` (uint32): the answer to the last `ScoreCut`; by ranks only bits are meant.
     `marks_MB` (uint8): the marks of the last measure that made some, unless they are too large.
     `delta_N` (float32): the merged delta itself, after a spectral step.
     """

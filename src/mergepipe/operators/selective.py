@@ -20,7 +20,6 @@ from mergepipe.operators.base import (
     ReductionRequest,
     RowSums,
     ScoreCut,
-    ScoreShare,
     SoftmaxDivergence,
 )
 from mergepipe.operators.elementwise import ElementwiseRule, Keep, row_rule
@@ -133,7 +132,7 @@ class Sce(AllAlike):
         n_experts, whole = len(inputs.experts), max(1, inputs.n_elements)
         selects = float(inputs.globals["select_topk"]) < 1.0
         if selects and reduced.score_cuts_R3 is None:
-            return ScoreShare(Variance(n_experts), float(inputs.globals["select_topk"]))
+            return ScoreCut(Variance(n_experts), share=float(inputs.globals["select_topk"]))
         if selects and self._kept(inputs, reduced) == 0:
             return None
         if len(reduced.sums) < 1 + selects:

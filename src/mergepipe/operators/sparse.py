@@ -19,7 +19,6 @@ from mergepipe.operators.base import (
     NOTHING_REDUCED,
     BlockFunction,
     Influence,
-    MagnitudeBand,
     MagnitudeCut,
     Operator,
     OperatorInput,
@@ -129,7 +128,7 @@ class Band(Sparse):
         if all(rank == (inputs.n_elements, 0) for rank in ranks):
             return None
         if reduced.cuts_E3 is None or reduced.upper_cuts_E3 is None:
-            return MagnitudeBand(tuple(n_kept for n_kept, _ in ranks), tuple(n_dropped for _, n_dropped in ranks))
+            return MagnitudeCut(tuple(n_kept for n_kept, _ in ranks), tuple(n_dropped for _, n_dropped in ranks))
         return _sums_to_rescale(inputs, reduced)
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:

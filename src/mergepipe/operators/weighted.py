@@ -26,7 +26,7 @@ from mergepipe.operators.base import (
     Reduced,
     ReductionRequest,
     RowSums,
-    ScoreShare,
+    ScoreCut,
 )
 from mergepipe.operators.elementwise import ElementwiseRule, Shares, nonzero_sum
 from mergepipe.operators.sparse import SMALLEST_SUM
@@ -236,7 +236,7 @@ class Sar(AllAlike):
         if share >= 1.0:
             return None
         if reduced.score_cuts_R3 is None:
-            return ScoreShare(_Resolved.of(inputs, reduced).magnitudes, share)
+            return ScoreCut(_Resolved.of(inputs, reduced).magnitudes, share=share)
         wants_sums = inputs.globals["rescale"] and len(reduced.sums) == 1
         return RowSums(_Resolved.of(inputs, reduced), max(1, inputs.n_elements)) if wants_sums else None
 

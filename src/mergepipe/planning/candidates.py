@@ -76,7 +76,7 @@ def evaluate_rule(
     cuts, cut_errors, products = dict[int, Cut](), dict[int, float](), dict[int, Products]()
     lacking = dict[int, str]()
     match request:
-        case MagnitudeCut(kept_E):
+        case MagnitudeCut(kept_E, ()):
             for (e, known), n_kept in zip(statistics.items(), kept_E, strict=True):
                 cut = known_cut(known, n_kept, task.base.n_elements)
                 estimate = known.estimated_cut(n_kept) if cut is None and known is not None else None
@@ -119,7 +119,7 @@ def whole_tensor_reason(
     if request is None or request.is_of_merged:
         return None
     match request:
-        case MagnitudeCut():
+        case MagnitudeCut(_, ()):
             reduced = Reduced(cuts_E3=np.zeros((len(inputs.experts), 3), np.uint32))
         case InnerProducts():
             reduced = Reduced(products_E3=np.zeros((len(inputs.experts), 3)))

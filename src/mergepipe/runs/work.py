@@ -24,7 +24,7 @@ from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.engine.tensor_work import ExpertQuantities, KnownQuantities, PlannedAccess, operator_input
 from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output
 from mergepipe.errors import MergePipeError, OutputError
-from mergepipe.operators.base import MagnitudeBand, MagnitudeCut, is_calibrated
+from mergepipe.operators.base import MagnitudeCut, is_calibrated
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import (
@@ -362,10 +362,8 @@ def kept_shares(inputs: Inputs) -> tuple[KeptShare, ...]:
     for task in inputs.resolution.tasks:
         trims = task.action is not Action.COPY and task.experts and task.base.n_elements
         match operator.reduction(task.operator_input()) if trims else None:
-            case MagnitudeCut(kept_E):
-                counts = kept_E
-            case MagnitudeBand(kept_E, dropped_E):
-                counts = tuple(map(sub, kept_E, dropped_E))
+            case MagnitudeCut(kept_E, dropped_E):
+                counts = tuple(map(sub, kept_E, dropped_E)) if dropped_E else kept_E
             case _:
                 continue
         for model, n_kept in zip(task.expert_models, counts, strict=True):

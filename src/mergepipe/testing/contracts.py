@@ -236,7 +236,8 @@ def _check_influence(operator: Operator, setting: _Setting) -> None:
     if influence.trims:
         request = operator.reduction(setting.inputs)
         law = "an operator that trims must ask for a magnitude cut, or nothing"
-        assert request is None or isinstance(request, MagnitudeCut), f"{name}: {law}"
+        is_cut = isinstance(request, MagnitudeCut) and not request.dropped_E
+        assert request is None or is_cut, f"{name}: {law}"
     if influence.is_known and setting.inputs.n_elements >= COMBINED_ELEMENTS:
         measured_E = _combination(operator, setting)
         claimed_E = influence.coefficients_E * np.sqrt(influence.energy_factor_E)
