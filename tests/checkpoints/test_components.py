@@ -93,6 +93,23 @@ def test_merge__components_of_a_pipeline_keep_their_file_names(tmp_path: Path) -
     assert json.loads((out / "model_index.json").read_text()) == PIPELINE
 
 
+def test_merge__reads_shards_of_a_variant_that_is_alone_and_copies_no_index_of_one(tmp_path: Path) -> None:
+    for name, value in (("one", 1.0), ("two", 3.0)):
+        shards = [f"diffusion_pytorch_model.fp16-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        unet = {f"unet/{shard}": {f"conv.{place}": [value]} for place, shard in enumerate(shards)}
+        text = {"text_encoder/model.safetensors": {"text_model.encoder.layers.0.weight": [value]}}
+        index = {"weight_map": {f"conv.{place}": shard for place, shard in enumerate(shards)}}
+        small = {
+            "model_index.json": PIPELINE, "text_encoder/model.safetensors.index.fp16.json": {"weight_map": {"a": "b"}},
+            "unet/diffusion_pytorch_model.safetensors.index.fp16.json": index,
+        }  # fmt: skip
+        write_model(tmp_path / name, {**unet, **text}, small)
+    mergepipe.merge(recipe(tmp_path, tmp_path / "one", tmp_path / "two"), tmp_path / "out", options=NO_CATALOG)
+    merged = rows(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors")
+    assert merged == {"conv.0": [2.0], "conv.1": [2.0]}
+    assert not [name for name in files_of(tmp_path / "out") if ".index." in name]
+
+
 def test_merge__shards_of_a_component_have_an_index_in_its_folder(tmp_path: Path) -> None:
     one, two = sentence_model(tmp_path / "one", 5.0, 11.0), sentence_model(tmp_path / "two", 7.0, 12.0)
     out = tmp_path / "out"

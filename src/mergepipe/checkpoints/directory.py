@@ -158,6 +158,7 @@ ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin", "adapters.saf
 STORE_HEADER_NAME = "mergepipe-store.json"
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$", re.ASCII)
 _INDEX_ENDING = ".index.json"
+_INDEX = re.compile(r".*(?P<suffix>\.\w+)\.index(\.\w+)?\.json", re.ASCII)  # of a variant: `.index.fp16.json`
 _FOREIGN_SUFFIXES = (".gguf", ".h5", ".msgpack", ".onnx")
 GGUF_MAGIC, GGUF_SUFFIX = b"GGUF", ".gguf"
 # What training leaves beside the weights, in files of the same kind.
@@ -190,7 +191,7 @@ class _Format:
         ]  # fmt: skip
 
     def indices(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if name.endswith(tuple(f"{suffix}{_INDEX_ENDING}" for suffix in self.suffixes))]
+        return [name for name in names if (match := _INDEX.fullmatch(name)) and match["suffix"] in self.suffixes]
 
 
 SAFETENSORS = _Format(SAFETENSORS_SUFFIXES, "model.safetensors", f"model.safetensors{_INDEX_ENDING}")
@@ -542,7 +543,7 @@ def find_sidecars(
         templates = list_names(store, root / TEMPLATE_FOLDER)
         sidecars += [f"{TEMPLATE_FOLDER}/{name}" for name in templates if name.endswith(".jinja")]
     for folder, files in folders.items():
-        small = (name for name in files if name.endswith(_COMPONENT_SUFFIXES) and not name.endswith(_INDEX_ENDING))
+        small = (name for name in files if name.endswith(_COMPONENT_SUFFIXES) and not _INDEX.fullmatch(name))
         sidecars += [f"{folder}/{name}" for name in small]
     for name in sorted(sidecars):
         stat_present(store, root, name)

@@ -237,7 +237,7 @@ _REASONS = (
     (("optimizer*", "scheduler*", "training_args.bin", "trainer_state.json", "rng_state*", "global_step*/*", "latest",
       "zero_to_fp32.py", "runs/*", "events.out.*", "checkpoint-*/*"), _TRAINING),
     (("mergepipe.*", MANIFEST_NAME, "mergekit_config.yml"), "describes the base, not this merge"),
-    (("*.safetensors", "*.bin", "*.index.json", "*.pt"), "weights that are not among the base's tensors"),
+    (("*.safetensors", "*.bin", "*.index*.json", "*.pt"), "weights that are not among the base's tensors"),
     (("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.mp4"), "illustrates the base's card"),
 )  # fmt: skip
 _TOKENIZER = "the output has another tokenizer, or is made without one"
