@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.reproduce.pages import Table
 from benchmarks.reproduce.results import Results
-from benchmarks.reproduce.sampling import PART
+from benchmarks.reproduce.trained import SAMPLING as PART
 
 DOMAINS = ("prose", "headers", "legal", "internet")
 SCHEDULE = {"steps": 40, "batch": 2, "window_tokens": 256, "peak_rate": 2e-5}
