@@ -76,6 +76,17 @@ def test_merge__of_scaled_fp8_has_the_products_of_codes_and_scales(tmp_path: Pat
     assert any("is quantised (FP8 with scales)" in str(notice) for notice in report.recipe_notices)
 
 
+def test_merge__takes_quantised_differences_for_such(tmp_path: Path) -> None:
+    base = write_model(
+        tmp_path / "base", {"l.weight": np.ones(SHAPE, np.float32), "norm.weight": np.ones(300, np.float32)}
+    )
+    expert = {"path": str(quantised_model(tmp_path / "one", "blocks")), "delta": True}
+    path = recipe(tmp_path, "task_arithmetic", expert, weight=0.5, base_model=str(base))
+    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    merged = load_file(tmp_path / "out" / "model.safetensors")["l.weight"]
+    np.testing.assert_allclose(merged, 1 + 0.5 * numbers(codes(0), scales((2, 3), 1)), rtol=1e-6, atol=1e-6)
+
+
 def test_merge__writes_a_quantised_base_in_bf16_where_no_dtype_is_stated(tmp_path: Path) -> None:
     base = quantised_model(tmp_path / "base", "blocks")
     path = tmp_path / "recipe.yml"
