@@ -36,10 +36,10 @@ _K, _MIB = 2, 2**20
 _SAMPLED_BYTES = 1 << 30  # of an output, at the most; larger ones are compared on every n-th element
 _HELD_BYTES = 8 << 30  # the stand-in of the Hub holds its models in memory
 _NOTE = (
-    "Two experts and their base in bf16, by mergekit's command line with `--lazy-unpickle`, on cold files. Peak memory"
-    " is anonymous memory, without mapped files. A killed merge (`kill -9`) had written half of its output. The Hub is"
-    " a stand-in on the loopback; *on disk* is what its cache and the output take at the end. The recipes say `dtype:"
-    " bfloat16`: mergekit computes in it, MergePipe in float32, and rounds once."
+    "Two experts and their base in bf16, on cold files: by mergekit's command line with `--lazy-unpickle` once, by ours"
+    " three times (medians). Peak memory is anonymous memory, without mapped files. A killed merge (`kill -9`) had"
+    " written half of its output. The Hub is a stand-in on the loopback; *on disk* is what its cache and the output"
+    " take at the end. The recipes say `dtype: bfloat16`: mergekit computes in it, MergePipe in float32, rounded once."
 )
 _SHAPES: Mapping[str, Sequence[str]] = {"8b": ("0.6b", "8b")}
 _LARGE = ("linear", "ties")  # what takes mergekit minutes is merged by these alone
@@ -90,7 +90,7 @@ class _Shape:
         recipe = self.place.folder / "recipe.yml"
         recipe.write_text(case.recipe)
         return self.place.merge(
-            recipe, case.models, "--no-catalog", has_floor=True, judge=partial(self._keep, "mergepipe")
+            recipe, case.models, "--no-catalog", repeats=3, has_floor=True, judge=partial(self._keep, "mergepipe")
         )
 
     def _keep(self, program: str, out: Path) -> dict[str, Any]:
