@@ -93,6 +93,29 @@ def test_export__leaves_the_rows_of_a_qwen3_and_the_names_of_others(tmp_path: Pa
     assert set(load_file(tmp_path / "other" / "model.safetensors")) == set(known.shapes)
 
 
+@pytest.mark.parametrize("names", [("w1", "w2", "w3", "expert_bias"), ("w1_EFD", "w2_EDF", "w3_EFD", "expert_bias_E")])
+def test_export__unstacks_the_experts_of_a_qwen3_of_torchtitan(tmp_path: Path, names: tuple[str, ...]) -> None:
+    shapes = {n: s for n, s in titan_states().shapes.items() if "layers.1.feed_forward" not in n}
+    sizes = ((4, 5, WIDTH), (4, WIDTH, 5), (4, 5, WIDTH))
+    shapes |= {f"layers.1.moe.experts.{name}": size for name, size in zip(names, sizes, strict=False)}
+    shapes |= {"layers.1.moe.router.gate.weight": (4, WIDTH), f"layers.1.moe.{names[3]}": (4,)}
+    known = known_states(shapes, seed=9, step=9)
+    write_titan(tmp_path / "at-9", known, 3)
+    config = config_of(tmp_path / "config", model_type="qwen3_moe")
+    report = tailor.export(tmp_path / "at-9", tmp_path / "out", config=config, self_check="full")
+    assert any("expert_bias is left out" in notice for notice in report.plan.notices)
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    assert len(made) == len(shapes) - 4 + 3 * 4
+    assert np.array_equal(
+        made["model.layers.1.mlp.gate.weight"], known.arrays["layers.1.moe.router.gate.weight", "fp32"]
+    )
+    for stored, projection in zip(names, ("gate_proj", "down_proj", "up_proj"), strict=False):
+        experts = known.arrays[f"layers.1.moe.experts.{stored}", "fp32"]
+        for number in range(4):
+            tensor = made[f"model.layers.1.mlp.experts.{number}.{projection}.weight"]
+            assert np.array_equal(tensor, experts[number])
+
+
 def test_average__of_torchtitan_is_rotated_once(tmp_path: Path) -> None:
     config, paths = config_of(tmp_path / "config"), [tmp_path / f"at-{step}" for step in (3, 5, 9)]
     for path, step in zip(paths, (3, 5, 9), strict=True):

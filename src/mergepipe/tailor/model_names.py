@@ -41,14 +41,16 @@ Views: TypeAlias = Mapping[str, TensorView]
 def tensor_views(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, JsonValue]
 ) -> tuple[dict[str, TensorView], str]:
-    """Find the tensors of the model of which `config` is; return them, and a notice where their names stay.
+    """Find the tensors of the model of which `config` is; return them, and a notice where names stay or one goes.
 
     `shapes` are those of the stored tensors, by their names.
     """
     stored = names_without_wrappers([*shapes])
     plain = {name: TensorView(stored_name) for name, stored_name in stored.items()}
     if "tok_embeddings.weight" in stored:
-        return _titan_views(stored, shapes, config) or plain, ""
+        views = _titan_views(stored, shapes, config)
+        is_biased = views is not None and any(_TITAN_BIAS.fullmatch(name) for name in stored)
+        return views or plain, "expert_bias is left out: the model has no place for it" if is_biased else ""
     if "embedding.word_embeddings.weight" in stored:
         views = _megatron_views({name: shapes[stored_name] for name, stored_name in stored.items()}, config)
         if views is None:
@@ -78,7 +80,7 @@ def names_without_wrappers(stored: Sequence[str]) -> dict[str, str]:
     return names if len(names) == len(stored) else {name: name for name in stored}
 
 
-# --- torchtitan: dense Llama and Qwen3 ---
+# --- torchtitan: dense Llama, Qwen3 and its mixture of experts ---
 
 
 _TITAN_OUTSIDE = MappingProxyType({
@@ -88,11 +90,14 @@ _TITAN_INSIDE = MappingProxyType({
     "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
     "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj",
-    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "moe.router.gate": "mlp.gate",
 })  # fmt: skip
+_TITAN_EXPERTS = re.compile(r"layers\.(\d+)\.moe\.experts\.(w[123])(?:_E[DF]{2})?", re.ASCII)
+_TITAN_PROJECTIONS = MappingProxyType({"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"})
+_TITAN_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias(?:_E)?", re.ASCII)
 _TITAN_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight", re.ASCII)
 _ROTATED = (".self_attn.q_proj.weight", ".self_attn.k_proj.weight")
-_ROTATES_PAIRS = MappingProxyType({"llama": True, "qwen3": False})
+_ROTATES_PAIRS = MappingProxyType({"llama": True, "qwen3": False, "qwen3_moe": False})
 
 
 def _titan_views(
@@ -100,13 +105,20 @@ def _titan_views(
 ) -> dict[str, TensorView] | None:
     """Rename the tensors of a torchtitan model; None where not all are known.
 
+    Experts are stacked in one tensor. A mixture's `expert_bias` is left out, which a Qwen3 has no place for.
     Source: the `Llama3StateDictAdapter` and `Qwen3StateDictAdapter` of torchtitan.
     """
     model_type = str(config.get("model_type", ""))
-    renamed = {_titan_name(name): stored_name for name, stored_name in stored.items()}
-    if model_type not in _ROTATES_PAIRS or "" in renamed or len(renamed) < len(stored):
+    if model_type not in _ROTATES_PAIRS:
         return None
-    views = {name: TensorView(stored_name) for name, stored_name in renamed.items()}
+    views: dict[str, TensorView] = {}
+    for name, place in stored.items():
+        if model_type == "qwen3_moe" and _TITAN_BIAS.fullmatch(name):
+            continue
+        tensors = _titan_tensors(name, place, shapes[place])
+        if not tensors or not views.keys().isdisjoint(tensors):
+            return None
+        views |= tensors
     for name in views if _ROTATES_PAIRS[model_type] else ():
         if name.endswith(_ROTATED):
             place = views[name].stored
@@ -115,14 +127,23 @@ def _titan_views(
     return views
 
 
-def _titan_name(name: str) -> str:
-    """Return the name of a tensor in transformers; empty for one that has none."""
-    layer = _TITAN_LAYER.fullmatch(name)
+def _titan_tensors(name: str, place: str, shape: tuple[int, ...]) -> dict[str, TensorView]:
+    """Return the tensors of transformers that lie in one of torchtitan; none where it is not known."""
+    experts, layer = _TITAN_EXPERTS.fullmatch(name), _TITAN_LAYER.fullmatch(name)
+    if experts is not None and len(shape) == 3:
+        prefix, projection, inner = f"model.layers.{experts[1]}.mlp.experts", _TITAN_PROJECTIONS[experts[2]], shape[1:]
+        return {
+            f"{prefix}.{expert}.{projection}.weight": _view(
+                place, expert * element_count(inner), inner, [(0, inner[0])]
+            )
+            for expert in range(shape[0])
+        }
     if layer is None:
-        outside = _TITAN_OUTSIDE.get(name.removesuffix(".weight"))
-        return f"{outside}.weight" if outside is not None else ""
-    inside = _TITAN_INSIDE.get(layer[2].replace("qkv_linear.", ""))
-    return f"model.layers.{layer[1]}.{inside}.weight" if inside is not None else ""
+        renamed = _TITAN_OUTSIDE.get(name.removesuffix(".weight"))
+    else:
+        inside = _TITAN_INSIDE.get(layer[2].replace("qkv_linear.", ""))
+        renamed = inside and f"model.layers.{layer[1]}.{inside}"
+    return {f"{renamed}.weight": TensorView(place)} if renamed else {}
 
 
 def _rotated_halves(name: str, shape: tuple[int, ...], head_size: int) -> Callable[[], Iterator[Span]]:
