@@ -110,16 +110,8 @@ def _merge(place: Workplace, family: FamilyPaths, k: int, budget: str | None) ->
     recipe, inputs = write_recipe(place, family, "ties", k), inputs_of(family, k)
     if budget is None:
         return place.merge(recipe, inputs, "--no-catalog")
-    return place.merge(
-        recipe,
-        inputs,
-        "--budget",
-        budget,
-        "--select",
-        "norm",
-        "--home",
-        analyzed_home(place, family, len(family.experts)),
-    )
+    home = analyzed_home(place, family, len(family.experts))
+    return place.merge(recipe, inputs, "--budget", budget, "--select", "norm", "--home", home)
 
 
 def _blocks(place: Workplace, family: FamilyPaths, k: int, operator: str, kibi: int) -> dict[str, Any]:
@@ -180,11 +172,7 @@ def overheads_table(results: Results) -> Table:
             f"{analyze['catalog_bytes'] / 1e6:.2f} MB, {percent(_catalog_of_io(results), 3)} of all I/O",
             "3.79 %",
         ),
-        (
-            "ANALYZE over the floor",
-            results.over_floor(analyze),
-            "",
-        ),
+        ("ANALYZE over the floor", results.over_floor(analyze), ""),
         ("merge", f"{total:.2f} s", "116.6 s"),
     )
     return Table((f"TIES, K = {k}, budget of {_SHARE} %", "measured", "papers (Qwen3-0.6B, K = 16)"), rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -10,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import mergepipe
 from benchmarks.reproduce.other_programs import Clocks, processors_of_others
 
 FORMAT = "mergepipe-results/1"
@@ -58,7 +61,8 @@ class Results:
             return results
         folder.mkdir(parents=True, exist_ok=True)
         content = {"format": FORMAT, "part": part, "size": dict(size), "machine": asdict(this_machine())}
-        return cls(path, {**content, "commit": _commit(), "date": "", "is_complete": False, "entries": {}})
+        content |= {"commit": _commit(), "code": code_digest()}
+        return cls(path, {**content, "date": "", "is_complete": False, "entries": {}})
 
     @property
     def size(self) -> Mapping[str, Any]:
@@ -82,6 +86,11 @@ class Results:
     @property
     def commit(self) -> str:
         return str(self._content["commit"])
+
+    @property
+    def is_of_present_code(self) -> bool:
+        """Whether the program is what it was when the first entry was measured; False where that is not stored."""
+        return bool(self._content.get("code") == code_digest())
 
     @property
     def date(self) -> str:
@@ -223,5 +232,19 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:  # no git is there
+        return "unknown"
     return done.stdout.strip() or "unknown"
+
+
+@cache
+def code_digest() -> str:
+    """Identify the program that is measured: the names and bytes of its source files."""
+    package = Path(mergepipe.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]

@@ -177,7 +177,6 @@ class Study:
     """The trainings of a part by kind, and what is measured of their experts.
 
     `merges` are measured in full and, by `forms`, at `shares` of the bytes, `rules` by how many experts in full.
-    `drawn` and `drawn_forms` are the series of the figures.
     """
 
     name: str
@@ -189,8 +188,6 @@ class Study:
     forms: tuple[str, ...]
     shares: tuple[int, ...]
     toy_share: int
-    drawn: tuple[str, ...] = ()
-    drawn_forms: tuple[str, ...] = ()
     rules: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # with them experts, a search and a chain
     is_toy: bool = False
 
@@ -203,9 +200,8 @@ class Study:
     def toy(self) -> Study:
         """Return what shows that it runs: one merge, two rules and one share."""
         rules = {n: tuple(name for name in names if name in _TOY_RULES) for n, names in self.rules.items()}
-        return replace(
-            self, n_windows=4, merges=self.merges[:1], shares=(self.toy_share,), rules=rules, is_toy=True
-        )  # fmt: skip
+        toy = replace(self, n_windows=4, merges=self.merges[:1], shares=(self.toy_share,), rules=rules)
+        return replace(toy, is_toy=True)
 
 
 _FEW = ("prose", "headers", "legal", "internet")
@@ -224,8 +220,6 @@ SHORT = Study(
     forms=("packed", "norm", "random"),
     shares=(10, 25, 5, 50),
     toy_share=10,
-    drawn=_THREE,
-    drawn_forms=("packed", "norm", "random"),
 )
 SAMPLED = replace(
     SHORT,
@@ -234,8 +228,6 @@ SAMPLED = replace(
     needs=lambda n: Needs(3_000_000_000, 2 + n * 60),
     merges=tuple(MERGES),
     forms=(_DEFAULT, "norm", "random", "by-norm-16", "packed-norm", "packed-sample"),
-    drawn=("ties", "linear"),
-    drawn_forms=(_DEFAULT, "norm", "random"),
 )
 LONG = Study(
     "rules",
@@ -672,17 +664,17 @@ def _budget_table(results: Results, kinds: Mapping[str, str], told: Mapping[int,
     return Table(("bytes", "what is read", *titles), tuple(rows))
 
 
-def _figure(results: Results, study: Study, kind: str) -> Figure:
+def _figure(results: Results, study: Study, kind: str, merges: Sequence[str], forms: Sequence[str]) -> Figure:
+    """Draw the gain kept by share of the bytes; the first of the forms is not dashed."""
     series = []
-    for merge in study.drawn:
-        for form in study.drawn_forms:
+    for merge in merges:
+        for form in forms:
             points = {share: kept_of(results, kind, merge, form, share) for share in sorted(study.shares)}
             kept = {float(share): value for share, value in points.items() if value is not None and value.gain > 0}
             if kept:
                 ys = tuple(value.share for value in kept.values())
                 spread = tuple(value.lost_interval / value.gain for value in kept.values())
-                is_dashed = form != study.drawn_forms[0]
-                series.append(Series(f"{merge}, {form}", tuple(kept), ys, spread, dashed=is_dashed))
+                series.append(Series(f"{merge}, {form}", tuple(kept), ys, spread, dashed=form != forms[0]))
     title = f"Gain of the full merge that is kept ({study.kinds[kind]}), 95 % intervals over windows"
     return Figure(f"{study.name}-{kind}", title, "budget, % of the expert bytes", "share of the gain", tuple(series))
 
@@ -696,7 +688,8 @@ def _trained_page(results: Results) -> Page:
     families = _families_table(results, SHORT, {"packed": partial(_packed_shares, results)})
     body: list[str | Table | Figure] = [_about_trained(results), families, _trained_text(results)]
     for kind, label in kinds.items():
-        body += [f"## {label[0].upper()}{label[1:]}", _gain_table(results, kind), _figure(results, SHORT, kind)]
+        body += [f"## {label[0].upper()}{label[1:]}", _gain_table(results, kind)]
+        body.append(_figure(results, SHORT, kind, SHORT.merges, SHORT.forms))
     packed = _packed_table(results, kinds)
     text = (
         f"A budget above {packed_shares} of the raw bytes reads all of the packs, and the merge is the full one; below"
@@ -745,7 +738,7 @@ def _trained_text(results: Results) -> str:
     n_windows = len(_window_losses(results["base"]))
     return (
         f"*Gain kept*, in %: of the mean loss over {n_windows} held-out windows of the four domains, the same for every"
-        f" merge, the share of the full merge's gain over the base; 100 is the full merge itself. ±: half of the 95 %"
+        f" merge, the share of the full merge's gain over the base. ±: half of the 95 %"
         f" interval over windows of the paired difference; in brackets that over seeds, where there are three. *norm -"
         f" random*: the paired difference of the two orders, in points. Blocks have {BLOCK_ELEMENTS // 1024} Ki"
         f" elements. *Packed*: with tokenizers of 3.5 MB each, over the raw weights."
@@ -798,7 +791,7 @@ def _sampling_page(results: Results) -> Page:
     for kind, label in kinds.items():
         told = dict.fromkeys((10, 25), (_DEFAULT, "norm", "by-norm-16"))
         body += [f"## {label[0].upper()}{label[1:]}", _budget_table(results, {kind: label}, told)]
-        body.append(_figure(results, SAMPLED, kind))
+        body.append(_figure(results, SAMPLED, kind, ("ties", "linear"), (_DEFAULT, "norm", "random")))
         packed = _budget_table(results, {kind: label}, {5: ("packed-norm", "packed-sample")})
         text = f"Packed experts take {_PACKED_SHARE} % of their raw bytes here: a larger budget reads all of them."
         body += [text, packed] if packed.rows else []
@@ -814,8 +807,8 @@ def _sampling_meaning(results: Results, kinds: Mapping[str, str]) -> str:
         return "**No merge is measured yet.**"
     return (
         f"**At 10 % of the bytes, samples keep {told(_DEFAULT)} of what TIES, linear and DARE-TIES merges gain;"
-        f" blocks chosen by norm keep {told('norm')}.** Since, samples are scaled less where weights change much: of"
-        " longer fine-tunes they [keep more](../decisions/032-a-sample-is-the-default.md)."
+        f" blocks chosen by norm keep {told('norm')}.** Since, samples of longer fine-tunes"
+        " [keep more](../decisions/032-a-sample-is-the-default.md)."
     )
 
 
@@ -955,8 +948,8 @@ _RULES_TEXT = (
 )
 _BUDGET_TEXT = (
     "*Gain kept*, in %, and merges are those of [samples](sampling.md); budgets are shares of the raw bytes. At 25 %"
-    " packs are read nearly whole. Samples were scaled by one over their share then; since, they are scaled less where"
-    " weights change much ([decision 032](../decisions/032-a-sample-is-the-default.md) has what they keep)."
+    " packs are read nearly whole. Samples were scaled by one over their share then,"
+    " [now less](../decisions/032-a-sample-is-the-default.md)."
 )
 _SEARCH_TEXT = (
     "Four weights of task arithmetic between 0 and 1, full fine-tunes, searched by every second window; the loss is of"
@@ -1010,8 +1003,8 @@ def _about_rules(results: Results) -> str:
         f" each, text and source code that come with Python: {schedule['steps']} steps of"
         f" {schedule['batch']} windows of {schedule['window_tokens']} tokens, matrix products in bfloat16, masters in"
         f" float32, AdamW, peak rates {full:g} in full and {lora:g} by LoRA of rank 16{f', on a {gpu}' if gpu else ''}"
-        f"; {n_windows} held-out windows of each domain. Of larger models, other trainings and reinforcement learning"
-        " nothing follows from here."
+        f"; {n_windows} held-out windows of each domain. Of larger models and other trainings nothing follows from"
+        " here."
     )
 
 

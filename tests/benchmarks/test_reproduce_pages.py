@@ -18,7 +18,7 @@ from benchmarks.reproduce.other_programs import Clocks, busy_seconds, processors
 from benchmarks.reproduce.pages import Figure, Page, Series, Table
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.registry import PARTS
-from benchmarks.reproduce.results import Results, ResultsError, this_machine
+from benchmarks.reproduce.results import Results, ResultsError, code_digest, this_machine
 from benchmarks.reproduce.scaling import other_cells
 from benchmarks.reproduce.sizes import SIZES
 from benchmarks.reproduce.workplace import NoRoomError, Workplace
@@ -73,6 +73,11 @@ def test_results__measure_once_and_resume(tmp_path: Path) -> None:
     assert (resumed.machine, resumed.commit) == (first.machine, first.commit)
 
 
+def test_results__are_measured_where_git_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert Results.open(tmp_path, "part", TOY).commit == "unknown"
+
+
 def test_results__that_go_on_elsewhere_name_both_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Results.open(tmp_path, "part", TOY)
     first.measure("a", lambda: {"value": 7})
@@ -120,19 +125,16 @@ def test_page__text_table_and_figure_become_markdown(tmp_path: Path) -> None:
     )
     assert "`make it`" in text
     assert results.date in text
+    assert "(code changed since)" not in text
+    results.path.write_text(results.path.read_text().replace(f'"code": "{code_digest()}"', '"code": "another"'))
+    assert "(code changed since)" in page.markdown(Results.read(results.path), "make it")
     other = Figure("plot", "A plot", "x", "y", (Series("one", (1.0, 2.0), (3.0, 4.5)),))
     assert figure.digest != other.digest
 
 
 def results_with(entries: dict[str, dict[str, Any]], cores: int = 2) -> Results:
-    content = {
-        "machine": {"cpu": "a processor", "cores": cores},
-        "entries": entries,
-        "date": "",
-        "commit": "",
-        "size": TOY,
-        "is_complete": True,
-    }
+    machine = {"cpu": "a processor", "cores": cores}
+    content = {"machine": machine, "entries": entries, "date": "", "commit": "", "size": TOY, "is_complete": True}
     return Results(Path("part.json"), content)
 
 
