@@ -52,23 +52,24 @@ def test_merge__puts_a_text_model_into_a_llava(tmp_path: Path) -> None:
     assert sum("tensors: those of" in notice for notice in kept) == 2  # vision, projector
 
 
-def test_merge__of_a_text_model_that_fits_in_two_places_is_told_how_to_choose(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stem", ["", "model."])  # before the names of the text model, or in place of its `model.`
+def test_merge__of_a_text_model_that_fits_in_two_places_is_told_how_to_choose(tmp_path: Path, stem: str) -> None:
     random = np.random.default_rng(0)
     roles = [f"model.layers.{layer}.self_attn.{role}_proj.weight" for layer in range(2) for role in "qkvo"]
     text = {name: random.standard_normal((8, 8), np.float32) for name in roles}
-    names = [f"{place}.{name}" for place in ("talker", "thinker") for name in text]
+    held = {place: [f"{stem}{place}.{name.removeprefix(stem)}" for name in text] for place in ("talker", "thinker")}
+    names = [name for place in held.values() for name in place]
     base = {name: random.standard_normal((8, 8), np.float32) for name in names}
     for name, tensors in (("text", text), ("base", base)):
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")
     models = [{"model": str(tmp_path / "text"), "parameters": {"weight": 0.5}}]
     recipe = {"merge_method": "task_arithmetic", "base_model": str(tmp_path / "base")}
-    places = r"`modules: \{talker: \{models: ...\}\}` or `modules: \{thinker: \{models: ...\}\}`"
+    places = rf"`modules: \{{{stem}talker: \{{models: ...\}}\}}` or `modules: \{{{stem}thinker: \{{models: ...\}}\}}`"
     with pytest.raises(MismatchError, match=places):
         mergepipe.check({**recipe, "models": models})
-    mergepipe.merge({**recipe, "modules": {"thinker": {"models": models}}}, tmp_path / "out", catalog=False)
+    mergepipe.merge({**recipe, "modules": {f"{stem}thinker": {"models": models}}}, tmp_path / "out", catalog=False)
     merged = load_file(tmp_path / "out" / "model.safetensors")
-    for name, values in text.items():
-        np.testing.assert_array_equal(merged[f"talker.{name}"], base[f"talker.{name}"])
-        mean = (base[f"thinker.{name}"] + values) / 2
-        np.testing.assert_allclose(merged[f"thinker.{name}"], mean, rtol=1e-6, atol=1e-6)
+    for kept, changed, values in zip(held["talker"], held["thinker"], text.values(), strict=True):
+        np.testing.assert_array_equal(merged[kept], base[kept])
+        np.testing.assert_allclose(merged[changed], (base[changed] + values) / 2, rtol=1e-6, atol=1e-6)

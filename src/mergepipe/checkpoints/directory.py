@@ -277,6 +277,7 @@ SIDECAR_NAMES = frozenset({
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
     "chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "hf_quant_config.json",
     "spiece.model", "sentencepiece.bpe.model",
     "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "model_index.json",
 })  # fmt: skip

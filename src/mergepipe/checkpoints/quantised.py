@@ -37,6 +37,7 @@ _CONFIG_NAME = "config.json"
 QUANTIZATION_KEY = "quantization_config"
 MASK_BITS = "mask_bits"
 """The last part of the name of a mask, of what `explain` writes: a bit for each element of the tensor named before."""
+MODELOPT_NAME = "hf_quant_config.json"  # where vLLM looks for a quantisation that the configuration does not state
 _HINT = "convert it to bfloat16 first, with the tool that made it"
 # The last parts of names that stand for codes by themselves.
 _CODES = (

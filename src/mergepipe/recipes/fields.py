@@ -249,4 +249,6 @@ def describe(value: Value) -> str:
         return f"the number {value:g}" if abs(value) < 1e300 else "a number that large"
     if isinstance(value, str):
         return f"the text {shortened(value)!r}" if value.strip() else "empty text"
-    return "a list" if isinstance(value, list) else "a mapping"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    return "a mapping"

@@ -132,8 +132,7 @@ def resolve_mixture(recipe: Recipe, checkpoints: Sequence[Checkpoint], store: St
     """
     assert recipe.mixture is not None
     if recipe.mixture.chosen:
-        config = TokenizerFiles(checkpoints[0], store).document(CONFIG_NAME)
-        return _selected(recipe, checkpoints[0], _count_of(config, checkpoints[0].path)[1])
+        return _selected(recipe, checkpoints[0], TokenizerFiles(checkpoints[0], store).document(CONFIG_NAME))
     return _Builder(recipe, checkpoints, store).resolution()
 
 
@@ -292,13 +291,18 @@ def _selected_config(config: Json, mixture: Mixture) -> bytes:
     return config_bytes({**config, key: len(mixture.chosen), "num_experts_per_tok": most})
 
 
-def _selected(recipe: Recipe, base: Checkpoint, n_experts: int) -> Resolution:
+def _selected(recipe: Recipe, base: Checkpoint, config: Json) -> Resolution:
     """List the tensors of a mixture that some experts of the base are left in, or one as the MLPs of a dense model."""
     assert recipe.mixture is not None
     chosen, is_dense = recipe.mixture.chosen, recipe.mixture.is_dense
+    _, n_experts = _count_of(config, base.path)
     if max(chosen) >= n_experts:
         message = f"has {n_experts} experts, and the recipe chooses number {max(chosen)}"
         raise MismatchError.of("model.mismatch", base.path, message, f"numbers go from 0 to {n_experts - 1}")
+    n_groups = config.get("n_group")
+    if type(n_groups) is int and n_groups > 1 and len(chosen) % n_groups and not is_dense:
+        message = f"its router has {n_groups} groups of as many experts each (n_group), and {len(chosen)} are chosen"
+        raise MismatchError.of("model.mismatch", base.path, message, f"choose a multiple of {n_groups}, group by group")
     tasks: list[MergeTask] = []
     dropped: list[DroppedTensor] = []
     for name, tensor in base.tensors.items():
@@ -313,15 +317,19 @@ def _of_chosen(
 ) -> Iterator[tuple[str, Readable]]:
     """Yield what becomes of one tensor of a mixture, by name."""
     pieces = pieces_of(name, tensor.shape)
-    if _ROUTED.fullmatch(name) and not any(piece.role != "router" for piece in pieces):
-        if not is_dense:
-            has_rows = tensor.shape[:1] == (n_experts,)
-            yield name, gathered_rows(tensor, np.array(chosen, np.int64)) if has_rows else tensor
-    elif not pieces:
+    is_routed = _ROUTED.fullmatch(name) is not None
+    if not pieces or is_routed:
         if is_dense and "expert" in name:
             message = "is not of one expert alone (a shared expert?), so that no expert is a dense model"
             raise UnsupportedError.of("recipe.unsupported", name, message, "write experts: [N]")
-        yield name, tensor
+        is_experts, is_stacked = ".experts." in name, tensor.shape[:1] == (n_experts,)
+        if is_experts and not is_stacked:
+            message = "is of experts, and not in a form of which some are chosen"
+            raise UnsupportedError.of("recipe.unsupported", name, message, "write the model out with transformers")
+        if is_stacked and (is_routed or is_experts or len(tensor.shape) == 3):
+            tensor = gathered_rows(tensor, np.array(chosen, np.int64))
+        if not (is_dense and is_routed):
+            yield name, tensor
     elif len(pieces) == 1:
         piece = pieces[0]
         for place in [place for place, expert in enumerate(chosen) if expert == piece.expert]:

@@ -272,14 +272,23 @@ class Pairing:
 
 
 def _prefixes_with(base: Mapping[str, Readable], model: Mapping[str, Readable]) -> list[str]:
-    """Find the prefixes under which a base has every floating-point tensor of a model, with the shape of its rows."""
+    """Find the prefixes under which a base has every floating-point tensor of a model, with the shape of its rows.
+
+    They stand before the model's names, or in place of a first word that all of these have (`model.`).
+    """
     wanted = [tensor for tensor in model.values() if tensor.dtype.kind is DTypeKind.FLOAT and not is_head(tensor.name)]
-    end = wanted[0].name if wanted else ""
-    cuts = [name.removesuffix(f".{end}") for name in base if end and name.endswith(f".{end}")]
-    return [
-        prefix for prefix in cuts
-        if all((held := base.get(f"{prefix}.{t.name}")) and held.shape[1:] == t.shape[1:] for t in wanted)
-    ]  # fmt: skip
+    names = [tensor.name for tensor in wanted]
+    has_one_first_word = len({name.partition(".")[0] for name in names}) == 1
+    for ends in (names, [name.partition(".")[2] for name in names] if has_one_first_word else []):
+        cuts = [name.removesuffix(f".{ends[0]}") for name in base if ends and name.endswith(f".{ends[0]}")]
+        pairs = list(zip(ends, wanted, strict=False))
+        prefixes = [
+            prefix for prefix in cuts
+            if all((held := base.get(f"{prefix}.{end}")) and held.shape[1:] == t.shape[1:] for end, t in pairs)
+        ]  # fmt: skip
+        if prefixes:
+            return prefixes
+    return []
 
 
 def is_vocabulary(name: str) -> bool:

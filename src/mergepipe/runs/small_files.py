@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, config_bytes, find_sidecars, list_names, parse_config
 from mergepipe.checkpoints.embedding_rows import VOCAB_SIZE_KEY, embedding_ending
-from mergepipe.checkpoints.quantised import QUANTIZATION_KEY
+from mergepipe.checkpoints.quantised import MODELOPT_NAME, QUANTIZATION_KEY
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES, TokenizerFiles
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import plural
@@ -63,6 +63,7 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
     if inputs.base.quantisation and not recipe.is_like_base:
         configs = (name for name in contents if name.rpartition("/")[2] == CONFIG_NAME)
         contents |= {name: _unquantised(contents[name]) for name in configs}
+        contents.pop(MODELOPT_NAME, None)
     return {name: file_without_paths(name, content) for name, content in contents.items()}
 
 
@@ -238,6 +239,7 @@ _REASONS = (
       "zero_to_fp32.py", "runs/*", "events.out.*", "checkpoint-*/*"), _TRAINING),
     (("mergepipe.*", MANIFEST_NAME, "mergekit_config.yml"), "describes the base, not this merge"),
     (("*.safetensors", "*.bin", "*.index*.json", "*.pt"), "weights that are not among the base's tensors"),
+    ((MODELOPT_NAME, "quantize_config.json", "quant_config.json"), "describes codes of the base; the output has none"),
     (("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.mp4"), "illustrates the base's card"),
 )  # fmt: skip
 _TOKENIZER = "the output has another tokenizer, or is made without one"
@@ -254,7 +256,7 @@ def left_out_files(store: Store, model: Checkpoint, copied: Collection[str]) -> 
     tensor_files = {file.name for file in model.files}
     used = {*tensor_files, *copied, SAFETENSORS.index, TORCH.index}
     names = [name for name in _names_below(store, model.root, _MOST_DEPTH) if name not in used]
-    reasons = dict.fromkeys(model.sidecars, _TOKENIZER)
+    reasons = dict.fromkeys(filter(_is_tokenizers, model.sidecars), _TOKENIZER)
     listed = [LeftOutFile(name, reasons.get(name) or reason_of(name)) for name in names[:_MOST_FILES]]
     if len(names) > _MOST_FILES:
         listed.append(LeftOutFile("...", f"and {plural(len(names) - _MOST_FILES, 'more file')}"))

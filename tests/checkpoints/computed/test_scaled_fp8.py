@@ -58,6 +58,7 @@ def quantised_model(folder: Path, kind: str, seed: int = 0) -> Path:
     }  # fmt: skip
     path = write_model(folder, tensors)
     (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')  # vLLM would follow it
     return path
 
 
@@ -74,6 +75,7 @@ def test_merge__of_scaled_fp8_has_the_products_of_codes_and_scales(tmp_path: Pat
     np.testing.assert_allclose(merged["l.weight"], (first + second) / 2, rtol=1e-6, atol=1e-8)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert any("is quantised (FP8 with scales)" in str(notice) for notice in report.recipe_notices)
+    assert {file.name: file.reason for file in report.left_out}["hf_quant_config.json"].startswith("describes codes")
 
 
 def test_merge__takes_quantised_differences_for_such(tmp_path: Path) -> None:
@@ -248,6 +250,7 @@ def test_like_base__stores_what_changed_as_the_base_does_and_the_rest_bit_for_bi
     checked = mergepipe.check(path)
     assert (checked.merged_tensors, checked.models[1].tensors, checked.expert_bytes > 0) == (3, 3, True)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG
+    assert "FP8" in (tmp_path / "out" / "hf_quant_config.json").read_text()
     assert mergepipe.verify(tmp_path / "out", deep_fraction=1.0, catalog=False).is_sound
     mergepipe.replay(tmp_path / "out", tmp_path / "again", options=OutputOptions(catalog=False))
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
