@@ -10,6 +10,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.checkpoints.codes import CodedTensor
 from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
 from mergepipe.checkpoints.open_files import decoded_into
 from mergepipe.core.blocks import F32, DType, Span, element_count
@@ -42,6 +43,11 @@ class Stacked(ComputedTensor):
     def dtype(self) -> DType:
         first = self.parts[0].dtype
         return first if all(part.dtype == first for part in self.parts) else F32
+
+    @property
+    def stored_dtype(self) -> DType:
+        first = self.parts[0].stored_dtype
+        return first if all(part.stored_dtype == first for part in self.parts) else F32
 
     @property
     def is_delta(self) -> bool:
@@ -89,6 +95,7 @@ class Stacked(ComputedTensor):
 # --- convert mixture-of-experts weights between layouts: fused, or expert by expert ---
 
 
+_Part = TensorEntry | CodedTensor
 ROUTER = -1
 _MOST_EXPERTS = 1 << 16
 # How the three matrices of one expert are named: by role, as most families do, and by number, as Mixtral does.
@@ -158,11 +165,13 @@ def _is_fused(shape: tuple[int, ...], n_roles: int) -> bool:
     return len(shape) == 3 and 0 < shape[0] <= _MOST_EXPERTS and shape[1] % n_roles == 0
 
 
-def _stock(spare: Mapping[str, Readable]) -> Iterator[tuple[Piece, TensorEntry]]:
-    """Return every piece of the stored tensors as a tensor of its own."""
+def _stock(spare: Mapping[str, Readable]) -> Iterator[tuple[Piece, _Part]]:
+    """Return every piece of the stored tensors as a tensor of its own; of codes those that are one piece."""
     for tensor in spare.values():
         pieces = pieces_of(tensor.name, tensor.shape)
-        if pieces and (entry := tensor.entry()) is not None:
+        if len(pieces) == 1 and isinstance(tensor, CodedTensor):
+            yield pieces[0], tensor
+        elif pieces and (entry := tensor.entry()) is not None:
             shape, nbytes = _piece_shape(entry.shape, len(pieces)), entry.nbytes // len(pieces)
             for index, piece in enumerate(pieces):
                 yield piece, replace(entry, shape=shape, offset=entry.offset + index * nbytes, nbytes=nbytes)
@@ -174,7 +183,7 @@ def _piece_shape(shape: tuple[int, ...], n_pieces: int) -> tuple[int, ...]:
     return (shape[1] * shape[0] // n_pieces, shape[2])
 
 
-def _made_of(wanted: Readable, pieces: list[TensorEntry], n_needed: int) -> Readable | None:
+def _made_of(wanted: Readable, pieces: list[_Part], n_needed: int) -> Readable | None:
     """Assemble a tensor from its pieces; None if one is missing or has another shape."""
     shape = _piece_shape(wanted.shape, n_needed)
     if len(pieces) != n_needed or any(piece.shape != shape for piece in pieces):

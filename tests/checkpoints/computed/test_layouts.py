@@ -6,13 +6,16 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from small_models import opened, random, write_model
+from safetensors.numpy import load_file
+from small_models import opened, random, write_model, write_recipe
 
+import mergepipe
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.stacked_experts import Stacked, in_layout_of, pieces_of
 from mergepipe.core.blocks import F32, Span
@@ -70,6 +73,31 @@ def test_in_layout_of__every_layout_is_every_other(tmp_path: Path, of_base: str,
     is_stacked = {name for name, tensor in expert.tensors.items() if isinstance(tensor, Stacked)}
     assert len(is_stacked) == (2 if of_base == "fused" and of_expert != "fused" else 0)
     assert expert.tensor_bytes == base.tensor_bytes
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_in_layout_of__stacks_and_renames_experts_of_codes(tmp_path: Path, *, is_fused: bool) -> None:
+    of_base = fused() if is_fused else by_number()
+    wanted = {name: values.astype(ml_dtypes.bfloat16) for name, values in of_base.items()}
+    plain: dict[str, NDArray[np.generic]] = {}
+    stored: dict[str, NDArray[np.generic]] = {}
+    for name, values in by_role().items():
+        if ".experts." not in name:
+            plain[name] = stored[name] = values
+            continue
+        stored[name] = values.astype(ml_dtypes.float8_e4m3fn)
+        stored[f"{name}_scale"] = np.full(len(values), 0.5, np.float32)
+        plain[name] = stored[name].astype(np.float32) * 0.5
+    write_model(tmp_path / "base", wanted)
+    merged = []
+    for number, tensors in enumerate((stored, plain)):
+        expert = write_model(tmp_path / f"expert{number}", tensors)
+        path = write_recipe(tmp_path, "task_arithmetic", expert, base_model=str(tmp_path / "base"), dtype="auto")
+        report = mergepipe.merge(path, tmp_path / f"out{number}", catalog=False)
+        assert report.merged_tensors == len(wanted)
+        merged.append(load_file(tmp_path / f"out{number}" / "model.safetensors"))
+    for name, values in merged[0].items():
+        assert values.tobytes() == merged[1][name].tobytes(), name
 
 
 def test_in_layout_of__leaves_what_does_not_fit(tmp_path: Path) -> None:
