@@ -99,11 +99,9 @@ def test_merge__reads_shards_of_a_variant_that_is_alone_and_copies_no_index_of_o
         unet = {f"unet/{shard}": {f"conv.{place}": [value]} for place, shard in enumerate(shards)}
         text = {"text_encoder/model.safetensors": {"text_model.encoder.layers.0.weight": [value]}}
         index = {"weight_map": {f"conv.{place}": shard for place, shard in enumerate(shards)}}
-        small = {
-            "model_index.json": PIPELINE, "text_encoder/model.safetensors.index.fp16.json": {"weight_map": {"a": "b"}},
-            "unet/diffusion_pytorch_model.safetensors.index.fp16.json": index,
-        }  # fmt: skip
-        write_model(tmp_path / name, {**unet, **text}, small)
+        places = ("text_encoder/model", "unet/diffusion_pytorch_model")
+        small = {f"{place}.safetensors.index.fp16.json": index for place in places}
+        write_model(tmp_path / name, {**unet, **text}, {"model_index.json": PIPELINE, **small})
     mergepipe.merge(recipe(tmp_path, tmp_path / "one", tmp_path / "two"), tmp_path / "out", options=NO_CATALOG)
     merged = rows(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors")
     assert merged == {"conv.0": [2.0], "conv.1": [2.0]}

@@ -276,11 +276,14 @@ def test_chosen_experts__of_a_mixture_are_those_that_went_in(
         ({"base_model": "./base", "experts": 0}, "does not count experts"),
         ({"base_model": "./shared", "experts": 0}, "is not of one expert alone"),
         ({"experts": []}, "experts: needs a list of experts, found an empty list"),
+        ({"base_model": "./odd", "experts": [2, 0]}, "is of experts, and not in a form of which some are chosen"),
+        ({"base_model": "./odd", "experts": [2, 0, 2]}, r"2 groups .* and 3 are chosen; choose a multiple of 2"),
     ],
 )
 def test_chosen_experts__that_are_not_there_are_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     build(tmp_path, recipe_of(), "moe")
     build(tmp_path, recipe_of(shared_experts=[{"source_model": "./base"}]), "shared")
+    write_mixture(tmp_path / "odd", {"model.layers.0.mlp.experts.1.up_proj.bias": np.ones(6, np.float32)}, n_group=2)
     with pytest.raises(MergePipeError, match=text):
         build(tmp_path, {"base_model": "./moe", **changes})
     assert not (tmp_path / "out").exists()
@@ -292,7 +295,7 @@ def write_mixture(folder: Path, tensors: dict[str, NDArray[Any]], **config: Any)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_local_experts": 4, **config}))
 
 
-def test_chosen_experts__take_their_biases_and_matrices_of_other_names_along(tmp_path: Path) -> None:
+def test_chosen_experts__take_biases_codes_and_matrices_of_other_names_along(tmp_path: Path) -> None:
     random, mlp = np.random.default_rng(0), "model.layers.0.mlp"
     shapes: dict[str, tuple[int, ...]] = {
         f"{mlp}.experts.gate_up_proj": (4, HIDDEN, 6), f"{mlp}.experts.gate_up_proj_bias": (4, 6),  # as in gpt-oss
@@ -302,39 +305,14 @@ def test_chosen_experts__take_their_biases_and_matrices_of_other_names_along(tmp
     }  # fmt: skip
     mixture = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     whole = {"model.norm.weight": np.ones(4, np.float32)}  # as long as there are experts, by chance
-    write_mixture(tmp_path / "moe", mixture | whole)
-    made, _ = build(tmp_path, {"base_model": "./moe", "experts": [2, 0, 2]})
+    down = f"{mlp}.experts.down_proj"
+    shapes = {f"{down}_blocks": (4, 3, 1, 16), f"{down}_scales": (4, 3, 1)}
+    codes = {name: random.integers(120, 130, shape).astype(np.uint8) for name, shape in shapes.items()}
+    write_mixture(tmp_path / "moe", mixture | whole | codes, quantization_config={"quant_method": "mxfp4"})
+    every, _ = build(tmp_path, {"base_model": "./moe", "experts": [0, 1, 2, 3]}, "every")
+    made, config = build(tmp_path, {"base_model": "./moe", "experts": [2, 0, 2]})
     np.testing.assert_array_equal(made.pop("model.norm.weight"), whole["model.norm.weight"])
-    assert made.keys() == mixture.keys()
+    assert made.keys() == {*mixture, down}
+    assert "quantization_config" not in config
     for name, values in made.items():
-        np.testing.assert_array_equal(values, mixture[name][[2, 0, 2]])
-
-
-def test_chosen_experts__of_quantised_experts_are_their_numbers(tmp_path: Path) -> None:
-    random, name = np.random.default_rng(0), "model.layers.0.mlp.experts.down_proj"
-    blocks = random.integers(0, 256, (4, 3, 1, 16)).astype(np.uint8)
-    scales = random.integers(120, 130, (4, 3, 1)).astype(np.uint8)
-    config = {"quantization_config": {"quant_method": "mxfp4"}, "num_experts_per_tok": 1}
-    write_mixture(tmp_path / "moe", {f"{name}_blocks": blocks, f"{name}_scales": scales}, **config)
-    made, every = (
-        build(tmp_path, {"base_model": "./moe", "experts": chosen, "dtype": "float32"}, f"out{len(chosen)}")
-        for chosen in ([3, 1], [0, 1, 2, 3])
-    )
-    assert "quantization_config" not in made[1]
-    np.testing.assert_array_equal(made[0][name], every[0][name][[3, 1]])
-
-
-@pytest.mark.parametrize(
-    ("tensors", "config", "text"),
-    [
-        ({"model.layers.0.mlp.experts.1.up_proj.bias": (6,)}, {}, "not in a form of which some are chosen"),
-        ({"model.layers.0.mlp.gate.weight": (4, HIDDEN)}, {"n_group": 2}, r"2 groups .* 3 are chosen; choose a multi"),
-    ],
-)
-def test_chosen_experts__that_would_make_a_broken_mixture_are_refused(
-    tmp_path: Path, tensors: dict[str, tuple[int, ...]], config: dict[str, Any], text: str
-) -> None:
-    write_mixture(tmp_path / "moe", {name: np.ones(shape, np.float32) for name, shape in tensors.items()}, **config)
-    with pytest.raises(MergePipeError, match=text):
-        build(tmp_path, {"base_model": "./moe", "experts": [2, 0, 2]})
-    assert not (tmp_path / "out").exists()
+        np.testing.assert_array_equal(values, mixture.get(name, every[name])[[2, 0, 2]])

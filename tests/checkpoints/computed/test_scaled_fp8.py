@@ -334,23 +334,14 @@ def test_like_base__is_loaded_by_transformers(tmp_path: Path) -> None:
     assert torch.isfinite(loaded(input_ids=torch.arange(8)[None]).logits).all()
 
 
-def test_merge__reads_a_scale_for_each_group_of_columns(tmp_path: Path) -> None:
-    scale = scales((SHAPE[0], 3), 1)
-    model = write_model(tmp_path / "m", {"l.weight": codes(0), "l.weight_scale": scale})
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8, ml_dtypes.float8_e8m0fnu])
+def test_merge__reads_scales_of_groups_of_columns_and_exponents(tmp_path: Path, dtype: type) -> None:
+    exponents = np.random.default_rng(2).integers(110, 130, (SHAPE[0], 3)).astype(np.uint8)
+    scale = 2.0 ** (exponents.astype(np.float32) - 127)
+    stored = {"l.weight": codes(0), "l.weight_scale": scale if dtype is np.float32 else exponents.view(dtype)}
+    model = write_model(tmp_path / "m", stored)
     mergepipe.merge(recipe(tmp_path, "linear", model, dtype="float32"), tmp_path / "out", options=NO_CATALOG)
     expected = codes(0).astype(np.float32) * np.repeat(scale, 100, axis=1)
-    np.testing.assert_array_equal(load_file(tmp_path / "out" / "model.safetensors")["l.weight"], expected)
-
-
-@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
-def test_merge__reads_scales_that_are_exponents(tmp_path: Path, name: str) -> None:
-    shape = (SHAPE[0], 3) if name == "weight_scale" else (2, 3)
-    exponents = np.random.default_rng(2).integers(110, 130, shape).astype(np.uint8)
-    stored = exponents if name == "weight_scale" else exponents.view(ml_dtypes.float8_e8m0fnu)
-    model = write_model(tmp_path / "m", {"l.weight": codes(0), f"l.{name}": stored})
-    mergepipe.merge(recipe(tmp_path, "linear", model, dtype="float32"), tmp_path / "out", options=NO_CATALOG)
-    scale = 2.0 ** (exponents.astype(np.float32) - 127)
-    expected = codes(0).astype(np.float32) * np.repeat(scale, 100, axis=1) if shape[0] > 2 else numbers(codes(0), scale)
     np.testing.assert_array_equal(load_file(tmp_path / "out" / "model.safetensors")["l.weight"], expected)
 
 
