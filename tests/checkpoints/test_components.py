@@ -93,21 +93,6 @@ def test_merge__components_of_a_pipeline_keep_their_file_names(tmp_path: Path) -
     assert json.loads((out / "model_index.json").read_text()) == PIPELINE
 
 
-def test_merge__reads_shards_of_a_variant_that_is_alone_and_copies_no_index_of_one(tmp_path: Path) -> None:
-    for name, value in (("one", 1.0), ("two", 3.0)):
-        shards = [f"diffusion_pytorch_model.fp16-0000{number}-of-00002.safetensors" for number in (1, 2)]
-        unet = {f"unet/{shard}": {f"conv.{place}": [value]} for place, shard in enumerate(shards)}
-        text = {"text_encoder/model.safetensors": {"text_model.encoder.layers.0.weight": [value]}}
-        index = {"weight_map": {f"conv.{place}": shard for place, shard in enumerate(shards)}}
-        places = ("text_encoder/model", "unet/diffusion_pytorch_model")
-        small = {f"{place}.safetensors.index.fp16.json": index for place in places}
-        write_model(tmp_path / name, {**unet, **text}, {"model_index.json": PIPELINE, **small})
-    mergepipe.merge(recipe(tmp_path, tmp_path / "one", tmp_path / "two"), tmp_path / "out", options=NO_CATALOG)
-    merged = rows(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors")
-    assert merged == {"conv.0": [2.0], "conv.1": [2.0]}
-    assert not [name for name in files_of(tmp_path / "out") if ".index." in name]
-
-
 def test_merge__shards_of_a_component_have_an_index_in_its_folder(tmp_path: Path) -> None:
     one, two = sentence_model(tmp_path / "one", 5.0, 11.0), sentence_model(tmp_path / "two", 7.0, 12.0)
     out = tmp_path / "out"
@@ -174,15 +159,22 @@ def test_open__refuses_a_list_of_modules_that_is_none(tmp_path: Path, modules: s
         mergepipe.merge(recipe(tmp_path, base, one), tmp_path / "out", options=NO_CATALOG)
 
 
-def test_open__finds_the_file_names_of_a_pipeline(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", ["", "diffusion_pytorch_model.fp16-00001-of-00002.safetensors"])
+def test_open__finds_the_file_names_of_a_pipeline(tmp_path: Path, shard: str) -> None:
     """Variants alone are read, under the name that loaders look for; weights outside of the components are not."""
     models = [pipeline(tmp_path / name, number, number) for name, number in (("one", 1.0), ("two", 3.0))]
     for model in models:
         (model / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+        if shard:
+            (model / "unet" / "diffusion_pytorch_model.fp16.safetensors").rename(model / "unet" / shard)
+            for place in ("unet/diffusion_pytorch_model", "text_encoder/model"):
+                index = model / f"{place}.safetensors.index.fp16.json"
+                index.write_text(json.dumps({"weight_map": {"conv.weight": shard}}))
         save_file({"stray": np.zeros(2, np.float32)}, model / "flux.safetensors")
     report = mergepipe.merge(recipe(tmp_path, *models), tmp_path / "out", options=NO_CATALOG)
     assert report.merged_tensors == 2
     assert rows(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors") == {"conv.weight": [0.0, 0.0]}
+    assert not [name for name in files_of(tmp_path / "out") if ".index." in name]
 
 
 def test_merge__a_component_within_a_component_has_a_file_of_its_own(tmp_path: Path) -> None:

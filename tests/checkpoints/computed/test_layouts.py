@@ -78,7 +78,7 @@ def test_in_layout_of__stacks_and_renames_experts_of_codes(tmp_path: Path, of_ba
     base, tensors = opened(write_model(tmp_path / "base", LAYOUTS[of_base]())), by_role()
     codes = {name: m.astype(ml_dtypes.float8_e4m3fn) for name, m in tensors.items() if ".experts." in name}
     scales = {f"{name}_scale": np.full(len(code), 0.5, np.float32) for name, code in codes.items()}
-    plain = {**tensors, **{name: code.astype(np.float32) / 2 for name, code in codes.items()}}
+    plain = tensors | {name: code.astype(np.float32) / 2 for name, code in codes.items()}
     numbers = opened(write_model(tmp_path / "plain", plain), base)
     made = opened(write_model(tmp_path / "codes", {**tensors, **codes, **scales}), base)
     assert made.tensors.keys() == base.tensors.keys()

@@ -295,10 +295,8 @@ def test_gguf_out__transformers_reads_the_same_model_and_tokenizer(tmp_path: Pat
     with torch.no_grad():
         assert torch.allclose(ours(ids).logits, theirs(ids).logits, atol=1e-5)
     texts = ["the 123 things,\n isn't it?", "<s>Ünïcode </s>"]
-    tokenizers = [
-        transformers.AutoTokenizer.from_pretrained(tmp_path / "model"),
-        transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m-F32.gguf"),
-    ]
+    load_tokenizer = transformers.AutoTokenizer.from_pretrained
+    tokenizers = [load_tokenizer(tmp_path / "model"), load_tokenizer(tmp_path, gguf_file="m-F32.gguf")]
     ids_of = [[t(text, add_special_tokens=False)["input_ids"] for text in texts] for t in tokenizers]
     assert ids_of[0] == ids_of[1]
 
