@@ -234,19 +234,11 @@ BAD: list[tuple[str, ...]] = [
         LINEAR.replace("linear", "dare-ties"),
         "unknown-name 8 merge_method: unknown merge method 'dare-ties'; did you mean 'dare_ties'?",
     ),
-    (
-        LINEAR.replace("linear", "liner"),
-        "unknown-name 8 merge_method: unknown merge method 'liner'; did you mean 'linear'?",
-    ),
     (LINEAR.replace("linear", "[linear]"), "value 8 merge_method: needs text, found a list"),
     # dtypes
     (
         LINEAR.replace("dtype: float16", "out_dtype: flaot16"),
         "unknown-name 9 out_dtype: unknown dtype 'flaot16'; did you mean 'float16'?",
-    ),
-    (
-        LINEAR.replace("dtype: float16", "dtype: 16"),
-        "value 9 dtype: needs text, found the number 16; put it in quotes if it is meant as text",
     ),
     # models
     (
@@ -283,10 +275,6 @@ BAD: list[tuple[str, ...]] = [
         LINEAR.replace("model: ./b", "model: {path: b, model: b}"),
         "value 5 models[1].model: needs either 'path' or 'model', found both",
     ),
-    (
-        LINEAR.replace("model: ./b", "model: {path: {path: b}}"),
-        "value 5 models[1].model.path: needs text, found a mapping",
-    ),
     # parameters
     (
         LINEAR.replace("weight: 0.3", "weihgt: 0.3"),
@@ -313,14 +301,9 @@ BAD: list[tuple[str, ...]] = [
         f"unknown-name {AT_WEIGHT}[0].fitler: unknown key 'fitler'; did you mean 'filter'?",
     ),
     (with_weight("{filter: mlp}"), f"incomplete {AT_WEIGHT}.value: the entry has no value; write 'value: ...'"),
-    (
-        with_weight("[{filter: 1, value: 2}, {value: 1}]"),
-        f"value {AT_WEIGHT}[0].filter: needs text, found the number 1; put it in quotes if it is meant as text",
-    ),
     (with_weight(""), f"value {AT_WEIGHT}: needs a number, found nothing"),
     (with_weight("much"), f"value {AT_WEIGHT}: needs a number, found the text 'much'"),
     (with_weight(".nan"), f"value {AT_WEIGHT}: needs a finite number, found nan"),
-    (with_weight("-.inf"), f"value {AT_WEIGHT}: needs a finite number, found -inf"),
     (with_weight("1e999"), f"value {AT_WEIGHT}: needs a finite number, found inf"),
     (with_weight("1e39"), f"value {AT_WEIGHT}: weight is the number 1e+39, beyond float32"),
     (with_weight("9" * 64), f"value {AT_WEIGHT}: weight is the number 1e+64, beyond float32"),
@@ -335,10 +318,6 @@ BAD: list[tuple[str, ...]] = [
     (
         TIES.replace("normalize: false", "normalize: 2"),
         "value 15 parameters.normalize: needs true or false, found the number 2",
-    ),
-    (
-        TIES.replace("normalize: false", "normalize: 'perhaps'"),
-        "value 15 parameters.normalize: needs true or false, found the text 'perhaps'",
     ),
     (
         with_weight("-1.0"),
@@ -370,10 +349,6 @@ BAD: list[tuple[str, ...]] = [
     (
         "models: [{model: a}, {model: b}]\nmerge_method: passthrough\n",
         "value 1 models: passthrough takes exactly 1 model, found 2",
-    ),
-    (
-        SLERP.replace("  - model: a\n", "  - model: a\n  - model: b\n"),
-        "value 1 models: slerp takes exactly 1 model besides base_model, found 2",
     ),
     (SLERP.replace("  - model: a\n", ""), "value 1 models: slerp takes exactly 1 model besides base_model, found 0"),
     (
