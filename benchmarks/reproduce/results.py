@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -11,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import mergepipe
 from benchmarks.reproduce.other_programs import Clocks, processors_of_others
+from mergepipe.kernels.compiled import sources_digest
 
 FORMAT = "mergepipe-results/1"
 DEFAULT_FOLDER = Path("docs/benchmarks/results")
@@ -239,12 +238,6 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-@cache
 def code_digest() -> str:
-    """Identify the program that is measured: the names and bytes of its source files."""
-    package = Path(mergepipe.__file__).parent
-    digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        content = file.read_bytes()
-        digest.update(f"{file.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:16]
+    """Identify the program that is measured, by its source files."""
+    return sources_digest(Path(mergepipe.__file__).parent)[:16]
