@@ -77,8 +77,9 @@ class KnownQuantities:
             case MagnitudeCut(kept_E, dropped_E) if self.experts:
                 lower_E3 = _all_cuts(self._cuts(kept_E))
                 upper_E3 = _all_cuts(self._cuts(dropped_E)) if dropped_E else None
-                is_known = lower_E3 is not None and (upper_E3 is None) is not bool(dropped_E)
-                return Reduced(cuts_E3=lower_E3, upper_cuts_E3=upper_E3) if is_known else None
+                if lower_E3 is None or (dropped_E and upper_E3 is None):
+                    return None
+                return Reduced(cuts_E3=lower_E3, upper_cuts_E3=upper_E3)
             case InnerProducts() if self.experts:
                 products = [expert.products for expert in self.experts]
                 return None if None in products else Reduced(products_E3=np.array(products, np.float64))
