@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,7 +230,7 @@ def with_masks(explanation: Explanation, out: Path, home: Path) -> Explanation:
     A bit is set where the merged value is nearer to the expert's than the base's is: no other mask leaves `M_0 + mask
     (M - M_0)` nearer to the expert. A tensor's mask is named after it, with `MASK_BITS` at the end, and read by
     `codes.PackedBits`; where rows are no whole bytes it has the tensor's name, in float16.
-    Memory: 128 MiB, and the mask of a tensor.
+    Memory: 128 MiB, and the masks of a tensor.
 
     Source: Wang et al. 2024 (TALL masks, arXiv 2405.07813), Eq. 4 with threshold 1, against the merged delta; a scale
     for each expert as Huang et al. 2024 (EMR, arXiv 2405.17461), here that of least squares.
@@ -254,19 +256,26 @@ def with_masks(explanation: Explanation, out: Path, home: Path) -> Explanation:
     checkpoints = (merged, *(checkpoint for _, _, checkpoint in inputs.leaves()))
     check_target(out, (checkpoint.path for checkpoint in checkpoints), force=None)
     paths = files_of(source for task in tasks for source in (merged.tensors[task.name], task.base, *task.experts))
-    masks, names = list[ExpertMask](), list[str]()
-    with open_files(store, paths, checkpoints) as files, Staging(out, force=False) as staging:
-        for model in experts:
-            source = resolution.models[model]
-            stem = (source.adapter or source.path).name.removesuffix(".safetensors")
-            names.append(stem if stem not in names else f"{stem}-{model}")
-            possible = [AdapterTensor(*_mask_of(task)) for task in tasks]
-            with AdapterWriter(staging.path / f"{names[-1]}.safetensors", possible, store.ledger) as writer:
-                masks.append(replace(_write_mask(writer, tasks, model, merged, files), model=source.text))
-                writer.finish()
-            masks[-1] = replace(masks[-1], file=str(out / f"{names[-1]}.safetensors"))
+    names = list[str]()
+    for model in experts:
+        source = resolution.models[model]
+        stem = (source.adapter or source.path).name.removesuffix(".safetensors")
+        names.append(stem if stem not in names else f"{stem}-{model}")
+    possible = [AdapterTensor(*_mask_of(task)) for task in tasks]
+    with open_files(store, paths, checkpoints) as files, Staging(out, force=False) as staging, ExitStack() as stack:
+        writers = {
+            model: stack.enter_context(AdapterWriter(staging.path / f"{name}.safetensors", possible, store.ledger))
+            for model, name in zip(experts, names, strict=True)
+        }
+        written = _write_masks(writers, tasks, merged, files)
+        for writer in writers.values():
+            writer.finish()
         check_unchanged(store, checkpoints)
         staging.publish()
+    masks = (
+        replace(mask, model=resolution.models[model].text, file=str(out / f"{name}.safetensors"))
+        for model, name, mask in zip(experts, names, written, strict=True)
+    )
     return replace(explanation, masks=tuple(masks))
 
 
@@ -277,36 +286,42 @@ def _mask_of(task: MergeTask) -> tuple[str, tuple[int, ...]]:
     return f"{task.name}.{MASK_BITS}", (*task.shape[:-1], task.shape[-1] // 8)
 
 
-def _write_mask(
-    writer: AdapterWriter,
+def _write_masks(
+    writers: Mapping[int, AdapterWriter],
     tasks: Sequence[MergeTask],
-    model: int,
     merged: Checkpoint,
     files: Mapping[Location, RangeFile],
-) -> ExpertMask:
-    """Write the mask of one expert; names are for the caller to say."""
+) -> list[ExpertMask]:
+    """Write the masks of all experts, in one pass; names are for the caller to say."""
 
     def values(tensor: Readable, span: Span, purpose: Purpose) -> NDArray[np.float32]:
         return decoded(read_elements(tensor, span, files, purpose), tensor.dtype.kernel_code)
 
-    products_3, n_set, n_elements = np.zeros(3), 0, 0  # of the masked delta and the expert's, each with itself
+    products_E3, n_set_E, n_elements = np.zeros((len(writers), 3)), np.zeros(len(writers), np.int64), 0
     for task in tasks:
-        (name, shape), parts = _mask_of(task), list[NDArray[np.bool_]]()
-        expert = dict(zip(task.expert_models, task.experts, strict=True)).get(model)
+        name, shape = _mask_of(task)
+        is_packed, experts = name != task.name, dict(zip(task.expert_models, task.experts, strict=True))
+        parts = {model: list[NDArray[Any]]() for model in writers}
         for span in BlockGrid(task.base.n_elements, _MASKED_ELEMENTS).spans():
             base_N = values(task.base, span, Purpose.BASE)
-            change_N, delta_N = values(merged.tensors[task.name], span, Purpose.EXPERT) - base_N, np.zeros_like(base_N)
-            if expert is not None and not isinstance(expert, Unchanged):
-                delta_N = values(expert, span, Purpose.EXPERT) - (0 if expert.is_delta else base_N)
-            parts.append(np.abs(delta_N) > np.abs(change_N - delta_N))
-            pair_2N = np.stack([np.where(parts[-1], change_N, 0), delta_N]).astype(np.float64)
-            products_3 += (pair_2N @ pair_2N.T)[[0, 0, 1], [0, 1, 1]]
-        mask_N = np.concatenate(parts)
-        n_set, n_elements = n_set + int(mask_N.sum()), n_elements + len(mask_N)
-        if name == task.name:
-            writer.append(name, mask_N.astype(np.float16), shape, "F16")
-        else:
-            writer.append(name, np.packbits(mask_N, bitorder="little"), shape, "U8")
-    masked, both, own = products_3.tolist()
+            change_N = values(merged.tensors[task.name], span, Purpose.EXPERT) - base_N
+            for e, model in enumerate(writers):
+                expert, delta_N = experts.get(model), np.zeros_like(base_N)
+                if expert is not None and not isinstance(expert, Unchanged):
+                    delta_N = values(expert, span, Purpose.EXPERT) - (0 if expert.is_delta else base_N)
+                mask_N = np.abs(delta_N) > np.abs(change_N - delta_N)
+                pair_2N = np.stack([np.where(mask_N, change_N, 0), delta_N]).astype(np.float64)
+                products_E3[e] += (pair_2N @ pair_2N.T)[[0, 0, 1], [0, 1, 1]]
+                n_set_E[e] += mask_N.sum()
+                parts[model].append(np.packbits(mask_N, bitorder="little") if is_packed else mask_N.astype(np.float16))
+        n_elements += task.base.n_elements
+        for model, writer in writers.items():
+            writer.append(name, np.concatenate(parts[model]), shape, "U8" if is_packed else "F16")
+    shares_E = (n_set_E / max(1, n_elements)).tolist()
+    return [_mask_of_products(share, *products) for share, products in zip(shares_E, products_E3.tolist(), strict=True)]
+
+
+def _mask_of_products(share: float, masked: float, both: float, own: float) -> ExpertMask:
+    """Return what a mask keeps, by the inner products of the masked delta and of the expert's, each with itself."""
     lost = 1.0 - both**2 / (masked * own) if masked and own else float(own > 0)
-    return ExpertMask("", "", n_set / max(1, n_elements), both / masked if masked else 1.0, max(0.0, lost) ** 0.5)
+    return ExpertMask("", "", share, both / masked if masked else 1.0, max(0.0, lost) ** 0.5)
