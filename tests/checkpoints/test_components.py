@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
-from mergepipe.errors import CorruptError, MismatchError, OutputError
+from mergepipe.errors import CorruptError, MismatchError, NotFoundError, OutputError
 from mergepipe.options import MergeOptions, RunOptions
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
@@ -142,9 +142,82 @@ def test_pack__keeps_components(tmp_path: Path) -> None:
 def test_merge__an_expert_without_a_component_is_refused(tmp_path: Path) -> None:
     base, one = sentence_model(tmp_path / "base", 0.0, 0.0), sentence_model(tmp_path / "one", 4.0, 8.0)
     (one / "2_Dense" / "model.safetensors").unlink()
-    with pytest.raises(MismatchError, match=r"2_Dense/linear\.weight"):
+    with pytest.raises(MismatchError, match=r"2_Dense/\*: .* lacks these 2 tensors"):
         mergepipe.merge(recipe(tmp_path, base, one), tmp_path / "out", options=NO_CATALOG)
     assert not (tmp_path / "out").exists()
+
+
+def speech_model(folder: Path, body: float, codec: float) -> Path:
+    """A model with weights in folders that no list names: one is of a model of its own, the others are not."""
+    weights = {
+        "model.safetensors": {"talker.norm.weight": [body]},
+        "speech_tokenizer/model.safetensors": {"decoder.conv.weight": [codec]},
+        "checkpoint-5/model.safetensors": {"other.weight": [0.0]},
+        "original/model.safetensors": {"block.0.weight": [0.0]},
+        "fp16/model.safetensors": {"talker.norm.weight": [0.0]},
+        "int4/model.safetensors": {"talker.norm.codes": [0.0]},
+        "lora/adapter_model.safetensors": {"lora_A.weight": [0.0]},
+        "metal/model.bin": {"other.weight": [0.0]},
+        "split/one.safetensors": {"other.weight": [0.0]},
+    }
+    small = {"config.json": {"architectures": ["Talker"]}, "int4/config.json": {"architectures": ["Talker"]},
+             "speech_tokenizer/config.json": {"architectures": ["Codec"]}}  # fmt: skip
+    return write_model(folder, weights, small)
+
+
+def test_merge__a_folder_that_no_list_names_is_a_component_unless_it_is_the_model_once_more(tmp_path: Path) -> None:
+    one, two = speech_model(tmp_path / "one", 1.0, 10.0), speech_model(tmp_path / "two", 3.0, 20.0)
+    out = tmp_path / "out"
+    report = mergepipe.merge(recipe(tmp_path, one, two), out, options=NO_CATALOG)
+    assert report.merged_tensors == 2
+    assert rows(out / "speech_tokenizer" / "model.safetensors") == {"decoder.conv.weight": [15.0]}
+    folders = {path.name for path in out.iterdir() if path.is_dir()}
+    assert folders == {"speech_tokenizer"}
+    assert json.loads((out / "speech_tokenizer" / "config.json").read_text()) == {"architectures": ["Codec"]}
+    reasons = {file.name: file.reason for file in report.left_out}
+    assert "adapter" in reasons["lora/adapter_model.safetensors"]
+    assert {name.partition("/")[0] for name in reasons} == {
+        "checkpoint-5", "original", "fp16", "int4", "lora", "metal", "split"
+    }  # fmt: skip
+
+
+def test_merge__components_alone_are_a_model_where_a_configuration_lies_beside_them(tmp_path: Path) -> None:
+    models = [speech_model(tmp_path / name, 0.0, number) for name, number in (("one", 1.0), ("two", 3.0))]
+    for model in models:
+        (model / "model.safetensors").unlink()
+    mergepipe.merge(recipe(tmp_path, *models), tmp_path / "out", options=NO_CATALOG)
+    assert rows(tmp_path / "out" / "speech_tokenizer" / "model.safetensors") == {"decoder.conv.weight": [2.0]}
+    (models[0] / "config.json").unlink()
+    with pytest.raises(NotFoundError, match="no weights here"):
+        mergepipe.merge(recipe(tmp_path, *models), tmp_path / "again", options=NO_CATALOG)
+
+
+def test_merge__an_expert_without_an_unlisted_component_is_told_how_the_rest_is_merged(tmp_path: Path) -> None:
+    one, two = speech_model(tmp_path / "one", 1.0, 10.0), speech_model(tmp_path / "two", 3.0, 20.0)
+    shutil.rmtree(two / "speech_tokenizer")
+    with pytest.raises(MismatchError, match=r"no speech_tokenizer tensors.*`modules:` for 'text'"):
+        mergepipe.merge(recipe(tmp_path, one, two), tmp_path / "out", options=NO_CATALOG)
+    assert not (tmp_path / "out").exists()
+    models = json.loads(recipe(tmp_path, one, two).read_text())["models"]
+    path = recipe(tmp_path, modules={"text": {"models": models}})
+    path.write_text(path.read_text().replace('"models": [], ', ""))
+    assert mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG).copied_tensors == 1
+    assert rows(tmp_path / "out" / "speech_tokenizer" / "model.safetensors") == {"decoder.conv.weight": [10.0]}
+
+
+def test_merge__slices_are_of_the_model_itself_and_not_of_its_components(tmp_path: Path) -> None:
+    def write(folder: Path, number: float) -> Path:
+        layers = {f"layers.{layer}.weight": [number] for layer in range(3)}
+        weights = {"model.safetensors": {"model.layers.0.weight": [number]}, "tower/model.safetensors": layers}
+        return write_model(folder, weights, {"config.json": {"num_hidden_layers": 1}})
+
+    sources = [{"model": str(write(tmp_path / f"m{number}", number)), "layer_range": [0, 1]} for number in (1.0, 2.0)]
+    path = tmp_path / "recipe.yml"
+    path.write_text(json.dumps({"merge_method": "passthrough", "slices": [{"sources": [each]} for each in sources]}))
+    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    stacked = {"model.layers.0.weight": [1.0], "model.layers.1.weight": [2.0]}
+    assert rows(tmp_path / "out" / "model.safetensors") == stacked
+    assert len(rows(tmp_path / "out" / "tower" / "model.safetensors")) == 3
 
 
 @pytest.mark.parametrize(

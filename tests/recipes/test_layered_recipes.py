@@ -106,10 +106,8 @@ modules:
 merge_method: linear
 """
     recipe = load(folder, text)
-    assert [(m.name, len(m.slices), len(m.models)) for m in recipe.modules] == [
-        ("text_decoder", 1, 0),
-        ("vision_tower", 0, 2),
-    ]
+    modules = [(module.name, len(module.slices), len(module.models)) for module in recipe.modules]
+    assert modules == [("text_decoder", 1, 0), ("vision_tower", 0, 2)]
     assert [model.text for model in recipe.inputs()] == ["a", "b"]
 
 

@@ -31,9 +31,11 @@ from mergepipe.storage.contract import (
     CONFIG_BYTES,
     WEIGHT_INDEX_BYTES,
     FileId,
+    FileKind,
     FileStatus,
     Store,
     concurrent_map,
+    is_file,
     is_folder,
 )
 from mergepipe.storage.location import Location
@@ -153,7 +155,7 @@ def config_bytes(content: Json) -> bytes:
 
 
 SAFETENSORS_SUFFIXES = (".safetensors",)
-ADAPTER_CONFIG_NAME = "adapter_config.json"
+CONFIG_NAME, ADAPTER_CONFIG_NAME = "config.json", "adapter_config.json"
 ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")
 STORE_HEADER_NAME = "mergepipe-store.json"
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$", re.ASCII)
@@ -288,6 +290,8 @@ _COMPONENT_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of small files in
 _MODEL_STEM, _PIPELINE_STEM = "model", "diffusion_pytorch_model"
 # Without variants (`diffusion_pytorch_model.fp16.safetensors`), which loaders read on request alone.
 _OF_PIPELINE = re.compile(rf"{_PIPELINE_STEM}(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?", re.ASCII)
+_LOADED_NAME = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin|{_OF_PIPELINE.pattern}")
+_COPIES = ("checkpoint-*", "global_step*", "original", ".*")  # folders with the same model in another form or state
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,14 +352,22 @@ def _disagreement(tensor: str, listed: str | None, homes: list[str]) -> Problem:
 
 
 def _open_directory(store: Store, path: Location) -> Checkpoint:
-    names = list_names(store, path)
-    folders = {folder: list_names(store, path / folder) for folder in _component_folders(store, path, names)}
+    entries = store.list(path)
+    names = frozenset(entry.name for entry in entries)
+    folders = {folder: list_names(store, path / folder) for folder in _listed_components(store, path, names)}
     components = {folder: stem for folder, listed in folders.items() if (stem := _component_stem(listed))}
-    at_root = not components or (PIPELINE_NAME not in names and _has_weights(names))
+    at_root = _has_weights(names) and not (components and PIPELINE_NAME in names)
     files = _read_weights(store, path, names) if at_root else []
     for folder in components:
-        of_stem = list(filter(_OF_PIPELINE.fullmatch, folders[folder])) or folders[folder]
-        files += [_in_component(file, folder) for file in _read_weights(store, path / folder, frozenset(of_stem))]
+        files += _read_component(store, path, folder, folders[folder])
+    if files or CONFIG_NAME in names:  # and no folder of models
+        tensors = {stored_name(entry.name, file.fingerprint.name) for file in files for entry in file.entries}
+        candidates = [entry.name for entry in entries if entry.kind is FileKind.FOLDER and entry.name not in folders]
+        for folder, listed, own in _unlisted_components(store, path, candidates, tensors):
+            folders[folder], components[folder] = listed, _component_stem(listed)
+            files += own
+    if not files:
+        choose_weights(path, names)  # tells what is there instead
     sidecars = find_sidecars(store, path, names, folders)
     return replace(_checkpoint(path, path, files, sidecars), components=MappingProxyType(components))
 
@@ -375,7 +387,7 @@ def _read_weights(store: Store, path: Location, names: Collection[str]) -> list[
 # --- components: folders of a model with weights of their own ---
 
 
-def _component_folders(store: Store, root: Location, names: Collection[str]) -> list[str]:
+def _listed_components(store: Store, root: Location, names: Collection[str]) -> list[str]:
     """The folders that the lists of modules and of a pipeline name, in their order, of those that are there."""
     listed: list[object] = []
     for name in (MODULES_NAME, PIPELINE_NAME):
@@ -403,6 +415,42 @@ def _listed_folders(path: Location, raw: bytes) -> Iterator[object]:
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise damaged(path, f"is not a list of modules, found {shown(modules)}", _HINT)
     yield from (str(module.get("path", "")).rstrip("/") for module in modules)
+
+
+def _unlisted_components(
+    store: Store, root: Location, folders: Iterable[str], tensors: Collection[str]
+) -> Iterator[tuple[str, frozenset[str], list[WeightFile]]]:
+    """Read those of some folders that hold weights under names that loaders look for: their names, and the weights.
+
+    The model once more is no component: a training checkpoint, `original`, the architecture of the model itself, or
+    nothing but `tensors` of it.
+    """
+    for folder in folders:
+        if any(fnmatchcase(folder, pattern) for pattern in _COPIES):
+            continue
+        names = list_names(store, root / folder)
+        if not any(map(_LOADED_NAME.fullmatch, names)) or is_linked_folder(store, root, folder):
+            continue
+        architecture = _architecture(store, root / folder)
+        if architecture and architecture == _architecture(store, root):
+            continue
+        files = _read_component(store, root, folder, names)
+        if any(stored_name(entry.name, f"{folder}/") not in tensors for file in files for entry in file.entries):
+            yield folder, names, files
+
+
+def _architecture(store: Store, folder: Location) -> object:
+    """What the configuration in a folder says that its model is; None where there is none."""
+    path = folder / CONFIG_NAME
+    return (
+        parse_config(store.read_small(path, CONFIG_BYTES), path).get("architectures") if is_file(store, path) else None
+    )
+
+
+def _read_component(store: Store, root: Location, folder: str, names: Collection[str]) -> list[WeightFile]:
+    """Read what the weight files of a component say they hold; files and tensors are named by its folder."""
+    of_stem = list(filter(_OF_PIPELINE.fullmatch, names)) or names
+    return [_in_component(file, folder) for file in _read_weights(store, root / folder, frozenset(of_stem))]
 
 
 def _has_weights(names: Collection[str]) -> bool:

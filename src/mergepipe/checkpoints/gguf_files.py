@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.codes import CodedTensor, Scheme
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
-from mergepipe.checkpoints.directory import GGUF_SUFFIX, parse_config
+from mergepipe.checkpoints.directory import CONFIG_NAME, GGUF_SUFFIX, parse_config
 from mergepipe.checkpoints.open_files import decoded, open_files, read_span
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType, Span, element_count
@@ -47,7 +47,6 @@ _PAIRED: Final = re.compile(r"model\.layers\.\d+\.self_attn\.(?P<role>[qk])_proj
 _SCALED_ROPES: Final = ("LINEAR", "YARN")  # names of gguf's
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 _PLAIN: Final[Mapping[str, DType]] = {"F32": F32, "F16": F16, "BF16": BF16}
-_CONFIG_NAME: Final = "config.json"
 _ADVICE: Final = "name the safetensors model that it was converted from"
 _CONVERTER: Final = "merge into a folder, and convert that with llama.cpp's convert_hf_to_gguf.py"
 _READ_BYTES: Final = 1 << 20
@@ -323,7 +322,7 @@ class GGUFTarget:
             raise UnsupportedError.of("model.unsupported", name, f"{encoding} is not written", hint)
         config, tokenizer = (
             parse_config(small_files[file], file) if file in small_files else {}
-            for file in (_CONFIG_NAME, "tokenizer.json")
+            for file in (CONFIG_NAME, "tokenizer.json")
         )
         architecture = _ARCHITECTURES.get(str(config.get("model_type")), "")
         if not architecture:

@@ -25,7 +25,7 @@ from mergepipe.checkpoints.codes import (
     codes_in_words,
 )
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
-from mergepipe.checkpoints.directory import component_of
+from mergepipe.checkpoints.directory import CONFIG_NAME, component_of
 from mergepipe.checkpoints.open_files import open_files, read_span
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, DType, DTypeKind, Span
 from mergepipe.core.strict_json import parse_object, shown
@@ -33,7 +33,6 @@ from mergepipe.errors import UnsupportedError, damaged
 from mergepipe.storage.contract import CONFIG_BYTES, Store
 from mergepipe.storage.ledger import Purpose
 
-_CONFIG_NAME = "config.json"
 QUANTIZATION_KEY = "quantization_config"
 MASK_BITS = "mask_bits"
 """The last part of the name of a mask, of what `explain` writes: a bit for each element of the tensor named before."""
@@ -411,7 +410,7 @@ def _declared(store: Store, checkpoint: Checkpoint) -> str:
         folder = component_of(tensor.name, checkpoint.components)
         if stated[folder]:
             method = shown(stated[folder].get("quant_method", "unnamed"))
-            name = f"{folder}/{_CONFIG_NAME}" if folder else _CONFIG_NAME
+            name = f"{folder}/{CONFIG_NAME}" if folder else CONFIG_NAME
             return f"{name} declares the quantisation {method}, and {shown(tensor.name)} is {tensor.dtype.name}"
     return ""
 
@@ -423,7 +422,7 @@ def _quantization_configs(store: Store, checkpoint: Checkpoint) -> dict[str, Map
 
 def _quantization_config(store: Store, checkpoint: Checkpoint, folder: str) -> Mapping[str, object]:
     """Return the quantisation config of one folder; empty where it has none."""
-    name = f"{folder}/{_CONFIG_NAME}" if folder else _CONFIG_NAME
+    name = f"{folder}/{CONFIG_NAME}" if folder else CONFIG_NAME
     if name not in checkpoint.sidecars:
         return {}
     raw = store.read_small(checkpoint.root / name, CONFIG_BYTES)

@@ -154,12 +154,12 @@ def module_tensors(module: str, names: Iterable[str]) -> list[str]:
     if module in _MODULES:
         part = _MODULES[module]
         return [name for name in names if not part or part_of(name) == part]
-    return [name for name in names if name.startswith(f"{module}.")]
+    return [name for name in names if name.startswith((f"{module}.", f"{module}/"))]
 
 
 def part_of(name: str) -> str:
-    """Return the part of a model that a tensor belongs to: text, vision, audio, projector, encoder or decoder."""
-    return next((part for part, pattern in _PARTS if pattern.search(name)), _REST)
+    """Return the part that a tensor belongs to: the folder of a component, or text, vision, audio, projector, ..."""
+    return name.rpartition("/")[0] or next((part for part, pattern in _PARTS if pattern.search(name)), _REST)
 
 
 # --- list every output tensor with its sources, from the recipe's models, slices or modules ---
@@ -355,7 +355,8 @@ class OutputListing:
     def _layers(self, module: str, where: str) -> LayerList | None:
         """Find the layers that slices of a module select from."""
         text = self._models[0].input.text
-        lists = longest(layer_lists(module_tensors(module, self._models[0].tensors)))
+        names = module_tensors(module, self._models[0].tensors)
+        lists = longest(layer_lists([name for name in names if "/" not in name] or names))  # of components last
         if len(lists) == 1:
             return lists[0]
         if not lists:

@@ -239,7 +239,7 @@ class Pairing:
                 where = self._models[model].input.where
                 self._findings.add(MismatchError, "model.mismatch", where, message, hint)
                 continue
-            for pattern, lacking in group_by_pattern(names).items():
+            for pattern, lacking in group_by_pattern(names, self._models[model].tensors).items():
                 message = f"'{text}' lacks {count_text(lacking)} of the base '{base_text}'"
                 hint_of = partial(self._hint_for_missing, model, base, lacking[0])
                 self._findings.add(MismatchError, "model.mismatch", pattern, message, hint_of)

@@ -103,7 +103,7 @@ class TensorAccount:
                     unexpected.append(stored)
             if index not in unrelated:
                 base = self._models[0].input.text
-                for pattern, group in group_by_pattern(unexpected).items():
+                for pattern, group in group_by_pattern(unexpected, self._models[0].tensors).items():
                     message = f"'{model.input.text}' has {count_text(group)}, the base '{base}' has not"
                     hint = f"to leave {'it' if len(group) == 1 else 'them'} out: --allow-dropped '{pattern}'"
                     if is_head(pattern):

@@ -22,11 +22,16 @@ from mergepipe.recipes.recipe import ModelInput, Scalar
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
 
-def group_by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group names that differ only by numbers between dots under a pattern with `*`; a single name keeps its own."""
+def group_by_pattern(names: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]:
+    """Group names that differ only by numbers between dots under a pattern with `*`; a single name keeps its own.
+
+    Those of a component of which `others` has nothing are one group.
+    """
+    folders = {name.rpartition("/")[0] for name in others} | {""}
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        groups[_NUMBER.sub("*", name)].append(name)
+        folder = name.rpartition("/")[0]
+        groups[_NUMBER.sub("*", name) if folder in folders else f"{folder}/*"].append(name)
     return {
         pattern if len(names_of_pattern) > 1 else names_of_pattern[0]: names_of_pattern
         for pattern, names_of_pattern in groups.items()

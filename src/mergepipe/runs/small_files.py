@@ -9,7 +9,14 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, config_bytes, find_sidecars, list_names, parse_config
+from mergepipe.checkpoints.directory import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAMES,
+    config_bytes,
+    find_sidecars,
+    list_names,
+    parse_config,
+)
 from mergepipe.checkpoints.embedding_rows import VOCAB_SIZE_KEY, embedding_ending
 from mergepipe.checkpoints.quantised import MODELOPT_NAME, QUANTIZATION_KEY
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES, TokenizerFiles
@@ -238,7 +245,9 @@ _REASONS = (
     (("optimizer*", "scheduler*", "training_args.bin", "trainer_state.json", "rng_state*", "global_step*/*", "latest",
       "zero_to_fp32.py", "runs/*", "events.out.*", "checkpoint-*/*"), _TRAINING),
     (("mergepipe.*", MANIFEST_NAME, "mergekit_config.yml"), "describes the base, not this merge"),
-    (("*.safetensors", "*.bin", "*.index*.json", "*.pt"), "weights that are not among the base's tensors"),
+    ((*ADAPTER_NAMES, ADAPTER_CONFIG_NAME), "an adapter, which is merged by itself"),
+    (("*.safetensors", "*.bin", "*.index*.json", "*.pt"),
+     "weights that are not among the base's tensors; copy them yourself if loading needs them"),
     ((MODELOPT_NAME, "quantize_config.json", "quant_config.json"), "describes codes of the base; the output has none"),
     (("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.mp4"), "illustrates the base's card"),
 )  # fmt: skip
@@ -253,9 +262,12 @@ def left_out_files(store: Store, model: Checkpoint, copied: Collection[str]) -> 
     """
     if model.path != model.root or not model.files:  # or the result of another document of the recipe
         return ()
-    tensor_files = {file.name for file in model.files}
-    used = {*tensor_files, *copied, SAFETENSORS.index, TORCH.index}
-    names = [name for name in _names_below(store, model.root, _MOST_DEPTH) if name not in used]
+    used = {*(file.name for file in model.files), *copied}
+    folders = ("", *model.components)  # the output has indices of its own
+    names = [
+        name for name in _names_below(store, model.root, _MOST_DEPTH)
+        if name not in used and not (name.endswith(".index.json") and name.rpartition("/")[0] in folders)
+    ]  # fmt: skip
     reasons = dict.fromkeys(filter(_is_tokenizers, model.sidecars), _TOKENIZER)
     listed = [LeftOutFile(name, reasons.get(name) or reason_of(name)) for name in names[:_MOST_FILES]]
     if len(names) > _MOST_FILES:

@@ -65,9 +65,8 @@ def quantised_model(folder: Path, kind: str, seed: int = 0) -> Path:
 @pytest.mark.parametrize("kind", SCALES)
 def test_merge__of_scaled_fp8_has_the_products_of_codes_and_scales(tmp_path: Path, kind: str) -> None:
     one, two = quantised_model(tmp_path / "one", kind), quantised_model(tmp_path / "two", kind, seed=10)
-    report = mergepipe.merge(
-        recipe(tmp_path, "linear", one, two, dtype="float32"), tmp_path / "out", options=NO_CATALOG
-    )
+    path = recipe(tmp_path, "linear", one, two, dtype="float32")
+    report = mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert merged.keys() == {"l.weight", "norm.weight"}
     shape = SCALES[kind][1]
@@ -79,9 +78,8 @@ def test_merge__of_scaled_fp8_has_the_products_of_codes_and_scales(tmp_path: Pat
 
 
 def test_merge__takes_quantised_differences_for_such(tmp_path: Path) -> None:
-    base = write_model(
-        tmp_path / "base", {"l.weight": np.ones(SHAPE, np.float32), "norm.weight": np.ones(300, np.float32)}
-    )
+    ones = {"l.weight": np.ones(SHAPE, np.float32), "norm.weight": np.ones(300, np.float32)}
+    base = write_model(tmp_path / "base", ones)
     expert = {"path": str(quantised_model(tmp_path / "one", "blocks")), "delta": True}
     path = recipe(tmp_path, "task_arithmetic", expert, weight=0.5, base_model=str(base))
     mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
@@ -233,10 +231,9 @@ def test_like_base__stores_what_changed_as_the_base_does_and_the_rest_bit_for_bi
     kept, made = (stored_arrays(tmp_path / each) for each in ("base", "out"))
     merged = load_file(tmp_path / "plain" / "model.safetensors")["l.weight"].astype(np.float64)
     expected = requantised(merged, (kept["l.weight"], kept[f"l.{name}"]), block)
-    assert [(key, one.dtype, one.shape) for key, one in sorted(made.items())] == [
-        (key, one.dtype, one.shape) for key, one in sorted(kept.items())
-    ]
+    assert made.keys() == kept.keys()
     for key, one in kept.items():
+        assert (made[key].dtype, made[key].shape) == (one.dtype, one.shape)
         assert made[key].tobytes() == {"l.weight": expected[0], f"l.{name}": expected[1]}.get(key, one).tobytes(), key
     new = numbers(made["l.weight"], made[f"l.{name}"].astype(np.float32)).astype(np.float64)
     is_new = np.zeros(SHAPE, bool)
@@ -253,9 +250,8 @@ def test_like_base__stores_what_changed_as_the_base_does_and_the_rest_bit_for_bi
     assert "FP8" in (tmp_path / "out" / "hf_quant_config.json").read_text()
     assert mergepipe.verify(tmp_path / "out", deep_fraction=1.0, catalog=False).is_sound
     mergepipe.replay(tmp_path / "out", tmp_path / "again", options=OutputOptions(catalog=False))
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
-        tmp_path / "out" / "model.safetensors"
-    ).read_bytes()
+    first, second = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "again"))
+    assert first == second
 
 
 def test_like_base__rounds_scales_up_to_powers_of_two_where_the_base_has_such(tmp_path: Path) -> None:

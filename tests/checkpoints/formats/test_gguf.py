@@ -144,10 +144,8 @@ def test_gguf__is_read_with_the_bits_of_gguf(tmp_path: Path, family: str, first:
 
 
 def test_gguf__is_an_expert_like_the_numbers_it_stands_for(tmp_path: Path) -> None:
-    base = {
-        name: np.random.default_rng(9).normal(size=shape).astype(np.float32)
-        for _, name, shape in names_and_shapes("llama")
-    }
+    rows = names_and_shapes("llama")
+    base = {name: np.random.default_rng(9).normal(size=shape).astype(np.float32) for _, name, shape in rows}
     save_file(base, tmp_path / "base.safetensors")
     save_file(write_gguf(tmp_path / "q.gguf", "llama", ("Q4_K",)), tmp_path / "q.safetensors")
     outs = []
@@ -236,12 +234,8 @@ def write_model(folder: Path, family: str, *, config: Mapping[str, object] = {},
         "model": {"type": "BPE", "vocab": vocab, "merges": ["t h"]},
     }  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(document if tokenizer is None else tokenizer))
-    settings = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "chat_template": "{{ messages }}",
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ messages }}"}
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return tensors
 

@@ -75,13 +75,6 @@ def test_open_checkpoint__orders_tensors_by_shard_then_offset(tmp_path: Path) ->
     assert checkpoint.tensor_bytes == 24
 
 
-def test_open_checkpoint__reads_a_directory_with_one_file(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(honest_file("a"))
-    (tmp_path / "consolidated.safetensors").write_bytes(honest_file("other"))
-    checkpoint = open_checkpoint(MetadataStore(), Location.local(tmp_path))
-    assert (checkpoint.root.local_path, list(checkpoint.tensors)) == (tmp_path, ["a"])
-
-
 def test_open_checkpoint__reads_only_headers_and_the_index(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     store = MetadataStore()
@@ -127,15 +120,8 @@ def test_open_checkpoint__keeps_empty_tensors_and_scalars(tmp_path: Path) -> Non
 
 def test_open_checkpoint__lists_sidecars_sorted_and_no_code(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(honest_file("a"))
-    left_out = [
-        "modeling_custom.py",
-        "README.md",
-        "optimizer.pt",
-        "pytorch_model.bin",
-        "training_args.bin",
-        ".gitattributes",
-    ]
-    for name in [*SIDECAR_NAMES, "qwen.tiktoken", *left_out]:
+    left_out = ("modeling_custom.py", "README.md", "optimizer.pt", "pytorch_model.bin", ".gitattributes")
+    for name in (*SIDECAR_NAMES, "qwen.tiktoken", *left_out):
         (tmp_path / name).write_text("[]" if name == "modules.json" else "{}")
     templates = tmp_path / "additional_chat_templates"
     templates.mkdir()
@@ -145,17 +131,14 @@ def test_open_checkpoint__lists_sidecars_sorted_and_no_code(tmp_path: Path) -> N
     assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).sidecars) == expected
 
 
-def test_open_checkpoint__follows_links_of_a_hub_cache(tmp_path: Path) -> None:
+def test_open_checkpoint__follows_links_of_and_to_a_hub_cache(tmp_path: Path) -> None:
     snapshot = write_hub_snapshot(tmp_path)
     checkpoint = open_checkpoint(MetadataStore(), Location.local(snapshot))
     assert list(checkpoint.tensors) == ["a", "b"]
     assert checkpoint.sidecars == ("config.json",)
     assert checkpoint.tensors["a"].stored[0].file.local_path == snapshot / SHARD_1
-
-
-def test_open_checkpoint__follows_a_link_to_a_hub_cache(tmp_path: Path) -> None:
     link = tmp_path / "model"
-    link.symlink_to(write_hub_snapshot(tmp_path / "cache"))
+    link.symlink_to(snapshot)
     assert list(open_checkpoint(MetadataStore(), Location.local(link)).tensors) == ["a", "b"]
 
 
