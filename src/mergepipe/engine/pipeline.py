@@ -47,7 +47,7 @@ from mergepipe.storage.ranges import BufferPool, request
 from mergepipe.storage.spill import SpilledFiles
 
 FEWEST_READERS = 8
-LOOKAHEAD_BUFFERS = 24
+LOOKAHEAD_BUFFERS = 8  # or two a compute thread: more than a disk needs only costs their first touch
 REMOTE_LOOKAHEAD_BUFFERS = 192  # a network is never idle while a large tensor is computed
 TICK_SECONDS = 0.1
 
@@ -157,10 +157,10 @@ class Pipeline:
         self._on_tick = on_tick
         self._scratch_folder = scratch_folder
         self._readers = max((store.terms(file).most_requests for file in files), default=FEWEST_READERS)
-        self._lookahead_buffers = LOOKAHEAD_BUFFERS
+        self._lookahead_buffers = max(LOOKAHEAD_BUFFERS, 2 * threads)
         self._is_dear = any(store.terms(file).request_cost_bytes for file in files)
         if self._is_dear:  # 3/4 of all buffers at most
-            ahead = max(LOOKAHEAD_BUFFERS, self._pool.limit * 3 // 4)
+            ahead = max(self._lookahead_buffers, self._pool.limit * 3 // 4)
             self._lookahead_buffers = min(REMOTE_LOOKAHEAD_BUFFERS, ahead)
         self._events: SimpleQueue[_Done | _Failed] = SimpleQueue()
         self._read_queue: SimpleQueue[tuple[_Filled, Read | Computation] | None] = SimpleQueue()

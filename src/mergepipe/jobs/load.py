@@ -71,7 +71,7 @@ class LoadedTensors(Mapping[str, Any]):
                 raw = read_span(tensor, Span(0, tensor.n_elements), files, Purpose.EXPERT)
             else:
                 size = tensor.dtype.itemsize
-                raw = aligned_buffer(tensor.n_elements * size)
+                raw = aligned_buffer(tensor.n_elements * size, is_reused=False)
                 fetch = tensor.opened(files)
 
                 def fill(span: Span) -> None:

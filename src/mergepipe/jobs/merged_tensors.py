@@ -230,7 +230,7 @@ class _QueueSink:
             self._pass_empty()
             task = self._waiting[-1]
             if not self._filled:
-                self._raw = aligned_buffer(element_count(task.shape) * task.dtype.itemsize)
+                self._raw = aligned_buffer(element_count(task.shape) * task.dtype.itemsize, is_reused=False)
             nbytes = piece.run.span.n_elements * task.dtype.itemsize
             self._raw[self._filled : self._filled + nbytes] = buffer[piece.out_offset : piece.out_offset + nbytes]
             self._filled += nbytes
