@@ -131,7 +131,7 @@ def test_analyze__is_right_in_every_dtype_with_special_values(tmp_path: Path, la
 
 
 def test_analyze__in_little_memory_reads_twice_and_is_right(tmp_path: Path) -> None:
-    plans = (TensorPlanOf("w", (40 * GRAIN + 3,), F32, (F32,)), TensorPlanOf("v", (30 * GRAIN,), BF16, (F32,)))
+    plans = (TensorPlanOf("w", (16 * GRAIN + 3,), F32, (F32,)), TensorPlanOf("v", (12 * GRAIN,), BF16, (F32,)))
     family = write_family(tmp_path, make_budget_models(2, 5, plans))
     ample = analyze(family, tmp_path / "ample", threads=4)
     tight = analyze(family, tmp_path / "tight", threads=1, memory_bytes=1_000_000)

@@ -61,9 +61,9 @@ def check_recorded(command: Command) -> None:
 
 
 # The fast form looks at so many operations and at one kind of death, the slow one at all.
-FEW = {"merge": (12, Death.TORN), "merge --force": (12, Death.BEFORE), "pack": (12, Death.TORN),
-       "compose": (12, Death.TORN), "fold": (12, Death.BEFORE),
-       "merge of one file": (12, Death.BEFORE), "merge --force of one file": (12, Death.BEFORE),
+FEW = {"merge": (8, Death.TORN), "merge --force": (8, Death.BEFORE), "pack": (8, Death.TORN),
+       "compose": (6, Death.TORN), "fold": (6, Death.BEFORE),
+       "merge of one file": (6, Death.BEFORE), "merge --force of one file": (6, Death.BEFORE),
        "part": (3, Death.BEFORE), "part --budget": (3, Death.BEFORE)}  # fmt: skip
 ROWS = [(name, death, points) for name, (points, death) in FEW.items()]
 ROWS += [(name, death, 0) for name, death in product(COMMANDS, Death) if name != "merge of ties"]

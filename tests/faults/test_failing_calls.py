@@ -73,7 +73,7 @@ CALLS = [
     ("compose", owned, "renameat2", (errno.EIO,), False, False),
     *(("pack", os, name, EITHER, False, True) for name in ("write", "fsync", "open", "preadv", "mkdir")),
 ]
-FEW = 9  # the fast form looks at about so many calls of each function, the slow one at every
+FEW = 5  # the fast form looks at about so many calls of each function, the slow one at every
 
 
 @pytest.mark.parametrize("most", [FEW, pytest.param(sys.maxsize, marks=pytest.mark.slow)], ids=["few", "every"])

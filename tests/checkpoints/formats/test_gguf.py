@@ -19,7 +19,7 @@ from mergepipe.errors import MergePipeError, UnsupportedError
 
 gguf = pytest.importorskip("gguf")
 
-HIDDEN, HEADS, KV_HEADS, HEAD, WIDE, LAYERS, VOCAB, EXPERTS = 512, 4, 2, 128, 1024, 2, 260, 3
+HIDDEN, HEADS, KV_HEADS, HEAD, WIDE, LAYERS, VOCAB, EXPERTS = 256, 2, 1, 128, 512, 2, 260, 3
 TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
     "IQ4_XS", "MXFP4",
@@ -166,7 +166,7 @@ def test_gguf__is_an_expert_like_the_numbers_it_stands_for(tmp_path: Path) -> No
         (lambda w: w.add_tensor("blk.0.ssm_a", np.zeros(4, np.float32)), "llama models have no such tensor"),
         (lambda w: w.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((4, 4), np.float32)), "is no stack of experts"),
         (lambda w: w.add_uint16("split.count", 3), "is one of 3 files"),
-        (lambda w: w.add_uint32("llama.attention.head_count_kv", 3), "256 rows for 3 heads"),
+        (lambda w: w.add_uint32("llama.attention.head_count_kv", 3), "128 rows for 3 heads"),
         (lambda w: w.add_string("llama.block_count", "many"), "does not say how many layers and heads"),
     ],
 )

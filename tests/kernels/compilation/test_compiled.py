@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mergepipe.kernels.compiled import CORE, Kernel, kernel, room_of, sources_di
 from support.families import write_family
 from support.family_shapes import TINY
 
+LESS_COMMON = {"codec._decode_less_common", "codec._encode_less_common"}
 DELTASTORE = Path(symbols.__file__).parents[1]
 
 
@@ -86,7 +88,7 @@ def test_room_of__is_the_first_folder_of_the_package_or_the_files_own() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "used"),
-    [(BF16, set()), (F16, {"codec._decode_less_common", "codec._encode_less_common"})],
+    [(BF16, set()), pytest.param(F16, LESS_COMMON, marks=pytest.mark.slow)],
     ids=["bf16", "f16"],
 )
 def test_first_merge__compiles_what_it_needs_alone(tmp_path: Path, dtype: DType, used: set[str]) -> None:
@@ -98,6 +100,7 @@ def test_first_merge__compiles_what_it_needs_alone(tmp_path: Path, dtype: DType,
     settings = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "code")}
     subprocess.run([sys.executable, "-c", script], env=settings, check=True)
     kept = {path.name.rpartition("-")[0] for path in (tmp_path / "code").rglob("*-*")}
-    seldom = {"codec._decode_less_common", "codec._encode_less_common", "merge._keep_random", "merge.keep_varied"}
     assert "merge.merge_block" in kept
-    assert kept & seldom == used
+    assert kept & {*LESS_COMMON, "merge._keep_random", "merge.keep_varied"} == used
+    for module, _, name in (code.rpartition(".") for code in (*LESS_COMMON, "merge._keep_random", "merge.keep_varied")):
+        assert hasattr(import_module(f"mergepipe.kernels.{module}"), name)

@@ -21,7 +21,7 @@ from support.bucket_outputs import bucket_server, new_prefix
 from support.remote_stores import set_environment
 
 PART_BYTES = 5 << 20  # the smallest that S3 takes
-LARGE_BYTES = 512 << 20
+LARGE_BYTES = 256 << 20
 HELD_BYTES = 192 << 20  # eight parts of 16 MiB, the one that is read, and what the client allocates beside them
 
 
