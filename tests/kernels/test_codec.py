@@ -1,9 +1,11 @@
-"""Decoding and encoding of tiles against numpy and ml_dtypes."""
+"""Tiles decoded and encoded as numpy, ml_dtypes and torch do; exponentials and logarithms against the platform's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, F32, F64, DType
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_all, decode_tile, encode_all, encode_tile
+from mergepipe.kernels.numerics import exp_tile, log_tile
 from support.rounding import canonical_bits, decode, encode
 
 FLOATS = (F64, F32, F16, BF16, F8_E4M3, F8_E5M2)
@@ -131,3 +134,100 @@ def test_encode_all__takes_more_than_a_tile(dtype: DType, n: int) -> None:
     assert raw.tobytes() == encode(values, dtype).tobytes()
     decode_all(raw, dtype.kernel_code, n, again)
     np.testing.assert_array_equal(again, decode(raw.tobytes(), dtype))
+
+
+ML_DTYPES = {F8_E4M3: ml_dtypes.float8_e4m3fn, F8_E5M2: ml_dtypes.float8_e5m2}
+TORCH_NAMES = {F8_E4M3: "float8_e4m3fn", F8_E5M2: "float8_e5m2"}
+FIRST_BEYOND_E4M3 = 464.0  # in the middle of 448 and 480; the tie is even at 448, which is what ml_dtypes makes of it
+BOUNDARIES = (240, 256, 432, 448, 456, 464, 465, 480, 1e9, 49152, 57344, 61440, 65504, 65536, 3.4e38, np.inf, np.nan)
+
+
+def all_values() -> NDArray[np.float32]:
+    """Every bfloat16 and float16 number, and float32 numbers at and beside the boundaries; both signs."""
+    patterns = np.arange(1 << 16, dtype=np.uint16).tobytes()
+    edges = np.array(BOUNDARIES, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        beside = [np.nextafter(edges, np.float32(to)) for to in (np.inf, -np.inf)]
+        values = np.concatenate([decode(patterns, BF16), decode(patterns, F16), edges, *beside])
+        return np.concatenate([values, -values])
+
+
+def stored(values: NDArray[np.float32], dtype: DType) -> NDArray[np.uint8]:
+    raw = np.zeros(len(values), np.uint8)
+    encode_all(values, raw, dtype.kernel_code)
+    return raw
+
+
+def one_nan(raw: NDArray[np.uint8], dtype: DType) -> NDArray[Any]:
+    return canonical_bits(raw.view(ML_DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("dtype", [F8_E4M3, F8_E5M2], ids=lambda dtype: dtype.name)
+def test_encode_all__stores_8_bits_as_torch_does(dtype: DType) -> None:
+    torch = pytest.importorskip("torch")
+    values = all_values()
+    theirs = torch.from_numpy(values).to(getattr(torch, TORCH_NAMES[dtype])).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(one_nan(stored(values, dtype), dtype), one_nan(theirs, dtype))
+
+
+@pytest.mark.parametrize("dtype", [F8_E4M3, F8_E5M2], ids=lambda dtype: dtype.name)
+def test_encode_all__differs_from_ml_dtypes_beyond_the_largest_e4m3_alone(dtype: DType) -> None:
+    values = all_values()
+    ours = stored(values, dtype)
+    with np.errstate(all="ignore"):
+        theirs = values.astype(ML_DTYPES[dtype]).view(np.uint8)
+    differs = one_nan(ours, dtype) != one_nan(theirs, dtype)
+    expected = np.abs(values) > FIRST_BEYOND_E4M3 if dtype == F8_E4M3 else np.zeros(len(values), bool)
+    np.testing.assert_array_equal(differs, expected)
+    if dtype == F8_E4M3:
+        assert np.isnan(theirs[differs].view(ML_DTYPES[dtype]).astype(np.float32)).all()
+        largest = ours[differs].view(ML_DTYPES[dtype]).astype(np.float32)
+        np.testing.assert_array_equal(largest, np.copysign(np.float32(448), values[differs]))
+
+
+Numbers = NDArray[np.float64]
+
+
+def of_all(tile_function: Callable[[Numbers, int, Numbers], None], values: Numbers) -> Numbers:
+    out = np.empty_like(values)
+    for start in range(0, len(out), TILE_ELEMENTS):
+        tile = values[start : start + TILE_ELEMENTS]
+        tile_function(tile, len(tile), out[start:])
+    return out
+
+
+def units_off(found: Numbers, wanted: Numbers) -> float:
+    """The largest distance in units of the last place."""
+    return float(np.max(np.abs(found - wanted) / np.spacing(np.abs(wanted))))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 1), (-1e-6, 1e-6), (-700, 709), (-745, -700)])
+def test_exp_tile__is_within_two_units_of_the_platform(low: float, high: float) -> None:
+    values = np.random.default_rng(1).uniform(low, high, 50_000)
+    assert units_off(of_all(exp_tile, values), np.exp(values)) <= 2
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 1), (-1e-6, 1e-6), (-700, 709)])
+def test_log_tile__is_within_two_units_of_the_platform(low: float, high: float) -> None:
+    values = np.exp(np.random.default_rng(2).uniform(low, high, 50_000))
+    values = values[values != 1.0]
+    assert units_off(of_all(log_tile, values), np.log(values)) <= 2
+
+
+def test_exp_tile__knows_its_limits() -> None:
+    values = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 710.0, 1e300, -746.0, -1e300])
+    np.testing.assert_array_equal(of_all(exp_tile, values), [1, 1, np.inf, 0, np.nan, np.inf, np.inf, 0, 0])
+
+
+def test_log_tile__knows_its_limits() -> None:
+    np.testing.assert_array_equal(of_all(log_tile, np.array([1.0, np.inf, np.nan])), [0, np.inf, np.nan])
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 100])
+def test_tiles__do_not_depend_on_how_they_are_cut(length: int) -> None:
+    values = np.random.default_rng(3).uniform(0.1, 3, 100)
+    for function in (exp_tile, log_tile):
+        cut = np.empty_like(values)
+        for start in range(0, 100, length):
+            function(values[start:], min(length, 100 - start), cut[start:])
+        np.testing.assert_array_equal(cut, of_all(function, values))

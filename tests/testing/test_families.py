@@ -1,8 +1,10 @@
-"""Families of models are the same whatever writes them, as the library reads them, and differ as they are said to."""
+"""Families and tensors that users test their operators with."""
 
 from __future__ import annotations
 
+import ast
 import json
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,8 +15,11 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from mergepipe.core.blocks import BF16, F16, F32, F64, DType
+import mergepipe.testing
+from mergepipe.core.blocks import BF16, DTYPES, F16, F32, F64, DType
+from mergepipe.testing.contracts import SPECIAL, STORED_DTYPES, decode_elements, encode_elements
 from support.families import TINY, TINY_LLAMA, FamilyShape, delta_std, write_family, write_models
+from support.rounding import canonical_bits, decode, encode
 
 
 def load(model: Path) -> dict[str, NDArray[np.float32]]:
@@ -113,3 +118,26 @@ def test_write_family__shards_hold_the_same_tensors_within_the_cap(tmp_path: Pat
     for one, other in zip(whole.models, sharded.models, strict=True):
         ours, theirs = load(one), load(other)
         assert {n: t.tobytes() for n, t in ours.items()} == {n: t.tobytes() for n, t in theirs.items()}
+
+
+@pytest.mark.parametrize("name", STORED_DTYPES)
+def test_encode_elements__rounds_as_ml_dtypes_does(name: str) -> None:
+    dtype = DTYPES[name]
+    drawn = np.random.default_rng(3).integers(0, 1 << 32, 100_000, np.uint32).view(np.float32)
+    ties = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16) | np.uint32(0x8000)).view(np.float32)
+    values = np.concatenate([SPECIAL, drawn, ties])
+    found, wanted = encode_elements(values, dtype), encode(values, dtype)
+    assert np.array_equal(canonical_bits(found.view(wanted.dtype)), canonical_bits(wanted))
+    np.testing.assert_array_equal(decode_elements(found, dtype), decode(wanted.tobytes(), dtype))
+
+
+def test_testing__imports_numpy_alone() -> None:
+    """The wheel brings neither ml_dtypes nor hypothesis."""
+    imported = set()
+    for path in Path(mergepipe.testing.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                imported.add(node.module.split(".")[0])
+            elif isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+    assert imported - sys.stdlib_module_names == {"numpy", "mergepipe"}

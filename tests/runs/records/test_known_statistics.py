@@ -1,4 +1,4 @@
-"""Statistics belong to contents: copies share them, other bytes get none, and a copied file serves another machine."""
+"""Statistics belong to contents; the plan that a resumed merge follows is the one stored, or none."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -16,13 +17,15 @@ from mergepipe import api
 from mergepipe.catalog.statistics_file import STATISTICS_NAME, parse_statistics, statistics_folder
 from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import ConflictError
-from mergepipe.options import RunOptions
+from mergepipe.options import PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import AnalyzeReport
 from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.runs.stored_plan import STORED_PLAN_NAME, store_plan, stored_plan
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.disk_families import make_models, write_family
 from support.hub_server import HubServer, hub_server
 from support.recorded_statistics import opened_with_digests, statistics_on_record
 from support.small_merges import RECIPES, Bench, make_bench
@@ -275,3 +278,21 @@ def other_base(bench: Bench) -> bytes:
     content = bytearray(bench.only_file("base").read_bytes())
     content[-1] ^= 1
     return bytes(content)
+
+
+def test_stored_plan__is_none_where_any_byte_was_changed(tmp_path: Path) -> None:
+    family = write_family(tmp_path / "family", make_models(1))
+    recipe = tmp_path / "recipe.yml"
+    models = f"[{{model: {family.places[1]}, parameters: {{weight: 1, density: 0.5}}}}]"
+    recipe.write_text(f"merge_method: ties\nbase_model: {family.places[0]}\nmodels: {models}\n")
+    options = PlanOptions(block_elements=16384)
+    plan = mergepipe.plan(recipe, everything=True, home=tmp_path / "home", allow_dropped=("*",), options=options)
+    store_plan(tmp_path, "key", plan)
+    stored = tmp_path / STORED_PLAN_NAME
+    content, random = stored.read_bytes(), Random(5)
+    in_a_path = content.index(str(family.places[1]).encode())
+    for at in (in_a_path + 1, *random.sample(range(len(content)), 40)):
+        stored.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert stored_plan(tmp_path, "key") is None
+    stored.write_bytes(content)
+    assert stored_plan(tmp_path, "key") == plan

@@ -1,0 +1,194 @@
+"""What single commands print and write, and how they refuse: check, pack, analyze, tailor, wrong arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_start_up import LOADED
+
+import mergepipe
+from support.command_line import Runner, Workplace, file_bytes, finish, make_workplace, start_python
+from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3
+
+
+def test_errors_about_models__name_the_line_of_the_recipe_and_a_tidy_path(work: Workplace, run: Runner) -> None:
+    (work.root / "sub").mkdir()
+    (work.root / "broken").mkdir()
+    text = work.recipe.read_text()
+    work.recipe.write_text(text.replace("family/expert-2", "sub/..//broken"))
+    ran = run("check", work.recipe)
+    assert ran.err.startswith(f"error: recipe.yml:6 models[1]: {work.root / 'broken'}: no weights here")
+    work.recipe.write_text(text.replace("family/expert-2", "sub/..//nothing"))
+    assert f"looked for {work.root / 'nothing'} " in run("check", work.recipe).err
+    work.recipe.write_text(text.replace("base_model: family/base", "base_model: broken"))
+    assert run("check", work.recipe).err.startswith(f"error: recipe.yml:2 base_model: {work.root / 'broken'}: ")
+
+
+def test_paths__are_tidied_only_where_no_link_leads_elsewhere(work: Workplace, run: Runner) -> None:
+    work.write_recipe()
+    work.out.mkdir()
+    (work.out / "mine").touch()
+    (work.root / "sub").mkdir()
+    assert run("merge", work.recipe, "sub//..//out").err.startswith("error: out: ")
+    (work.root / "far").mkdir()
+    (work.root / "far" / "deep").mkdir()
+    (work.root / "link").symlink_to(work.root / "far" / "deep")
+    assert run("merge", work.recipe, "link/../made", "--quiet").exit_code == 0
+    assert (work.root / "far" / "made" / "config.json").exists()
+
+
+def test_show__says_how_many_digits_a_sid_needs(work: Workplace, run: Runner) -> None:
+    sid = mergepipe.merge(work.recipe, work.out).sid
+    ran = run("show", sid[:2])
+    assert (ran.exit_code, f"2 digits of a sid are too few; give 4: {sid[:4]}" in ran.err) == (3, True)
+    assert run("show", sid[:4]).exit_code == 0
+
+
+@pytest.mark.parametrize("group", ["lora", "tailor", "catalog"])
+def test_group__without_a_command_is_refused_in_one_line(run: Runner, group: str) -> None:
+    ran = run(group)
+    assert (ran.exit_code, ran.err) == (2, f"error: Missing command; see 'mergepipe {group} --help' [option.invalid]\n")
+
+
+def test_check__writes_nothing(work: Workplace, run: Runner) -> None:
+    before = sorted(work.root.rglob("*"))
+    run("check", work.recipe)
+    assert sorted(work.root.rglob("*")) == before
+
+
+def test_check__json_lists_the_same_problems(work: Workplace, run: Runner) -> None:
+    work.recipe.write_text("merge_method: tiess\nbase_modl: x\nmodels: []\n")
+    ran = run("check", work.recipe, "--json")
+    problems = ran.json()["error"]["problems"]
+    assert len(problems) == len(ran.error_lines) >= 3
+    assert {tuple(problem) for problem in problems} == {("code", "where", "message", "hint")}
+
+
+def _add_tensor(model: Path, name: str) -> None:
+    """Append one element."""
+    path = model / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    end = len(content) - 8 - size
+    header[name] = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :] + bytes(4))
+
+
+def test_check__debug_behind_a_double_dash_is_a_file_name(run: Runner) -> None:
+    ran = run("check", "--", "--debug")
+    assert ran.exit_code == 3
+    assert "Traceback" not in ran.err
+
+
+def test_check__refuses_what_the_base_does_not_have_unless_it_is_allowed(work: Workplace, run: Runner) -> None:
+    _add_tensor(work.family.experts[0], "extra.weight")
+    ran = run("check", work.recipe)
+    assert ran.exit_code == 5
+    assert ran.error_lines[-1].endswith("to leave it out: --allow-dropped 'extra.weight' [model.unexpected-tensor]")
+    allowed = run("check", work.recipe, "--allow-dropped", "none", "--allow-dropped", "extra.*")
+    assert (allowed.exit_code, allowed.err) == (0, "")
+    assert "1 dropped" in allowed.out
+
+
+def test_pack__of_a_snapshot_on_its_base_brings_back_the_snapshot(work: Workplace, run: Runner) -> None:
+    """Smaller, a model in recipes, and whole again byte for byte."""
+    experts = ", ".join(f"{{model: {expert}}}" for expert in work.family.experts)
+    base = f"base_model: {work.family.base}\nparameters: {{density: 0.5, weight: 0.5}}\n"
+    (work.root / "ties.yml").write_text(f"merge_method: ties\nmodels: [{experts}]\n{base}")
+    merged, packed, again = (work.root / name for name in ("merged", "small/merged", "again"))
+    assert run("merge", work.root / "ties.yml", merged, "--budget", "25%").exit_code == 0
+    assert run("pack", work.family.base, merged, "-o", packed.parent).exit_code == 0
+    assert run("unpack", packed, "-o", again).exit_code == 0
+    assert file_bytes(again) == file_bytes(merged)
+    assert run("verify", again).exit_code == 0
+    assert sum(map(len, file_bytes(packed).values())) < 0.9 * sum(map(len, file_bytes(merged).values()))
+    (work.root / "next.yml").write_text(f"merge_method: linear\nmodels: [{{model: {packed}}}]\n{base}")
+    assert run("merge", work.root / "next.yml", work.root / "next").exit_code == 0
+
+
+def test_pack__on_a_base_that_is_packed_on_its_own_comes_back(work: Workplace, run: Runner) -> None:
+    expert, stores = work.family.experts[0], work.root / "stores"
+    assert run("pack", work.family.base, "-o", stores).exit_code == 0
+    assert run("pack", stores / "base", expert, work.family.experts[1], "--chain", 4, "-o", stores).exit_code == 0
+    for number in (0, 1):
+        original, again = work.family.experts[number], work.root / f"again-{number}"
+        assert run("unpack", stores / original.name, "-o", again).exit_code == 0
+        assert (again / "model.safetensors").read_bytes() == (original / "model.safetensors").read_bytes()
+
+
+def test_pack_and_unpack__name_no_option_that_they_lack(work: Workplace, run: Runner) -> None:
+    (work.root / "stores" / "expert-1").mkdir(parents=True)
+    (work.root / "stores" / "expert-1" / "notes.txt").write_text("mine")
+    packed = run("pack", work.family.base, work.family.experts[0], "-o", work.root / "stores")
+    store = work.root / "more" / "expert-1"
+    assert run("pack", work.family.base, work.family.experts[0], "-o", work.root / "more", "--quiet").exit_code == 0
+    unpacked = run("unpack", store, "-o", work.root / "stores")
+    for ran in (packed, unpacked):
+        assert ran.exit_code == 7
+        assert "already exists; choose another name" in ran.err
+        assert "--force" not in ran.err
+
+
+def test_pack__in_parts_gives_what_one_command_gives(run: Runner, tmp_path: Path) -> None:
+    work = make_workplace(tmp_path)
+    assert run("pack", work.family.base, *work.family.experts, "-o", tmp_path / "whole").exit_code == 0
+    for part in ("2/2", "1/2", "2/2"):
+        ran = run("pack", work.family.base, *work.family.experts, "-o", tmp_path / "parts", "--part", part, "--json")
+        assert len(ran.json()["experts"]) == 1
+    assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
+    refused = run("pack", work.family.base, *work.family.experts, "-o", tmp_path / "parts", "--part", "3/3")
+    assert (refused.exit_code, "use at most 2 parts" in refused.err) == (2, True)
+
+
+def test_analyze__in_parts_gives_what_one_command_gives(run: Runner, tmp_path: Path) -> None:
+    work, whole, home = make_workplace(tmp_path), tmp_path / "whole", tmp_path / "home"
+    models = (work.family.base, *work.family.experts)
+    assert run("analyze", *models, "--home", whole).exit_code == 0
+    for number in (1, 2):
+        ran = run("analyze", *models, "--part", f"{number}/2", "--home", home, "--json")
+        assert len(ran.json()["experts"]) == 1
+    assert tree(home / "statistics") == tree(whole / "statistics") != {}
+    together = run("analyze", *models, "--home", home, "--json").json()
+    assert [expert["analyzed_tensors"] for expert in together["experts"]] == [0, 0]
+    for place in (whole, home):
+        assert run("plan", work.recipe, "--budget", "50%", "--out", place / "plan", "--home", place).exit_code == 0
+    assert (home / "plan").read_bytes() == (whole / "plan").read_bytes()
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for step in (7, 9):
+        known = known_states(decoder_shapes(), seed=step, step=step)
+        write_zero3(tmp_path / f"global_step{step}", known, decay_groups(known.shapes), 2)
+    text = "default: global_step9\ntake: [{from: global_step7, units: [layers even, embed]}]\n"
+    (tmp_path / "recipe.yml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_compose__publishes_and_reports(run: Runner, place: Path) -> None:
+    ran = run("tailor", "compose", "recipe.yml", "out", "--self-check", "full", "--memory", "32MiB")
+    assert (ran.exit_code, (place / "out" / "mergepipe.json").is_file()) == (0, True)
+    assert "self check  full: 2190 elements of 90 states compared" in ran.out
+    again = run("tailor", "compose", "recipe.yml", "out", "--force", "--json", "--state-from", "global_step7").json()
+    assert (again["step"], again["units"][0]["sources"][0]["age"]) == (7, 0)
+
+
+def test_compose__writes_for_any_number_of_ranks(run: Runner, place: Path) -> None:
+    assert run("tailor", "compose", "recipe.yml", "out", "--export", "universal", "-q").out == ""
+    assert len(list((place / "out" / "zero").glob("model.*/fp32.pt"))) > 1
+
+
+def test_inspect__imports_nothing_heavy(place: Path) -> None:
+    ran = finish(start_python(LOADED, "tailor", "inspect", place / "global_step7"))
+    assert ran.exit_code == 0
+    assert "numba" not in ran.err
+    assert "torch" not in ran.err
