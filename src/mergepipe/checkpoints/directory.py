@@ -253,8 +253,7 @@ def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
         message = "this is an adapter, which needs its base"
         return unsupported(root, message, "use it as an expert, or write base+adapter")
     foreign = [name for name in visible if name.endswith(_FOREIGN_SUFFIXES)]
-    gguf = [name for name in foreign if name.endswith(".gguf")]
-    if gguf:
+    if gguf := [name for name in foreign if name.endswith(GGUF_SUFFIX)]:
         message = f"holds {names_shown(gguf)}, GGUF files"
         return unsupported(root, message, f"name the file: {root / gguf[0]}")
     if foreign:

@@ -63,7 +63,7 @@ from mergepipe.snapshots.shards import (
     index_files,
     table_of,
 )
-from mergepipe.snapshots.staging import Staging, check_free_space, check_target, staging_directory
+from mergepipe.snapshots.staging import SPARE_BYTES, Staging, check_free_space, check_target, staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Digested, Store, traffic
 from mergepipe.storage.ledger import Purpose, Usage
@@ -77,8 +77,6 @@ if TYPE_CHECKING:
     from mergepipe.jobs.plan import PlanRequest
     from mergepipe.runs.parts import MadeParts
     from mergepipe.runs.remote_output import RemoteOutput
-
-SIDECAR_MARGIN_BYTES = 16 << 20
 
 BeforePublish = Callable[[Manifest, Path], None]
 """Looks at the finished manifest and the folder that it describes; what it raises prevents publishing."""
@@ -224,7 +222,7 @@ class MergeRun:
             names = [task.name for task in self._output.tasks]
             self._gguf = GGUFTarget.of(self._settings.file, planned_sidecars(self._inputs, self._store), names)
             weight_bytes *= 2
-        small_bytes = sum(map(len, planned.contents.values())) + SIDECAR_MARGIN_BYTES
+        small_bytes = sum(map(len, planned.contents.values())) + SPARE_BYTES
         check_free_space(self._settings.out, small_bytes + weight_bytes)
         return planned
 

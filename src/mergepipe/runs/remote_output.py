@@ -1,15 +1,15 @@
 """Publish a merge in a bucket or on the Hub.
 
 The output grows in a staging directory of this machine, as one for a folder does; each shard is uploaded when its last
-tensor is durable, while the next is made, and then its space is given back: what is left of it is its size, by which
-the run can be resumed.
+tensor is durable, and then its space is given back: what is left of it is its size, by which the run can be resumed.
+The next is made meanwhile where the disk has room for both.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
@@ -22,20 +22,18 @@ from mergepipe.runs.progress import MergeProgress
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.object_upload import HubUpload, ObjectUpload, Upload, check_apart
 from mergepipe.snapshots.shards import INDEX_NAME, TensorDigest, file_digest_of
-from mergepipe.snapshots.staging import Staging
+from mergepipe.snapshots.staging import SPARE_BYTES, Staging
 from mergepipe.storage import owned
 from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.objects import open_writer
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 
-SHARDS_ON_DISK: Final = 2
-"""The shard that is made, and the one that is uploaded or waits for that."""
 _LAST_NAMES: Final = (CONFIG_NAME, INDEX_NAME)  # what loaders look for first
 
 
 class RemoteOutput:
-    """One output elsewhere: a shard is uploaded while the next is made, then small files, then the manifest.
+    """One output elsewhere: one shard after the other is uploaded, then small files, then the manifest.
 
     It is the `DurableProgress` of its own run: a `MergeProgress` whose finished shards are uploaded by one thread.
     Shards that were made in parts (`is_made`) lie there already.
@@ -59,12 +57,12 @@ class RemoteOutput:
         self._ends = list(accumulate(len(shard.tensors) for shard in output.shards))
         self._roots: dict[str, str] = {}
         self._n_queued = 0
-        self._pending: deque[Future[None]] = deque()
+        self._pending: Future[None] | None = None
 
     @property
     def staged_bytes(self) -> int:
-        """The disk space that the shards need at once."""
-        return sum(sorted((shard.file_bytes for shard in self._shards), reverse=True)[:SHARDS_ON_DISK])
+        """The disk space that the shards need: that of the largest one."""
+        return max((shard.file_bytes for shard in self._shards), default=0)
 
     def has(self, shard: str, digest: str) -> bool:
         """Whether a shard that was sent with this digest is there."""
@@ -94,7 +92,7 @@ class RemoteOutput:
         return self._progress.is_due(pending_bytes) or waits
 
     def note(self, digests: Sequence[TensorDigest]) -> None:
-        """Record the tensors, then upload the shards that are complete; waits while too many are on the disk."""
+        """Record the tensors, then upload the shards that are complete; waits for that if the next has no room."""
         self._progress.note(digests)
         self._add(digests)
 
@@ -102,7 +100,7 @@ class RemoteOutput:
         """Upload all that is left, the manifest last."""
         if not self._is_made:
             self._add([TensorDigest(t.name, t.blake3, ()) for t in manifest.tensors[len(self._roots) :]])
-        self._wait(0)
+        self._wait()
         folder = self._staging.path
         small = (*manifest.sidecars, manifest.blocks)
         for record in sorted(small, key=lambda record: (record.name in _LAST_NAMES, record.name)):
@@ -114,14 +112,17 @@ class RemoteOutput:
     def _add(self, digests: Sequence[TensorDigest]) -> None:
         self._roots.update((digest.name, digest.root) for digest in digests)
         while self._n_queued < len(self._shards) and self._ends[self._n_queued] <= len(self._roots):
-            self._wait(SHARDS_ON_DISK - 2)  # the next is not begun before that: see `ShardWriter`
-            self._pending.append(self._pool.submit(self._send, self._n_queued))
+            self._wait()
+            self._pending = self._pool.submit(self._send, self._n_queued)
             self._n_queued += 1
+            free_bytes = shutil.disk_usage(self._staging.path).free - SPARE_BYTES
+            if self._n_queued < len(self._shards) and self._shards[self._n_queued].file_bytes > free_bytes:
+                self._wait()  # the next is not begun before that: see `ShardWriter`
 
-    def _wait(self, n_pending: int) -> None:
-        """Wait until at most so many uploads are under way or waiting; raises what one of them raised."""
-        while len(self._pending) > n_pending:
-            self._pending.popleft().result()
+    def _wait(self) -> None:
+        """Wait for the upload that is under way; raises what it raised."""
+        if self._pending is not None:
+            self._pending.result()
 
     def _send(self, index: int) -> None:
         """Upload a shard, record that, and give its space back."""

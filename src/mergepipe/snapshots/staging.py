@@ -161,6 +161,9 @@ def _name_of(record: object) -> str | None:
     return name if isinstance(name, str) else None
 
 
+SPARE_BYTES = 16 << 20  # for small files and records beside the weights
+
+
 def check_free_space(out: Path, needed_bytes: int) -> None:
     """Refuse to start if the file system of `out` cannot hold the result."""
     parent = out.absolute().parent

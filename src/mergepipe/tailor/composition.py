@@ -43,7 +43,7 @@ from mergepipe.snapshots.object_upload import (
     staging_place,
 )
 from mergepipe.snapshots.shards import INDEX_NAME
-from mergepipe.snapshots.staging import Staging, check_free_space, check_target
+from mergepipe.snapshots.staging import SPARE_BYTES, Staging, check_free_space, check_target
 from mergepipe.storage.contract import TRAINER_JSON_BYTES, Digested, FileId, Store, is_file, sidecar_limit
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -60,7 +60,6 @@ from mergepipe.tailor.recipes import CompositionRecipe, load_composition
 from mergepipe.tailor.self_check import ResultCheck
 
 OnProgress = Callable[[str, int, int], None]
-_MARGIN_BYTES = 16 << 20
 _COMPARED_BYTES = 16 << 20
 _LAST_NAMES = ("config.json", INDEX_NAME)
 _HEAD_BYTES = 4096
@@ -244,7 +243,7 @@ def publish(
     An output for a bucket is uploaded from its staging directory, which then goes: the same command sends again only
     what the bucket lacks.
     """
-    check_free_space(job.staged, job.plan.output_bytes + _MARGIN_BYTES)
+    check_free_space(job.staged, job.plan.output_bytes + SPARE_BYTES)
     run = _Run(store, job, options, on_progress, started)
     with ExitStack() as stack:
         upload = None if job.out.is_local else open_upload(job.out, force=options.force)

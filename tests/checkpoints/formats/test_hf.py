@@ -196,6 +196,7 @@ def test_choose_weights__prefers_index_then_model_then_the_only_candidate(names:
         ([], NotFoundError, ["found: nothing"]),
         (["optimizer.bin", "training_args.bin"], NotFoundError, ["training_args.bin"]),
         (["model.onnx"], UnsupportedError, ["model.onnx", "not yet read"]),
+        (["model-Q4.gguf"], UnsupportedError, ["holds 'model-Q4.gguf', GGUF files; name the file: x/model-Q4.gguf"]),
         (["adapter_config.json", "adapter_model.safetensors"], UnsupportedError, ["needs its base"]),
         (["adapter_config.json", "adapter_model.bin"], UnsupportedError, ["needs its base"]),
         (["a.safetensors", "b.safetensors"], CorruptError, ["'a.safetensors', 'b.safetensors'"]),
@@ -217,11 +218,4 @@ def test_open_checkpoint__names_gguf_by_its_first_bytes(tmp_path: Path, name: st
     (tmp_path / name).write_bytes(b"GGUF" + bytes([3, 0, 0, 0]) * 8)
     with pytest.raises(UnsupportedError, match=r"is a GGUF file by its first bytes; rename it to m\.gguf") as caught:
         open_checkpoint(MetadataStore(), Location.local(tmp_path / name))
-    assert caught.value.code == "checkpoint.unsupported"
-
-
-def test_open_checkpoint__names_gguf_files_of_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "model-Q4.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UnsupportedError, match=r"holds 'model-Q4\.gguf', GGUF files") as caught:
-        open_checkpoint(MetadataStore(), Location.local(tmp_path))
     assert caught.value.code == "checkpoint.unsupported"
