@@ -13,16 +13,31 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import MergePipeError
 from support.bucket_outputs import Killed, objects_below, served_bucket, watch_buckets
+from support.fault_server import BucketServer
 from support.hub_server import hub_server
+from support.remote_stores import set_environment
 from support.s3_server import S3Server
 from support.torch_bytes import torch_bytes
 from support.training_trees import decoder_shapes, known_states
 
 
 @pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    """A bucket that is read alone, of a server whose answers take little time."""
+    with BucketServer({}) as server:
+        set_environment(monkeypatch, server.url)
+        yield server
+
+
+@pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     with served_bucket(monkeypatch) as server:
         yield server
+
+
+def put(server: BucketServer, prefix: str, folder: Path) -> None:
+    for name, content in contents(folder).items():
+        server.put(f"bucket/{prefix}/{name}", content)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -35,9 +50,9 @@ def weights_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_export__of_a_bucket_is_that_of_a_folder(tmp_path: Path, bucket: S3Server, kind: str) -> None:
+def test_export__of_a_bucket_is_that_of_a_folder(tmp_path: Path, sources: BucketServer, kind: str) -> None:
     WRITERS[kind](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
-    bucket.put("bucket", {f"{kind}/at-9/{name}": file for name, file in contents(tmp_path / "at-9").items()})
+    put(sources, f"{kind}/at-9", tmp_path / "at-9")
     tailor.export(f"s3://bucket/{kind}/at-9", tmp_path / "out", dtype="bfloat16", self_check="full")
     tailor.export(tmp_path / "at-9", tmp_path / "local", dtype="bfloat16")
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local") != {}
@@ -45,11 +60,12 @@ def test_export__of_a_bucket_is_that_of_a_folder(tmp_path: Path, bucket: S3Serve
 
 @pytest.mark.parametrize("optimizer", ["none", "average"])
 @pytest.mark.parametrize("kind", ["zero2", "dcp", "verl"])
-def test_average__of_a_bucket_is_that_of_folders(tmp_path: Path, bucket: S3Server, kind: str, optimizer: str) -> None:
+def test_average__of_a_bucket_is_that_of_folders(
+    tmp_path: Path, sources: BucketServer, kind: str, optimizer: str
+) -> None:
     for step in (7, 9):
         FORMATS[kind](tmp_path / f"at-{step}", known_states(decoder_shapes(), seed=step, step=step))
-        files = contents(tmp_path / f"at-{step}").items()
-        bucket.put("bucket", {f"average-{kind}/at-{step}/{name}": file for name, file in files})
+        put(sources, f"average-{kind}/at-{step}", tmp_path / f"at-{step}")
     remote = [f"s3://bucket/average-{kind}/at-{step}" for step in (7, 9)]
     tailor.average(remote, tmp_path / "out", weights="wma", optimizer=optimizer)
     tailor.average([tmp_path / "at-7", tmp_path / "at-9"], tmp_path / "local", weights="wma", optimizer=optimizer)
