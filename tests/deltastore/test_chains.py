@@ -12,7 +12,7 @@ import pytest
 from packing_cases import SHAPES, PackFamily, halves, relabel, tree, write_model
 
 import mergepipe
-from mergepipe.deltastore.checkpoint import MOST_DEPTH
+from mergepipe.deltastore import checkpoint, job
 from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.options import MergeOptions
@@ -199,19 +199,21 @@ def test_chain__in_a_circle_is_one_error_of_every_operation_and_nothing_is_writt
     assert [path for path in (tmp_path / "new").rglob("*") if path.is_file()] == []
 
 
-def test_chain__is_not_packed_deeper_than_it_can_be_read(tmp_path: Path) -> None:
+def test_chain__is_not_packed_deeper_than_it_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (checkpoint, job):
+        monkeypatch.setattr(module, "MOST_DEPTH", 5)
     rng, last = np.random.default_rng(9), write_model(tmp_path / "base", {"w": halves(np.zeros((64, 64), np.float32))})
-    for step in range(MOST_DEPTH + 1):
+    for step in range(6):
         values = (rng.standard_normal((64, 64)) * 1e-2).astype(np.float32)
         expert = write_model(tmp_path / f"step-{step}", {"w": halves(values)})
         mergepipe.pack(last, [expert], tmp_path / "packed", threads=1)
         last = tmp_path / "packed" / expert.name
     mergepipe.unpack(last, tmp_path / "restored")
     assert tree(tmp_path / "restored") == tree(expert)
-    with pytest.raises(UnsupportedError, match="is at depth 32 of a chain, stores are packed on those at 31 at most"):
+    with pytest.raises(UnsupportedError, match="is at depth 5 of a chain, stores are packed on those at 4 at most"):
         mergepipe.pack(last, [write_model(tmp_path / "more", {"w": halves(values)})], tmp_path / "packed")
     assert not (tmp_path / "packed" / "more").exists()
-    assert mergepipe.pack(last, [tmp_path / "more"], tmp_path / "packed", chain=8).experts[0].is_new
+    assert mergepipe.pack(last, [tmp_path / "more"], tmp_path / "packed", chain=3).experts[0].is_new
 
 
 def test_chain__refuses_what_it_cannot_do(run: PackFamily, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,24 @@ import mergepipe
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.options import MergeOptions, OutputOptions
 
-pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
-torch: Any = pytest.importorskip("torch")
-transformers: Any = pytest.importorskip("transformers")
-peft: Any = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.transformers,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(find_spec("peft") is None, reason="needs the peft extra"),
+]
 
-TOKENS = torch.arange(1, 20)[None]
+
+@dataclass(frozen=True)
+class UsedModule:
+    """A module that is imported by its first use: of many workers only the one that runs these tests imports it."""
+
+    name: str
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self.name), attribute)
+
+
+torch, transformers, peft = (UsedModule(name) for name in ("torch", "transformers", "peft"))
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 COMMON = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -166,7 +180,7 @@ def trained(base: Path, out: Path, case: Case) -> Any:
 
 def logits(model: Any) -> Any:
     with torch.no_grad():
-        return model(TOKENS).logits
+        return model(torch.arange(1, 20)[None]).logits
 
 
 def loaded(path: Path) -> Any:

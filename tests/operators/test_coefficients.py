@@ -22,7 +22,7 @@ from support.training_trees import known_states, write_dcp, write_hf, write_zero
 N_LAYERS, N_EXPERTS = 4, 3
 SHAPES = {
     "embed.weight": (40, 30),
-    **{f"layers.{i}.mlp.weight": (400, 300) for i in range(N_LAYERS)},
+    **{f"layers.{i}.mlp.weight": (200, 150) for i in range(N_LAYERS)},
     "norm.weight": (77,),
 }
 WEIGHTED = [name for name, spec in operator_specs().items() if spec.is_weighted]

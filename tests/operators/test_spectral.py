@@ -18,7 +18,7 @@ from mergepipe.operators.spectral import calibrate
 from mergepipe.reports import Progress
 
 MATRIX, WIDE, EMBEDDING = "model.layers.0.a.weight", "model.layers.1.a.weight", "model.embed_tokens.weight"
-SHAPES = {MATRIX: [96, 64], WIDE: [64, 4096], EMBEDDING: [80, 64], "model.norm.weight": [64], "model.conv.w": [4, 8, 6]}
+SHAPES = {MATRIX: [96, 64], WIDE: [64, 1024], EMBEDDING: [80, 64], "model.norm.weight": [64], "model.conv.w": [4, 8, 6]}
 Array = NDArray[Any]
 
 

@@ -23,7 +23,7 @@ from support.families import TINY, write_family
 
 SHARD_BYTES = 30_000
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-MADE = [("ties", None), ("dare_linear", "60%"), ("linear", "40%"), ("linear", None)]
+MADE = [("ties", None), ("dare_linear", "60%"), ("linear", "40%")]
 
 
 @pytest.fixture(scope="module", params=MADE, ids=lambda made: f"{made[0]}-{made[1]}")

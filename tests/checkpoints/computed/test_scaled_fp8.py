@@ -203,8 +203,9 @@ def requantised(
     return made_codes, made_scales.reshape(kept_scales.shape)
 
 
-@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
-@pytest.mark.parametrize("scale_dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("scale_dtype", "method"), [(np.float32, "ties"), (ml_dtypes.bfloat16, "task_arithmetic")], ids=["ties", "sum"]
+)
 @pytest.mark.parametrize("kind", SCALES)
 def test_like_base__stores_what_changed_as_the_base_does_and_the_rest_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scale_dtype: type, method: str

@@ -118,9 +118,9 @@ def test_read_header__work_grows_linearly_with_the_tensors() -> None:
     assert calls_of_parsing(2000) < 2.1 * calls_of_parsing(1000)
 
 
-def test_read_header__reads_a_hundred_thousand_tensors() -> None:
-    records = {f"layers.{i}.weight": record(4 * i, 4 * i + 4) for i in range(100_000)}
-    assert len(parse(file_bytes(records, bytes(400_000))).entries) == 100_000
+def test_read_header__reads_tens_of_thousands_of_tensors() -> None:
+    records = {f"layers.{i}.weight": record(4 * i, 4 * i + 4) for i in range(20_000)}
+    assert len(parse(file_bytes(records, bytes(80_000))).entries) == 20_000
 
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
