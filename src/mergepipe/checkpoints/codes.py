@@ -431,34 +431,36 @@ class PackedBits(Scheme):
 class PackedTransposed(Scheme):
     """GPTQ and AWQ: integers of a weight stored (inputs, outputs) in words, `(code - zero) * scale` of a group.
 
-    GPTQ packs along the inputs, its zeros are one less than they say (`more` is 1) unless its format is `gptq_v2`, and
-    each input names its group. AWQ packs along the outputs, in the order `_AWQ_ORDER`. Stored: codes, zeros, scales,
-    and for GPTQ the groups of the inputs.
+    GPTQ packs along the inputs, its zeros are one less than they say (`more` is 1) unless its format is `gptq_v2`. AWQ
+    packs along the outputs, in the order `_AWQ_ORDER`. Stored: codes, zeros, scales, and the groups of the inputs where
+    they do not lie in order.
     """
 
     n_bits: int
     n_outputs: int
     more: int
     scale_kernel: int
+    is_awq: bool
     is_unit = True
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
-        per, n_words, is_gptq = *codes_in_words(self.n_bits), len(raw) > 3
+        per, n_words = codes_in_words(self.n_bits)
         scales_GR = decoded(raw[2], self.scale_kernel).reshape(-1, self.n_outputs)[:, rows.start : rows.stop]
         first = rows.start // per * per
         words = slice(rows.start // per * n_words, -(-rows.stop // per) * n_words)
         wanted = slice(rows.start - first, rows.stop - first)
         zeros_GW = raw[1].view(np.uint32).reshape(len(scales_GR), -1)[:, words]
         codes = raw[0].view(np.uint32)
-        if is_gptq:
+        group_C = np.arange(self.columns, dtype=np.int32) // (self.columns // len(scales_GR))
+        if len(raw) > 3:
+            group_C = raw[3].view(np.int32)
+        if self.is_awq:
+            codes_CR = _in_rows(codes.reshape(self.columns, -1)[:, words], 4, _AWQ_ORDER)[:, wanted]
+            zeros_GR = _in_rows(zeros_GW, 4, _AWQ_ORDER)[:, wanted]
+        else:
             codes_WR = codes.reshape(-1, self.n_outputs)[:, rows.start : rows.stop]
             codes_CR = _unpacked(codes_WR, self.n_bits).reshape(self.columns, -1)
             zeros_GR = _in_rows(zeros_GW, self.n_bits)[:, wanted]
-            group_C = raw[3].view(np.int32)
-        else:
-            codes_CR = _in_rows(codes.reshape(self.columns, -1)[:, words], 4, _AWQ_ORDER)[:, wanted]
-            zeros_GR = _in_rows(zeros_GW, 4, _AWQ_ORDER)[:, wanted]
-            group_C = np.arange(self.columns, dtype=np.int32) // (self.columns // len(scales_GR))
         zeros = zeros_GR.astype(np.float32) + self.more
         return np.ascontiguousarray(((codes_CR.astype(np.float32) - zeros[group_C]) * scales_GR[group_C]).T)
 

@@ -204,8 +204,7 @@ def is_adapter(names: Collection[str]) -> bool:
     """Whether a directory holds an adapter and no weights of a model beside it."""
     if ADAPTER_CONFIG_NAME not in names and not any(name in names for name in ADAPTER_NAMES):
         return False
-    visible = _visible(names)
-    return not any(fmt.files(visible) or fmt.indices(visible) for fmt in (SAFETENSORS, TORCH))
+    return not _has_weights(names)
 
 
 def choose_weights(root: Location, names: Collection[str]) -> Weights:
@@ -223,29 +222,22 @@ def choose_weights(root: Location, names: Collection[str]) -> Weights:
         indices, singles = fmt.indices(visible), fmt.files(visible)
         if len(indices) == 1:
             return Weights(indices[0], is_index=True)
-        if not indices and len(singles) == 1:
-            return _whole_file(root, singles[0], fmt)
-        if indices or singles:
-            raise _ambiguous(root, indices or singles, fmt)
+        candidates = indices or singles
+        if len(candidates) > 1:
+            listed = f"{len(candidates)} candidates: {names_shown(candidates)}"
+            message = f"there is neither {fmt.index} nor {fmt.single}, but {listed}"
+            raise damaged(root, message, "add the index of the shards, or name one file")
+        if singles:
+            shard = _SHARD.search(singles[0])
+            if shard and int(shard[2]) > 1:
+                message = f"holds only {shown(singles[0])}, one of {int(shard[2])} shards, and no {fmt.index}"
+                raise damaged(root, message, "download it again")
+            return Weights(singles[0], is_index=False)
     raise _no_weights(root, visible)
 
 
 def _visible(names: Collection[str]) -> list[str]:
     return sorted(name for name in names if not name.startswith("."))
-
-
-def _whole_file(root: Location, name: str, fmt: _Format) -> Weights:
-    shard = _SHARD.search(name)
-    if shard and int(shard[2]) > 1:
-        message = f"holds only {shown(name)}, one of {int(shard[2])} shards, and no {fmt.index}"
-        raise damaged(root, message, "download it again")
-    return Weights(name, is_index=False)
-
-
-def _ambiguous(root: Location, candidates: list[str], fmt: _Format) -> MergePipeError:
-    listed = f"{len(candidates)} candidates: {names_shown(candidates)}"
-    message = f"there is neither {fmt.index} nor {fmt.single}, but {listed}"
-    return damaged(root, message, "add the index of the shards, or name one file")
 
 
 def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
@@ -448,8 +440,11 @@ def _architecture(store: Store, folder: Location) -> object:
 
 def _read_component(store: Store, root: Location, folder: str, names: Collection[str]) -> list[WeightFile]:
     """Read what the weight files of a component say they hold; files and tensors are named by its folder."""
-    of_stem = list(filter(_OF_PIPELINE.fullmatch, names)) or names
-    return [_in_component(file, folder) for file in _read_weights(store, root / folder, frozenset(of_stem))]
+    files = []
+    for file in _read_weights(store, root / folder, list(filter(_OF_PIPELINE.fullmatch, names)) or names):
+        entries = tuple(replace(entry, name=f"{folder}/{entry.name}") for entry in file.entries)
+        files.append(WeightFile(replace(file.fingerprint, name=f"{folder}/{file.fingerprint.name}"), entries))
+    return files
 
 
 def _has_weights(names: Collection[str]) -> bool:
@@ -473,12 +468,6 @@ def stored_name(tensor: str, file: str) -> str:
     """The name of a tensor in the header of its file: without the folder of its component."""
     folder = file.rpartition("/")[0]
     return tensor.removeprefix(f"{folder}/") if folder else tensor
-
-
-def _in_component(file: WeightFile, folder: str) -> WeightFile:
-    """Name a file and its tensors as those of a component."""
-    entries = tuple(replace(entry, name=f"{folder}/{entry.name}") for entry in file.entries)
-    return WeightFile(replace(file.fingerprint, name=f"{folder}/{file.fingerprint.name}"), entries)
 
 
 def list_names(store: Store, folder: Location) -> frozenset[str]:
@@ -586,7 +575,10 @@ def find_sidecars(
 
     `folders` are the names in the folders of its components.
     """
-    sidecars = [name for name in names if _is_sidecar(name)]
+    sidecars = [
+        name for name in names
+        if name in SIDECAR_NAMES or any(fnmatchcase(name, pattern) for pattern in _SIDECAR_PATTERNS)
+    ]  # fmt: skip
     if TEMPLATE_FOLDER in names and is_folder(store, root / TEMPLATE_FOLDER):
         templates = list_names(store, root / TEMPLATE_FOLDER)
         sidecars += [f"{TEMPLATE_FOLDER}/{name}" for name in templates if name.endswith(".jinja")]
@@ -596,10 +588,6 @@ def find_sidecars(
     for name in sorted(sidecars):
         stat_present(store, root, name)
     return tuple(sorted(sidecars))
-
-
-def _is_sidecar(name: str) -> bool:
-    return name in SIDECAR_NAMES or any(fnmatchcase(name, pattern) for pattern in _SIDECAR_PATTERNS)
 
 
 def _checkpoint(path: Location, root: Location, files: list[WeightFile], sidecars: tuple[str, ...]) -> Checkpoint:

@@ -268,18 +268,18 @@ class _Finder:
         per, n_words = codes_in_words(n_bits)
         columns = codes.shape[0] * (1 if is_awq else per) // n_words
         groups_of_inputs = self._entries(f"{stem}.g_idx")
-        if not groups or zeros.dtype != codes.dtype or (is_awq and columns % groups):
+        if not groups or zeros.dtype != codes.dtype:
             return
-        if not is_awq:
-            if not groups_of_inputs or groups_of_inputs[0].dtype != codes.dtype:
-                return
+        if groups_of_inputs and not is_awq:
             self._check_groups(groups_of_inputs[0], columns, groups)
             parts += groups_of_inputs
+        elif columns % groups or not (is_awq or _is_in_order(stated, columns // groups)):
+            return
         if is_awq and codes.shape[1] * per != n_outputs:
             message = f"{shown(scales.name)} has {n_outputs} outputs, and {shown(codes.name)} {codes.shape[1] * per}"
             raise damaged(self._checkpoint.path, message, "download it again")
         more = 0 if is_awq or stated.get("checkpoint_format") == "gptq_v2" else 1
-        scheme = PackedTransposed(columns, n_bits, n_outputs, more, scales.kernel_code)
+        scheme = PackedTransposed(columns, n_bits, n_outputs, more, scales.kernel_code, is_awq)
         tensor = CodedTensor(f"{stem}.weight", (n_outputs, columns), parts, scheme, _of_16_bits(scales))
         wanted = [[groups, -(-n_outputs // per) * n_words], [groups, n_outputs], [columns]]
         self._add(f"{'AWQ' if is_awq else 'GPTQ'} of {n_bits} bits", tensor, wanted=wanted)
@@ -321,6 +321,12 @@ def stored_like(store: Store, base: Checkpoint, merged: Mapping[str, Readable]) 
     return tensors
 
 
+def _is_in_order(stated: Mapping[str, object], group_size: int) -> bool:
+    """Whether a configuration of GPTQ says that inputs lie in the order of their groups, so that none is named."""
+    is_gptq = str(stated.get("packing_format", "auto_gptq")).endswith("auto_gptq")  # of auto-round
+    return is_gptq and not stated.get("desc_act") and stated.get("group_size") in (-1, group_size)
+
+
 def _counts(stated: object) -> tuple[int, ...]:
     """Return whole numbers that are not negative; none if anything else is among them."""
     numbers = stated if isinstance(stated, list) else []
@@ -358,7 +364,12 @@ def _block_of(
         return 1, max(1, columns)
     if scales.shape == blocks:
         return block
-    if len(scales.shape) == 2 and scales.shape[0] == rows and scales.n_elements and not columns % scales.shape[1]:
+    if (
+        len(scales.shape) == 2
+        and scales.shape[0] == rows
+        and 0 < scales.shape[1] < columns
+        and not columns % scales.shape[1]
+    ):
         return 1, columns // scales.shape[1]
     message = (
         f"{shown(scales.name)} has the shape {list(scales.shape)}; for {shown(codes.name)} of {list(codes.shape)} it"
@@ -388,13 +399,10 @@ def _code_format(name: str, tensors: Mapping[str, Readable]) -> str:
 
 
 def _scaled(name: str, tensors: Mapping[str, Readable]) -> str:
-    match = _SCALE.fullmatch(name)
-    if not match:
-        return ""
-    for beside in (f"{match[1]}.weight", match[1]):
-        tensor = tensors.get(beside)
-        if tensor is not None and _is_code(tensor):
-            return f"{tensor.dtype.name} with scales"
+    if match := _SCALE.fullmatch(name):
+        for beside in (f"{match[1]}.weight", match[1]):
+            if beside in tensors and _is_code(tensors[beside]):
+                return f"{tensors[beside].dtype.name} with scales"
     return ""
 
 
@@ -410,21 +418,22 @@ def _declared(store: Store, checkpoint: Checkpoint) -> str:
         folder = component_of(tensor.name, checkpoint.components)
         if stated[folder]:
             method = shown(stated[folder].get("quant_method", "unnamed"))
-            name = f"{folder}/{CONFIG_NAME}" if folder else CONFIG_NAME
-            return f"{name} declares the quantisation {method}, and {shown(tensor.name)} is {tensor.dtype.name}"
+            stored = f"{shown(tensor.name)} is {tensor.dtype.name}"
+            return f"{_config_name(folder)} declares the quantisation {method}, and {stored}"
     return ""
 
 
 def _quantization_configs(store: Store, checkpoint: Checkpoint) -> dict[str, Mapping[str, object]]:
-    """Return the quantisation configs of a checkpoint and of its components, by folder."""
-    return {folder: _quantization_config(store, checkpoint, folder) for folder in ("", *checkpoint.components)}
+    """Return the quantisation configs of a checkpoint and of its components, by folder; empty where there is none."""
+    stated: dict[str, Mapping[str, object]] = {}
+    for folder in ("", *checkpoint.components):
+        name, config = _config_name(folder), None
+        if name in checkpoint.sidecars:
+            raw = store.read_small(checkpoint.root / name, CONFIG_BYTES)
+            config = parse_object(raw, where=checkpoint.root / name, code="checkpoint.damaged").get(QUANTIZATION_KEY)
+        stated[folder] = config if isinstance(config, dict) else {}
+    return stated
 
 
-def _quantization_config(store: Store, checkpoint: Checkpoint, folder: str) -> Mapping[str, object]:
-    """Return the quantisation config of one folder; empty where it has none."""
-    name = f"{folder}/{CONFIG_NAME}" if folder else CONFIG_NAME
-    if name not in checkpoint.sidecars:
-        return {}
-    raw = store.read_small(checkpoint.root / name, CONFIG_BYTES)
-    config = parse_object(raw, where=checkpoint.root / name, code="checkpoint.damaged").get(QUANTIZATION_KEY)
-    return config if isinstance(config, dict) else {}
+def _config_name(folder: str) -> str:
+    return f"{folder}/{CONFIG_NAME}" if folder else CONFIG_NAME

@@ -144,9 +144,9 @@ def pieces_of(name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         return (Piece(match["layer"], int(match["expert"]), _ROLES[match["role"]]),)
     if match := _ROUTER_NAME.fullmatch(name):
         return (Piece(match["layer"], ROUTER, "router"),)
-    if (match := _FUSED_NAME.fullmatch(name)) and _is_fused(shape, len(_FUSED[match["roles"]])):
-        roles = _FUSED[match["roles"]]
-        return tuple(Piece(match["layer"], expert, role) for expert in range(shape[0]) for role in roles)
+    layer, roles = fused_name(name) or ("", ())
+    if roles and len(shape) == 3 and 0 < shape[0] <= _MOST_EXPERTS and shape[1] % len(roles) == 0:
+        return tuple(Piece(layer, expert, role) for expert in range(shape[0]) for role in roles)
     return ()
 
 
@@ -159,10 +159,6 @@ def fused_name(name: str) -> tuple[str, tuple[str, ...]] | None:
 def inputs_first(name: str, names: Collection[str]) -> bool:
     """Whether stacked experts have inputs before outputs: those of gpt-oss, which alone have biases among `names`."""
     return fused_name(name) is not None and f"{name}_bias" in names
-
-
-def _is_fused(shape: tuple[int, ...], n_roles: int) -> bool:
-    return len(shape) == 3 and 0 < shape[0] <= _MOST_EXPERTS and shape[1] % n_roles == 0
 
 
 def _stock(spare: Mapping[str, Readable]) -> Iterator[tuple[Piece, _Part]]:

@@ -16,7 +16,7 @@ from small_models import write_adapter, write_model
 from small_models import write_recipe as recipe
 
 import mergepipe
-from mergepipe.errors import CorruptError
+from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.options import MergeOptions
 
 Tensors = dict[str, NDArray[Any]]
@@ -98,15 +98,16 @@ def mxfp4(seed: int) -> tuple[Tensors, NDArray[np.float64]]:
     return {"l.weight_packed": pairs, "l.weight_scale": scales}, E2M1[codes] * 2.0 ** (spread(scales, 32) - 127)
 
 
-def gptq(seed: int, n_bits: int = 4) -> tuple[Tensors, NDArray[np.float64]]:
+def gptq(seed: int, n_bits: int = 4, *, is_in_order: bool = False) -> tuple[Tensors, NDArray[np.float64]]:
     most, groups = 1 << n_bits, COLUMNS // GROUP
     codes, zeros = codes_of(seed, most, COLUMNS, ROWS), codes_of(seed + 1, most - 1, groups, ROWS)
     scales = uniform(seed, groups, ROWS).astype(np.float16)
-    order = np.random.default_rng(seed).permutation(np.arange(COLUMNS) // GROUP).astype(np.int32)
+    order = (np.arange(COLUMNS) // GROUP).astype(np.int32)
+    order = order if is_in_order else np.random.default_rng(seed).permutation(order)
     tensors: Tensors = {
         "l.qweight": in_words(codes, n_bits, 0), "l.qzeros": in_words(zeros, n_bits, 1), "l.scales": scales,
-        "l.g_idx": order,
     }  # fmt: skip
+    tensors |= {} if is_in_order else {"l.g_idx": order}
     return tensors, ((codes - (zeros + 1.0)[order]) * scales.astype(np.float64)[order]).T
 
 
@@ -158,6 +159,7 @@ SCHEMES: Mapping[str, Callable[[int], tuple[Tensors, NDArray[np.float64]]]] = {
     "NVFP4, of ModelOpt": modelopt,
     "MXFP4": mxfp4,
     "GPTQ of 4 bits": gptq,
+    "GPTQ of 4 bits, no order named": lambda seed: gptq(seed, is_in_order=True),  # of auto-round
     "GPTQ of 3 bits": lambda seed: gptq(seed, 3),
     "GPTQ of 8 bits": lambda seed: gptq(seed, 8),
     "AWQ of 4 bits": awq,
@@ -179,8 +181,8 @@ def test_merge__of_codes_has_their_numbers_and_reads_stored_bytes_within_its_bud
     tmp_path: Path, scheme: str
 ) -> None:
     parts = [SCHEMES[scheme](seed) for seed in (0, 10)]
-    bits: dict[str, Any] = {"bits": int(scheme[8])} if scheme.startswith("GPTQ") else {}
-    base, one = (model(tmp_path / str(k), tensors, **bits) for k, (tensors, _) in enumerate(parts))
+    more: dict[str, Any] = {"bits": int(scheme[8]), "group_size": GROUP} if scheme.startswith("GPTQ") else {}
+    base, one = (model(tmp_path / str(k), tensors, **more) for k, (tensors, _) in enumerate(parts))
     path = recipe(tmp_path, "linear", base, one, dtype="float32")
     report = mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
     merged = load_file(tmp_path / "out" / "model.safetensors")
@@ -206,6 +208,15 @@ def test_merge__of_groups_that_are_not_named_takes_them_side_by_side(tmp_path: P
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert merged.keys() == {"l.weight", "norm.weight"}
     np.testing.assert_allclose(merged["l.weight"], numbers, rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "more", [{"desc_act": True, "group_size": GROUP}, {"group_size": 32}, {"packing_format": "auto_round:other"}]
+)
+def test_check__refuses_gptq_that_names_no_groups_where_its_order_is_not_told(tmp_path: Path, more: Any) -> None:
+    path = model(tmp_path / "m", gptq(0, is_in_order=True)[0], **more)
+    with pytest.raises(UnsupportedError, match=r"quantised \(GPTQ or AWQ\)"):
+        mergepipe.check(recipe(tmp_path, "linear", path, path))
 
 
 def test_merge__of_gptq_v2_takes_zeros_as_they_are(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_merge__refuses_a_packed_expert_of_a_quantised_base(tmp_path: Path) -> N
     [
         ({"weight_scale_inv": (2, 2)}, r"\[2, 2\]; .* must be \[1\], \[200, groups of columns\] or \[2, 3\]"),
         ({"weight_scale": (200, 7)}, r"\[200, 7\]; .* must be"),
+        ({"weight_scale": SHAPE}, r"\[200, 300\]; .* must be"),
         ({"weight_scale": (200, 1), "weight_scale_inv": (2, 3)}, "'l.weight' has two scales, '.*scale' and '.*_inv'"),
     ],
 )
