@@ -20,7 +20,6 @@ from mergepipe.errors import LimitError, MergePipeError, RecipeError
 from mergepipe.kernels import compiled
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.tailor import api as tailor
-from support.refusals import refuses
 
 TOO_MANY = 99999999999999999999
 THREADS = [(0, "option.out-of-range"), (-1, "option.out-of-range"), (options.MAX_THREADS + 1, "option.invalid"),
@@ -74,14 +73,6 @@ def test_api__absurd_numbers_end_in_a_typed_error_before_anything_is_opened(row:
         codes.append(caught.value.code)
         assert len(str(caught.value)) < 300
     assert codes == [code for _, code in values]
-
-
-@pytest.mark.parametrize("name", ["select", "where_omitted"])
-def test_plan_options__know_a_mistyped_choice(name: str) -> None:
-    default = {"select": "norm", "where_omitted": "keep"}[name]
-    with refuses(RecipeError, "option.invalid") as caught:
-        PlanOptions(**{name: default[:-1]})  # type: ignore[arg-type]
-    assert default in str(caught.value)
 
 
 def test_options__are_checked_again_when_they_are_changed() -> None:

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from mergepipe import api
 from mergepipe.core.blocks import F32
-from mergepipe.errors import CorruptError, MergePipeError, MismatchError, RecipeError
+from mergepipe.errors import CorruptError, MergePipeError, MismatchError
 from mergepipe.options import PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan, parse_plan
 from support.budgets import GRAIN, TensorPlanOf
@@ -175,8 +175,3 @@ def test_importance__tensors_that_do_not_fit_are_refused(
     with pytest.raises(MismatchError, match=f"tensor 'layers.1.wide' {message}") as caught:
         planned(setting, tmp_path / "elements.safetensors")
     assert caught.value.code == "importance.mismatch"
-
-
-def test_importance__needs_a_sample() -> None:
-    with pytest.raises(RecipeError, match="importance: has no effect with select"):
-        PlanOptions(select="norm", importance="importance.json")

@@ -250,13 +250,6 @@ def test_catalog__a_read_only_file_is_a_storage_error_when_it_is_written(reachab
         assert len(catalog.snapshots()) == 30
 
 
-@pytest.mark.parametrize("inner", ["", "deeper"])
-def test_open__a_home_that_is_a_file_is_a_storage_error(tmp_path: Path, inner: str) -> None:
-    (tmp_path / "file").touch()
-    with refuses(StorageError, "catalog.permission"):
-        Catalog.open(tmp_path / "file" / inner)
-
-
 def test_open__a_catalog_that_is_a_directory_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / CATALOG_NAME).mkdir()
     with refuses(StorageError, "catalog.not-a-file"):

@@ -121,12 +121,6 @@ def test_rebuild__a_moved_snapshot_moves_with_all_that_was_known(tmp_path: Path,
         assert moved.created == NOON
 
 
-def test_rebuild__a_root_that_is_not_there_is_an_error_before_anything_happens(tmp_path: Path) -> None:
-    with refuses(NotFoundError, "storage.not-found"):
-        rebuild(tmp_path / "home", [tmp_path / "nowhere"])
-    assert not (tmp_path / "home").exists()
-
-
 def test_rebuild__waits_for_a_writer_and_then_says_so(tmp_path: Path) -> None:
     family(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "home" / CATALOG_NAME, isolation_level=None)) as other:

@@ -46,12 +46,6 @@ def test_show__says_how_many_digits_a_sid_needs(work: Workplace, run: Runner) ->
     assert run("show", sid[:4]).exit_code == 0
 
 
-@pytest.mark.parametrize("group", ["lora", "tailor", "catalog"])
-def test_group__without_a_command_is_refused_in_one_line(run: Runner, group: str) -> None:
-    ran = run(group)
-    assert (ran.exit_code, ran.err) == (2, f"error: Missing command; see 'mergepipe {group} --help' [option.invalid]\n")
-
-
 def test_check__writes_nothing(work: Workplace, run: Runner) -> None:
     before = sorted(work.root.rglob("*"))
     run("check", work.recipe)
@@ -76,12 +70,6 @@ def _add_tensor(model: Path, name: str) -> None:
     header[name] = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :] + bytes(4))
-
-
-def test_check__debug_behind_a_double_dash_is_a_file_name(run: Runner) -> None:
-    ran = run("check", "--", "--debug")
-    assert ran.exit_code == 3
-    assert "Traceback" not in ran.err
 
 
 def test_check__refuses_what_the_base_does_not_have_unless_it_is_allowed(work: Workplace, run: Runner) -> None:

@@ -89,18 +89,3 @@ def test_merge__debug_adds_the_traceback(work: Workplace, run: Runner) -> None:
     assert ran.exit_code == 7
     assert ran.err.startswith("Traceback (most recent call last):")
     assert ran.error_lines[-1].endswith("[output.exists]")
-
-
-def test_merge__an_interruption_after_publication_tells_the_truth(
-    work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = api.merge
-
-    def merge_then_interrupt(recipe: str, out: str, **_options: object) -> MergeReport:
-        real(recipe, out)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(api, "merge", merge_then_interrupt)
-    ran = run("merge", work.recipe, work.out)
-    assert ran.exit_code == 130
-    assert ran.error_lines == [f"interrupted: {work.out}: was complete by then, and is published"]

@@ -104,20 +104,6 @@ def test_root__version(run: Runner) -> None:
     assert run("--version").out == f"mergepipe {mergepipe.__version__}\n"
 
 
-def test_root__a_mistyped_command_is_recognised(run: Runner) -> None:
-    ran = run("mrge", "r", "o")
-    assert ran.exit_code == 2
-    assert len(ran.error_lines) == 1
-    assert "Did you mean 'merge'?" in ran.err
-
-
-def test_root__a_missing_argument_is_named(run: Runner) -> None:
-    ran = run("merge", "recipe.yml", "--json")
-    assert ran.exit_code == 2
-    assert ran.error_lines == ["error: Missing argument 'OUT'; see 'mergepipe merge --help' [option.invalid]"]
-    assert ran.json()["error"]["code"] == "option.invalid"
-
-
 def test_module__is_the_command_too() -> None:
     command = [sys.executable, "-m", "mergepipe", "--version"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("mergepipe ")
@@ -129,15 +115,6 @@ def test_output__a_closed_pipe_ends_the_command_quietly() -> None:
     ran = finish(start_command("--help", stdout=writing))
     os.close(writing)
     assert (ran.exit_code, ran.err) == (141, "")
-
-
-def test_output__a_full_disk_behind_it_is_an_error_of_one_line(tmp_path: Path) -> None:
-    recipe = make_workplace(tmp_path).recipe
-    with Path("/dev/full").open("w") as full:
-        ran = finish(start_command("check", recipe, stdout=full))
-    assert ran.exit_code == 8
-    assert len(ran.error_lines) == 1
-    assert ran.err.endswith("[output.report]\n")
 
 
 def test_output__names_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from mergepipe.deltastore.index import (
     index_digest,
 )
 from mergepipe.deltastore.tensor import PackedTensor
-from mergepipe.errors import CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
+from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -132,21 +132,11 @@ def test_pack__goes_on_where_stores_are_there(odd: Packed, tmp_path: Path) -> No
     assert tree(odd.store) == before
 
 
-def test_pack__refuses_two_experts_of_one_name_and_files_it_needs_the_names_of(odd: Packed, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError) as twice:
-        pack(odd.base, [odd.expert, odd.expert], tmp_path / "other")
-    assert twice.value.code == "option.conflict"
+def test_pack__refuses_files_it_needs_the_names_of(odd: Packed, tmp_path: Path) -> None:
     (odd.expert / INDEX_NAME).write_text("{}")
     with pytest.raises(UnsupportedError) as named:
         pack(odd.base, [odd.expert], tmp_path / "other")
     assert named.value.code == "pack.unsupported"
-
-
-def test_pack__refuses_a_store_as_an_expert(odd: Packed, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        pack(odd.base, [odd.store], tmp_path / "other")
-    assert caught.value.code == "model.unsupported"
-    assert not (tmp_path / "other").exists()
 
 
 def test_pack__refuses_links_to_directories_which_it_would_lose(odd: Packed, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from packing_cases import SHAPES, PackFamily, halves, make_family, store_tree, w
 
 import mergepipe
 from mergepipe.deltastore import encode_pass as pack_pass
-from mergepipe.errors import ConflictError, LimitError
+from mergepipe.errors import ConflictError
 from mergepipe.reports import Progress
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage.ledger import Purpose
@@ -94,12 +94,6 @@ def test_pack__of_an_expert_that_changes_meanwhile_publishes_the_others(
     assert store_tree(tmp_path / "stores" / "expert-2") == {
         name.removeprefix("expert-2/"): content for name, content in wanted.items() if name.startswith("expert-2/")
     }
-
-
-def test_pack__refuses_no_threads_before_it_writes(family: PackFamily, tmp_path: Path) -> None:
-    with pytest.raises(LimitError):
-        mergepipe.pack(family.base, family.experts, tmp_path / "stores", threads=0)
-    assert not (tmp_path / "stores").exists()
 
 
 def test_pack__refuses_a_place_where_another_run_packs(family: PackFamily, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mergepipe
-from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError
+from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.jobs.evaluate import parse_evaluation, parse_objective
 from mergepipe.jobs.evaluations import retrieval_on_pairs, tasks_of_lm_eval, write_text_importance
 from mergepipe.options import PlanOptions
@@ -112,17 +112,6 @@ def test_text__a_text_without_tokens_is_refused(family: Path) -> None:
     (family / "text.txt").write_text("a")
     with pytest.raises(UnsupportedError, match="fewer than two tokens"):
         measured(family, "expert-1")
-
-
-def test_text__that_is_not_there_is_named(family: Path) -> None:
-    (family / "text.txt").unlink()
-    with pytest.raises(NotFoundError, match=r"text\.txt"):
-        measured(family, "expert-1")
-
-
-def test_text__needs_a_place_for_the_result(family: Path) -> None:
-    with pytest.raises(RecipeError, match="text: has no meaning by itself; add importance_out"):
-        mergepipe.analyze(family / "base", [family / "expert-1"], text=family / "text.txt")
 
 
 LM_EVAL = """#!{python}

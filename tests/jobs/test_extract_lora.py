@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
-from mergepipe.errors import MismatchError, RecipeError
 from mergepipe.jobs.extract_lora import EXACT_SIDE, truncated_svd
 from mergepipe.runs.adapters import target_modules
-from support.refusals import refuses
 
 Q, DOWN, NORM, EMBED = (
     "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight",
@@ -120,19 +118,6 @@ def test_extract_lora__takes_no_embedding_for_a_linear_layer(tmp_path: Path) -> 
     report = mergepipe.extract_lora(base, model, tmp_path / "lora", rank=1)
     assert {tensor.name for tensor in report.tensors} == {Q, DOWN}
     assert {left.name for left in report.left} == {EMBED, NORM, *names}
-
-
-def test_extract_lora__of_equal_models_publishes_nothing(tmp_path: Path) -> None:
-    base, _ = write_pair(tmp_path)
-    with refuses(MismatchError, "extract.nothing"):
-        mergepipe.extract_lora(base, base, tmp_path / "lora", rank=2)
-    assert not (tmp_path / "lora").exists()
-
-
-@pytest.mark.parametrize(("options", "code"), [({}, "option.missing"), ({"energy": 1.5}, "option.invalid")])
-def test_extract_lora__refuses_what_says_nothing(tmp_path: Path, options: dict[str, float], code: str) -> None:
-    with refuses(RecipeError, code):
-        mergepipe.extract_lora("base", "model", tmp_path / "lora", **options)  # type: ignore[arg-type]
 
 
 def test_target_modules__are_named_in_full_where_a_last_name_means_others_too() -> None:

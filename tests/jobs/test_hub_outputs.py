@@ -227,13 +227,6 @@ def test_export__to_the_hub_is_one_commit(hub: HubServer, tmp_path: Path, monkey
     assert [name for name in wanted if name != MANIFEST_NAME and files[name] != wanted[name]] == []
 
 
-def test_parts__are_not_made_for_the_hub(family: Path, hub: HubServer, tmp_path: Path) -> None:
-    plan = mergepipe.plan(family / "recipe.yml", "50%", home=tmp_path)
-    with refuses(OutputError, "output.place"):
-        mergepipe.run_part(plan, f"hf://{MODEL}", (1, 2), home=tmp_path)
-    assert hub.n_commits(MODEL) == 1
-
-
 @pytest.mark.parametrize(("mode", "is_ignored"), [("regular", False), ("lfs", True)])
 def test_merge__loses_no_shard_that_the_hub_stores_otherwise(
     family: Path, hub: HubServer, tmp_path: Path, mode: str, is_ignored: bool

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe.errors import ConflictError, MergePipeError, OutputError, RecipeError, StorageError, UnsupportedError
+from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError, UnsupportedError
 from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.reports import MergeReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
@@ -293,11 +293,6 @@ def test_merge__into_a_store_that_ignores_conditions_is_refused(
 # --- refusals ---
 
 
-def test_merge__into_a_bucket_refuses_force(bench: Bench, out: str) -> None:
-    with refuses(RecipeError, "option.conflict"):
-        mergepipe.merge(bench.recipe(), out, force=True)
-
-
 def test_merge__never_writes_among_objects_of_others(bench: Bench, out: str) -> None:
     folder = BucketFolder(Location.parse(out))
     folder.create("notes.txt", b"mine")
@@ -307,9 +302,3 @@ def test_merge__never_writes_among_objects_of_others(bench: Bench, out: str) -> 
     folder.create(MANIFEST_NAME, json.dumps({}).encode())
     with refuses(OutputError, "output.exists"):
         bench.merge(out)
-
-
-@pytest.mark.parametrize("place", ["http://host/folder", "https://host/folder"])
-def test_merge__into_a_store_that_takes_no_outputs_is_refused(bench: Bench, place: str) -> None:
-    with refuses(MergePipeError, "output.place"):
-        bench.merge(place)

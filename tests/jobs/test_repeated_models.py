@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import mergepipe
-from mergepipe.errors import RecipeError
 from mergepipe.options import MergeOptions, RunOptions
 from support.families import TINY, write_family
 
@@ -125,9 +124,3 @@ def test_merge__of_slices_takes_layers_of_one_model_twice(family: Path) -> None:
     text = (family / "slices.yml").read_text()
     (family / "copies.yml").write_text(text.replace("expert-1, layer_range: [1", "copy, layer_range: [1"))
     assert merged(family / "slices.yml", "slices") == merged(family / "copies.yml", "copies")
-
-
-def test_strict__refuses_a_model_that_is_listed_twice(family: Path) -> None:
-    with pytest.raises(RecipeError) as caught:
-        mergepipe.check(recipe(family, "linear", ["expert-1", "expert-1"]), strict=True)
-    assert [problem.code for problem in caught.value.problems] == ["recipe.unclear"]

@@ -113,23 +113,6 @@ def test_search__chooses_among_values_and_on_a_logarithm(family: Path) -> None:
     assert all(isinstance(weight, float) and 1e-3 <= weight <= 1.0 for weight in weights)
 
 
-@pytest.mark.parametrize(
-    ("first", "words"),
-    [
-        (0.5, "nothing in the recipe is to be searched"),
-        ({"search": 0.5}, r"a search is over \[low, high\] or a list of values, found 0.5"),
-        ({"search": [1.0, 0.0]}, r"\[1, 0\] is no range: low < high is needed"),
-        ({"search": [0.0, 1.0], "log": True}, "0 < low < high is needed"),
-        ({"search": [0.0, 1.0], "step": 2}, "'step' means nothing here"),
-        ({"search": ["a", "b"], "log": True}, "'log' is for two numbers"),
-    ],
-)
-def test_search__refuses_what_is_no_range(family: Path, first: object, words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
-        mergepipe.search(write_recipe(family, first), family / "best", len, trials=1)
-    assert not (family / "best.study").exists()
-
-
 def test_search__marks_a_trial_that_fails_and_goes_on(family: Path) -> None:
     code = """
 weight = json.loads((folder / "mergepipe.json").read_text())

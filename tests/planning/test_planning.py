@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.errors import LimitError, RecipeError
+from mergepipe.errors import LimitError
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH, NOTHING_KEPT, Cut
 from mergepipe.planning.budget import (
     AdjustPolicy,
     BudgetRequest,
     ByteBudget,
-    OnOmit,
     PlanningChoices,
     Policy,
     ShareBudget,
@@ -305,16 +304,6 @@ def test_plan__of_what_is_not_known_spreads_over_experts_and_tensors(operator: s
     assert len(layers) >= 4
     if operator != "ties":
         assert any(0 < sum(tensor == name for _, tensor, _ in read) < 12 for name in SPREAD_SIZES)
-
-
-def test_plan__refuses_to_renormalise_fixed_coefficients() -> None:
-    options = PlanningChoices(on_omit=OnOmit.RENORMALIZE)
-    for operator in ("task_arithmetic", "ties"):
-        with pytest.raises(RecipeError) as caught:
-            plan_of(make(operator).problem, options=options)
-        assert caught.value.code == "option.conflict"
-    plan = plan_of(make("linear").problem, ShareBudget(Fraction(1, 2)), options=options)
-    assert plan.on_omit == "renormalize"
 
 
 @pytest.mark.parametrize("operator", ["linear", "passthrough"])

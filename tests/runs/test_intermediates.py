@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
-from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, RecipeError
 from mergepipe.runs.inputs import open_inputs
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -92,13 +92,6 @@ def test_check__tells_of_all_documents(folder: Path) -> None:
     both = recipe(folder, "both.yml", f"name: made\n{TIES}---\n{OUTER.replace('MIDDLE', 'made')}")
     report = mergepipe.check(both)
     assert (report.merged_tensors, [copied.tensor for copied in report.copied]) == (3, ["ids"])
-
-
-def test_plan__does_not_reach_into_other_documents(folder: Path) -> None:
-    both = recipe(folder, "both.yml", f"name: made\n{SUM}---\n{OUTER.replace('MIDDLE', 'made')}")
-    with pytest.raises(UnsupportedError, match="merge that document first") as caught:
-        mergepipe.plan(both, budget="50%", home=folder / "home")
-    assert caught.value.problems[0].code == "plan.unsupported"
 
 
 @pytest.mark.parametrize("model", ["made+adapter", "{model: {path: made}, lora: {path: adapter}}"])

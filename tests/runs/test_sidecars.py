@@ -13,7 +13,7 @@ import yaml
 
 import mergepipe
 from mergepipe.core.blocks import BF16, F32
-from mergepipe.errors import MismatchError, RecipeError
+from mergepipe.errors import MismatchError
 from mergepipe.recipes.output_tensors import with_dtype, with_layers
 from mergepipe.recipes.tasks import LayerCount
 from mergepipe.runs.small_files import NAMED, with_chat_template, with_token_ids, with_vocab_size
@@ -79,13 +79,6 @@ def test_merge__slices_state_how_many_layers_there_are(tmp_path: Path) -> None:
     slices = "- sources: [{model: one, layer_range: [0, 2]}]\n- sources: [{model: one, layer_range: [1, 2]}]\n"
     out = merged(tmp_path, f"merge_method: passthrough\nslices:\n{slices}")
     assert document_of(out / "config.json")["num_hidden_layers"] == 3
-
-
-def test_merge__a_template_that_is_none_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    write_models(tmp_path)
-    with pytest.raises(RecipeError, match="did you mean 'chatml'"):
-        merged(tmp_path, LINEAR + "tokenizer_source: two\nchat_template: chatlm\n")
-    assert not (tmp_path / "out").exists()
 
 
 def test_merge__tokens_that_are_left_out_are_noticed(tmp_path: Path) -> None:

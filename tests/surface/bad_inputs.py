@@ -16,6 +16,7 @@ from support.safetensors_bytes import file_bytes, honest_file, record
 
 MODELS = "base_model: family/base\nmodels:\n  - {model: family/expert-1}\n  - {model: family/expert-2}\n"
 LINEAR = f"merge_method: linear\n{MODELS}dtype: bfloat16\nparameters: {{weight: 0.5}}\n"
+TIES = LINEAR.replace("linear", "ties").replace("{weight: 0.5}", "{weight: 0.5, density: 0.5, lambda: 1}")
 RECIPES: Mapping[str, str] = {
     "unknown-parameter": LINEAR.replace("{weight", "{wieght"),
     "unsupported-dtype": LINEAR.replace("bfloat16", "int4"),
@@ -33,6 +34,29 @@ RECIPES: Mapping[str, str] = {
     "slice-range": "merge_method: passthrough\nslices: [{sources: [{model: family/base, layer_range: [0, 9]}]}]\n",
     "tokenizer": LINEAR + "tokenizer_source: nobody\n",
     "chat-template": LINEAR + "chat_template: '{% if %}'\n",
+    "chat-template-name": LINEAR + "chat_template: chatlm\n",
+    "weight-nan": LINEAR.replace("weight: 0.5", "weight: .nan"),
+    "weight-nan-text": LINEAR.replace("weight: 0.5", "weight: NAN"),
+    "weight-nan-alone": LINEAR.replace("base_model: family/base\n", "").replace("weight: 0.5", "weight: nan"),
+    "post-zero": LINEAR + "post: {svc: 0}\n",
+    "post-name": LINEAR + "post: {scv: 1}\n",
+    "post-text": LINEAR + "post: svc\n",
+    "post-no-base": LINEAR.replace("base_model: family/base\n", "") + "post: {svc: 1}\n",
+    "lines-one": TIES.replace("lambda: 1", "lambda: {lines: [1.0]}"),
+    "lines-number": TIES.replace("lambda: 1", "lambda: {lines: 2}"),
+    "lines-text": TIES.replace("lambda: 1", "lambda: {lines: [a, 1]}"),
+    "lines-filter": TIES.replace("lambda: 1", "lambda: {lines: [1, 2], filter: mlp}"),
+    "search-nothing": LINEAR,
+    "search-number": LINEAR.replace("0.5", "{search: 0.5}"),
+    "search-falls": LINEAR.replace("0.5", "{search: [1.0, 0.0]}"),
+    "search-log": LINEAR.replace("0.5", "{search: [0.0, 1.0], log: true}"),
+    "search-step": LINEAR.replace("0.5", "{search: [0.0, 1.0], step: 2}"),
+    "search-texts": LINEAR.replace("0.5", "{search: [a, b], log: true}"),
+    "delta-text": LINEAR.replace("family/expert-2", "{path: family/expert-2, delta: maybe}"),
+    "delta-adapter": LINEAR.replace("family/expert-2", "{path: family/expert-2, delta: true, lora: odd/adapter}"),
+    "delta-plus": LINEAR.replace("family/expert-2", "{model: family/base+lora, delta: true}"),
+    "delta-base": LINEAR.replace("base_model: family/base", "base_model: {path: family/base, delta: true}"),
+    "documents": f"name: made\n{LINEAR}---\n{LINEAR.replace('family/expert-2', 'made')}",
     "other-shape": LINEAR.replace("family/expert-2", "odd/other-shape"),
     "other-names": LINEAR.replace("family/expert-2", "odd/other-names"),
     "other-dtype": LINEAR.replace("family/expert-2", "odd/other-dtype"),

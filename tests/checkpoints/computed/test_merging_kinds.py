@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from small_models import lora, product, random, write_adapter, write_model, write_recipe
 
 import mergepipe
-from mergepipe.errors import RecipeError, UnsupportedError
+from mergepipe.errors import UnsupportedError
 from mergepipe.options import MergeOptions
 from support.refusals import refuses
 from support.torch_bytes import View, torch_bytes
@@ -101,26 +101,6 @@ def test_merge__the_same_files_as_weights_share_no_statistics_with_differences(r
     out = load_file(root / "second" / "model.safetensors")
     for name, value in base_tensors().items():
         np.testing.assert_allclose(out[name], value + np.float32(0.7) * tuned(20)[name], rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"path": "full", "delta": "yes"}, "delta: needs true or false, found the text 'yes'"),
-        ({"path": "full", "delta": True, "lora": "full"}, "an adapter applies to weights, and 'delta' says"),
-        ({"model": "base+full", "delta": True}, "'base+full' is no checkpoint of differences; remove 'delta'"),
-    ],
-)
-def test_merge__a_mark_that_makes_no_sense_is_refused(root: Path, model: object, message: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        mergepipe.check(marked_recipe(root, model))
-    assert message in str(caught.value)
-
-
-def test_merge__differences_are_no_base(root: Path) -> None:
-    recipe = write_recipe(root, "linear", {"path": "full", "delta": True})
-    with pytest.raises(UnsupportedError, match="is a delta, but full weights are needed here"):
-        mergepipe.check(recipe)
 
 
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
