@@ -1,25 +1,33 @@
-"""Numbers that callers give: absurd ones end in one typed error, through every function that takes them."""
+"""Options: absurd numbers end in typed errors, and errors name options that there are."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
+import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mergepipe
-from mergepipe import options
+from mergepipe import api, options
+from mergepipe.cli.app import build_command
 from mergepipe.cli.guard import failure_of
-from mergepipe.errors import LimitError, MergePipeError, RecipeError
+from mergepipe.core.flags import Options
+from mergepipe.errors import KEYWORD_OF_OPTION, LimitError, MergePipeError, RecipeError, with_keywords
 from mergepipe.kernels import compiled
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.tailor import api as tailor
+from mergepipe.tailor import api as tailor_api
+from support.source_code import trees_with
 
 TOO_MANY = 99999999999999999999
 THREADS = [(0, "option.out-of-range"), (-1, "option.out-of-range"), (options.MAX_THREADS + 1, "option.invalid"),
@@ -137,3 +145,68 @@ def test_failure_of__a_library_that_does_not_fit_the_address_space_is_lack_of_me
     monkeypatch.setattr(compiled, "address_space_limit_bytes", lambda: 1 << 20)
     failure = failure_of(OSError("Could not find/load shared object file 'libllvmlite.so'"), 130)
     assert failure.problems[0].code == "storage.exhausted"
+
+
+OF_OTHER_PROGRAMS = {"--revision", "--local-dir", "--model", "--tasks"}
+OPTION = re.compile(r"(?<![\w/.-])--[a-z]+(?:-[a-z]+)*(?![\w-])")
+
+
+def _texts() -> Iterator[str]:
+    """Yield the texts of the modules below the command line: docstrings and commands in backticks left out."""
+    for place, tree in trees_with("--"):
+        if place.startswith("cli/") or place.endswith("errors.py"):
+            continue
+        docstrings = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                yield node.value
+
+
+def _named_options() -> set[str]:
+    texts = [re.sub(r"`(?:mergepipe|hf) [^`]*`?", "", text) for text in _texts()]
+    return {option for text in texts for option in OPTION.findall(text)} - OF_OTHER_PROGRAMS
+
+
+def test_errors__name_options_that_have_a_keyword_argument() -> None:
+    named = _named_options()
+    assert {"--budget", "--resume", "--rank"} <= named
+    assert named - set(KEYWORD_OF_OPTION) == set()
+
+
+def test_errors__name_options_that_a_command_has() -> None:
+    commands: list[Any] = [build_command()]
+    declared: set[str] = set()
+    while commands:
+        command = commands.pop()
+        commands += getattr(command, "commands", {}).values()
+        declared |= {text for each in command.params for text in (*each.opts, *each.secondary_opts)}
+    assert set(KEYWORD_OF_OPTION) - declared == set()
+
+
+def test_errors__keyword_arguments_are_parameters_or_options() -> None:
+    calls = [each for module in (api, tailor_api) for _, each in inspect.getmembers(module, inspect.isfunction)]
+    kinds: list[Any] = [each for _, each in inspect.getmembers(options, inspect.isclass) if issubclass(each, Options)]
+    names = {name for each in (*calls, *kinds) for name in inspect.signature(each).parameters}
+    assert {keyword.partition("=")[0] for keyword in KEYWORD_OF_OPTION.values()} - names == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("give --rank 32 or --energy 0.9", "give rank 32 or energy 0.9"),
+        ("run without --resume to start over", "run without resume=True to start over"),
+        ("make it with `mergepipe analyze --export`", "make it with `mergepipe analyze --export`"),
+        ("a path /a/--force/b", "a path /a/--force/b"),
+    ],
+)
+def test_with_keywords__replaces_options_but_for_commands_and_paths(text: str, wanted: str) -> None:
+    assert with_keywords(text) == wanted
+    assert str(RecipeError.of("option.conflict", "", "is wrong", text)) == f"is wrong; {wanted}"

@@ -1,14 +1,26 @@
-"""What single commands print and write, and how they refuse: check, pack, analyze, tailor, wrong arguments."""
+"""What single commands print and write, and how they refuse: on catalogs, budgets, packs, training checkpoints."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from importlib import resources
 from pathlib import Path
 
+import jsonschema
 import pytest
 from test_start_up import LOADED
 
 import mergepipe
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.database import CATALOG_NAME
+from mergepipe.cli.printing import REPORT_FORMAT
+from mergepipe.planning.budget import OnOmit, Policy
+from mergepipe.planning.plan import parse_plan
 from support.command_line import Runner, Workplace, file_bytes, finish, make_workplace, start_python
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3
 
@@ -180,3 +192,245 @@ def test_inspect__imports_nothing_heavy(place: Path) -> None:
     assert ran.exit_code == 0
     assert "numba" not in ran.err
     assert "torch" not in ran.err
+
+
+NEEDING = [
+    ("analyze", "family/base", "family/expert-1", "--quiet"),
+    ("plan", "recipe.yml", "--budget", "50%"),
+    ("ls",),
+    ("show", "abcd"),
+    ("lineage", "abcd"),
+    ("explain", "abcd"),
+    ("catalog", "stats"),
+]
+"""Commands that cannot do without the catalog."""
+
+
+@pytest.fixture
+def catalog(work: Workplace, run: Runner) -> Path:
+    """The file of a catalog that knows one snapshot."""
+    assert run("analyze", work.family.base, *work.family.experts, "-q").exit_code == 0
+    assert run("merge", work.recipe, work.out, "-q").exit_code == 0
+    return work.root / "home" / CATALOG_NAME
+
+
+def sid_of(out: Path) -> str:
+    sid: str = json.loads((out / "mergepipe.json").read_text())["sid"]
+    return sid
+
+
+# --- snapshots ---
+
+
+def test_ls__an_empty_home_stays_empty(work: Workplace, run: Runner) -> None:
+    assert run("ls").out == "no snapshots\n"
+    assert run("ls", "--json").json() == {"format": REPORT_FORMAT, "snapshots": []}
+    assert not (work.root / "home").exists()
+
+
+def test_show__a_snapshot_the_catalog_does_not_know(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out, "-q", "--no-catalog")
+    shown = run("show", work.out, "--json").json()
+    assert (shown["sid"], shown["is_recorded"]) == (sid_of(work.out), False)
+    assert "catalog rebuild" in run("show", work.out).out
+
+
+def test_ls__filters_by_model_operator_and_day(work: Workplace, run: Runner) -> None:
+    recipe = work.root / "one.yml"
+    recipe.write_text(
+        "merge_method: task_arithmetic\nbase_model: family/base\nmodels:\n"
+        "- {model: family/expert-1, parameters: {weight: 1}}\n"
+    )
+    run("merge", work.recipe, work.out, "-q")
+    run("merge", recipe, work.root / "one", "-q")
+
+    def listed(*filters: str) -> list[str]:
+        return [Path(row["path"]).name for row in run("ls", *filters, "--json").json()["snapshots"]]
+
+    assert listed() == listed("--with", "family/expert-1") == listed("--since", "2020-01-01") == ["one", "out"]
+    assert listed("--with", "expert-2") == ["out"]
+    assert listed("--operator", "task_arithmetic", "--with", "family/base") == ["one"]
+    assert listed("--with", "family/none") == listed("--since", "2999-01-01") == listed("--operator", "slerp") == []
+    assert listed("--since", "2100-01-01") == []
+    assert run("ls", "--since", "yesterday").exit_code == 2
+    shutil.rmtree(work.out)
+    assert [row["is_present"] for row in run("ls", "--json").json()["snapshots"]] == [True, False]
+    assert f"{work.out} (gone)" in run("ls").out
+
+
+@pytest.mark.usefixtures("catalog")
+def test_lineage__down_shows_what_was_made_from_a_snapshot(work: Workplace, run: Runner) -> None:
+    recipe = work.root / "second.yml"
+    recipe.write_text(
+        "merge_method: linear\nbase_model: family/base\nmodels:\n- {model: out, parameters: {weight: 1}}\n"
+    )
+    second = work.root / "second"
+    run("merge", recipe, second, "-q")
+    nodes = run("lineage", work.out, "--down", "--json").json()["nodes"]
+    assert [(node["depth"], node["role"], node["path"]) for node in nodes] == [
+        (0, "snapshot", str(work.out)), (1, "expert", str(second)),
+    ]  # fmt: skip
+    assert nodes[1]["sid"] == sid_of(second)
+    lines = run("lineage", work.out, "--down").out.splitlines()
+    assert lines[1].startswith(f"└─ expert of {second} = linear {sid_of(second)[:12]}, ")
+    graph = run("lineage", work.out, "--down", "--dot").out
+    assert f'"{sid_of(work.out)}" -> "{sid_of(second)}"' in graph
+
+
+def test_lineage__of_a_snapshot_that_is_not_recorded_says_what_to_do(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out, "-q", "--no-catalog")
+    ran = run("lineage", work.out)
+    assert (ran.exit_code, ran.codes) == (3, ["snapshot.not-found"])
+    assert f"mergepipe catalog rebuild {work.out}" in ran.err
+    assert run("catalog", "rebuild", work.out).exit_code == 0
+    assert run("lineage", work.out).exit_code == 0
+
+
+# --- a catalog in trouble ---
+
+
+def damaged(path: Path) -> None:
+    path.write_bytes(b"not a database at all" * 100)
+
+
+def newer(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 999")
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """The catalog held by somebody else."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+        connection.execute("BEGIN EXCLUSIVE")
+        yield
+
+
+@pytest.mark.parametrize("trouble", [(9, "catalog.locked"), (4, "catalog.damaged"), (6, "catalog.newer")])
+def test_commands__that_need_the_catalog_say_what_is_wrong_with_it_and_leave_it_alone(
+    work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch, trouble: tuple[int, str]
+) -> None:
+    exit_code, code = trouble
+    with Catalog.open(work.root / "home") as catalog:
+        path = catalog.path
+    monkeypatch.setitem(Catalog.open.__func__.__kwdefaults__, "timeout_seconds", 0.1)  # type: ignore[attr-defined]
+    if code == "catalog.damaged":
+        damaged(path)
+    if code == "catalog.newer":
+        newer(path)
+    before = path.read_bytes()
+    with held(path) if code == "catalog.locked" else nullcontext():
+        for command in NEEDING:
+            ran = run(*command)
+            assert (ran.exit_code, ran.codes) == (exit_code, [code])
+            assert ("mergepipe catalog rebuild" in ran.err) == (code == "catalog.damaged")
+    if code != "catalog.locked":
+        assert path.read_bytes() == before
+
+
+@pytest.fixture
+def home(work: Workplace) -> Path:
+    """The catalog's home in the workplace, not made yet."""
+    return work.root / "home"
+
+
+@pytest.fixture
+def analyzed(work: Workplace, run: Runner, home: Path) -> Path:
+    """The home of a catalog that knows both experts."""
+    assert run("analyze", work.family.base, *work.family.experts, "--quiet").exit_code == 0
+    return home
+
+
+def stored_plan(work: Workplace, run: Runner, *options: object) -> Path:
+    path = work.root / "plan.json"
+    assert run("plan", work.recipe, "--budget", "50%", "-o", path, *options).exit_code == 0
+    return path
+
+
+# --- plan ---
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__json_is_the_plan_and_is_what_is_stored(work: Workplace, run: Runner) -> None:
+    path = work.root / "plan.json"
+    ran = run("plan", work.recipe, "--budget", "50%", "-o", path, "--json")
+    schema = resources.files("mergepipe").joinpath("schemas/plan.schema.json").read_text(encoding="utf-8")
+    jsonschema.validate(ran.json(), json.loads(schema))
+    assert path.read_text() == ran.out
+    assert parse_plan(ran.out.encode()).digest == ran.json()["digest"]
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__reads_no_tensor_data(work: Workplace, run: Runner) -> None:
+    for model in work.family.models:
+        file = model / "model.safetensors"
+        content, status = file.read_bytes(), file.stat()
+        header_bytes = 8 + int.from_bytes(content[:8], "little")
+        with file.open("r+b") as stream:
+            stream.seek(header_bytes)
+            stream.write(bytes(len(content) - header_bytes))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert run("plan", work.recipe, "--budget", "50%").exit_code == 0
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__only_another_plan_is_replaced(work: Workplace, run: Runner) -> None:
+    path = stored_plan(work, run)
+    first = path.read_bytes()
+    stored_plan(work, run, "--select", "random")
+    assert path.read_bytes() != first
+    path.write_text("notes")
+    ran = run("plan", work.recipe, "--budget", "50%", "-o", path)
+    assert (ran.exit_code, ran.codes) == (7, ["output.not-ours"])
+    assert path.read_text() == "notes"
+
+
+# --- run and merge under a budget ---
+
+
+def test_run__needs_no_catalog(work: Workplace, run: Runner, analyzed: Path) -> None:
+    path = stored_plan(work, run)
+    shutil.rmtree(analyzed)
+    assert run("run", path, work.out, "-q", "--no-catalog").exit_code == 0
+    assert not analyzed.exists()
+
+
+def test_merge__without_a_catalog_it_leaves_none(work: Workplace, run: Runner, home: Path) -> None:
+    assert run("merge", work.recipe, work.out, "-q", "--no-catalog").exit_code == 0
+    assert run("merge", work.recipe, work.root / "o", "-q", "--no-catalog", "--budget", "50%").exit_code == 0
+    assert not home.exists()
+
+
+# --- explain ---
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_explain__a_plan_and_its_snapshot_agree(work: Workplace, run: Runner) -> None:
+    path = stored_plan(work, run)
+    run("run", path, work.out, "-q")
+    planned, made = run("explain", path, "--json").json(), run("explain", work.out, "--json").json()
+    assert (planned["kind"], made["kind"]) == ("plan", "snapshot")
+    same = ("plan_digest", "operator", "policy", "planned_bytes", "blocks", "touched", "layers", "fallbacks")
+    assert {key: planned[key] for key in same} == {key: made[key] for key in same}
+    assert planned["realized_bytes"] is None
+    assert 0 < made["realized_bytes"] <= made["planned_bytes"]
+    coverage = json.loads((work.out / "mergepipe.json").read_text())["coverage"]
+    assert made["touched"] == coverage["touched"]
+    assert [each["read"] for each in made["experts"]] == coverage["read"]
+    assert [each["free"] for each in made["experts"]] == coverage["free"]
+
+
+# --- defaults stated twice ---
+
+
+def test_docs__name_every_choice_and_command(run: Runner) -> None:
+    guide = Path(__file__).resolve().parents[2] / "docs" / "guide"
+    text = (guide / "budget.md").read_text(encoding="utf-8")
+    every_page = "".join(page.read_text(encoding="utf-8") for page in sorted(guide.glob("*.md")))
+    for option, choices in (("--select", Policy), ("--where-omitted", OnOmit)):
+        assert [choice.value for choice in choices if f"`{option} {choice.value}`" not in text] == []
+    assert "`--select sample` | the default: draw positions" in text
+    for command in ("analyze", "plan", "run", "merge", "explain", "ls", "sweep", "catalog"):
+        assert f"mergepipe {command}" in every_page
+        assert run(command, "--help").exit_code == 0

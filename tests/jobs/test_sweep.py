@@ -1,24 +1,31 @@
-"""Sweeps: errors are those of the outputs, nothing is left behind, budgets hold."""
+"""Sweeps, distances and verdicts: what budgets leave of a merge, and nothing of a gain that was not measured."""
 
 from __future__ import annotations
 
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
-import ml_dtypes  # noqa: F401 - registers bfloat16 for the safetensors library
+import ml_dtypes
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
+from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.cli.pages import explain_page, sweep_page
+from mergepipe.cli.printing import report_text
 from mergepipe.errors import MismatchError, RecipeError
-from mergepipe.jobs.diff import distance
-from mergepipe.options import MergeOptions, PlanOptions, home_of
+from mergepipe.jobs import diff as distances
+from mergepipe.jobs.diff import distance, norm
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions, home_of
 from mergepipe.reports import Progress, SweepReport
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.disk_families import write_single
 from support.families import TINY, write_family
 
 NORM = PlanOptions(select="norm")
@@ -116,3 +123,125 @@ def test_sweep__leaves_out_tensors_that_it_may(recipe: Path) -> None:
         sweep(recipe, "50%")
     report = mergepipe.sweep(recipe, ["50%"], work=recipe.parent, options=NORM, allow_dropped=["extra.*"])
     assert len(report.points) == 2
+
+
+Tensors = dict[str, NDArray[np.generic]]
+FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
+
+
+def write(directory: Path, tensors: Tensors) -> Checkpoint:
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    return open_checkpoint(LocalStore(), Location.local(directory))
+
+
+def tensors_of(seed: int) -> Tensors:
+    rng = np.random.default_rng(seed)
+    found: Tensors = {f"t{i}": rng.standard_normal((7, 33)).astype(kind) for i, kind in enumerate(FLOATS)}
+    found["steps"] = rng.integers(0, 9, 5)
+    return found
+
+
+def reference(a: Tensors, b: Tensors | None = None) -> float:
+    """The same in one numpy expression."""
+    names = [name for name in a if name != "steps"]
+    parts = [a[n].astype(np.float64) - (0 if b is None else b[n].astype(np.float64)) for n in names]
+    return math.sqrt(sum(float((part**2).sum()) for part in parts))
+
+
+@pytest.mark.parametrize("chunk_elements", [1 << 20, 10])
+def test_distance__is_that_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_elements: int) -> None:
+    monkeypatch.setattr(distances, "CHUNK_ELEMENTS", chunk_elements)
+    a, b = tensors_of(1), tensors_of(2)
+    first, second = write(tmp_path / "a", a), write(tmp_path / "b", b)
+    ticks: list[int] = []
+    found = distance(LocalStore(), first, second, ticks.append)
+    assert found == pytest.approx(reference(a, b), rel=1e-12)
+    assert sum(ticks) == sum(t.nbytes for each in (a, b) for n, t in each.items() if n != "steps")
+    assert norm(LocalStore(), first, ticks.append) == pytest.approx(reference(a), rel=1e-12)
+
+
+def test_distance__of_a_checkpoint_to_itself_is_exactly_zero(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path / "a", tensors_of(3))
+    assert distance(LocalStore(), checkpoint, checkpoint, lambda _: None) == 0.0
+
+
+def test_distance__leaves_out_what_only_one_has(tmp_path: Path) -> None:
+    a, b = tensors_of(1), tensors_of(2)
+    first = write(tmp_path / "a", {**a, "only": np.ones(3, np.float32), "other": np.ones(3, np.float32)})
+    second = write(tmp_path / "b", {**b, "other": np.ones(4, np.float32)})
+    assert distance(LocalStore(), first, second, lambda _: None) == pytest.approx(reference(a, b), rel=1e-12)
+
+
+GRAIN = 16_384
+N_EXPERTS = 8
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, and experts that change all but the first tensor, the last expert hardly; all of them were analyzed."""
+    folder = tmp_path_factory.mktemp("family")
+    rng = np.random.default_rng(5)
+    base = {f"layers.{t}.w": rng.standard_normal(4 * GRAIN).astype(np.float32) for t in range(6)}
+    write_single(folder / "base", base)
+    for e in range(N_EXPERTS):
+        size = 1e-6 if e == N_EXPERTS - 1 else 1e-2
+        moved = {
+            name: values
+            if name == "layers.0.w"
+            else values + size * rng.standard_normal(len(values)).astype(np.float32)
+            for name, values in base.items()
+        }
+        write_single(folder / f"expert-{e}", moved)
+    for name, experts, rest in (
+        ("sum", range(N_EXPERTS), "merge_method: task_arithmetic\nparameters: {weight: 0.5}\n"),
+        ("average", range(N_EXPERTS - 1), "merge_method: linear\nparameters: {weight: 1.0}\n"),
+        ("ties", range(N_EXPERTS - 1), "merge_method: ties\nparameters: {weight: 1.0, density: 0.2}\n"),
+    ):
+        models = "".join(f"- model: expert-{e}\n" for e in experts)
+        (folder / f"{name}.yml").write_text(f"{rest}base_model: base\nmodels:\n{models}")
+    places = [folder / f"expert-{e}" for e in range(N_EXPERTS)]
+    mergepipe.analyze(folder / "base", places, block_elements=GRAIN, options=RunOptions(home=folder / "home"))
+    return folder
+
+
+def merge(family: Path, recipe: str, out: Path, budget: str, **plan: Any) -> Any:
+    options = MergeOptions(home=family / "home", block_elements=GRAIN, **plan, threads=2)
+    return mergepipe.merge(family / f"{recipe}.yml", out, budget=budget, options=options)
+
+
+def test_verdict__says_of_each_expert_what_is_missing_and_first_of_whom_nothing_is_there(
+    family: Path, tmp_path: Path
+) -> None:
+    report = merge(family, "sum", tmp_path / "out", "25%", select="norm")
+    first, *others = report.verdict.experts
+    assert (first.model, first.share) == ("expert-7", 0.0)  # though a sixth of its blocks equal the base
+    assert all(0 < expert.share < 1 for expert in others)
+    lines = [line for line in report_text(report).splitlines() if line.startswith("expert ")]
+    assert lines[0].endswith("expert-7: nothing of it is in the merge")
+    assert all("of the blocks that it changes are missing" in line for line in lines[1:])
+    page = explain_page(mergepipe.explain(tmp_path / "out", home=family / "home"))
+    assert page.count("expert-7: nothing of it is in the merge") >= 2  # beside the verdict, and at its bar
+    whole = merge(family, "sum", tmp_path / "whole", "100%").verdict
+    assert [expert.share for expert in whole.experts] == [1.0] * N_EXPERTS
+
+
+def test_verdict__states_policy_share_and_where_gains_were_measured(family: Path, tmp_path: Path) -> None:
+    verdict = merge(family, "sum", tmp_path / "out", "25%", select="norm").verdict
+    assert (verdict.policy, verdict.is_full, verdict.measured) == ("norm", False, "docs/benchmarks/trained.md")
+    assert 0 < verdict.planned_bytes <= verdict.full_bytes / 4
+    assert "Nothing is known of this one" in (tmp_path / "out/README.md").read_text()
+    sample = merge(family, "sum", tmp_path / "sample", "25%").verdict
+    assert sample.measured == "docs/benchmarks/rules.md"
+    whole = merge(family, "sum", tmp_path / "whole", "100%").verdict
+    assert whole.is_full
+    assert "this is the full merge" in (tmp_path / "whole/README.md").read_text()
+
+
+def test_sweep__names_experts_of_which_nothing_is_read(family: Path) -> None:
+    report = mergepipe.sweep(
+        family / "sum.yml", ["25%"], select="norm", block_elements=GRAIN,
+        options=RunOptions(home=family / "home", threads=2),
+    )  # fmt: skip
+    for text in (report_text(report), sweep_page(report)):
+        assert "25%: nothing of expert-7 is in the merge" in text

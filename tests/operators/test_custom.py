@@ -1,24 +1,28 @@
-"""A user's own operator, and the contract that all operators keep."""
+"""A user's own operator, the contract that all keep, one registration, and influences that agree with what they do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import mergepipe
 from mergepipe.core.blocks import F32, RawBlock
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators import custom
 from mergepipe.operators.base import (
+    NOTHING_REDUCED,
     BlockFunction,
     Influence,
+    Operator,
     OperatorInput,
     Plain,
     Products,
@@ -27,9 +31,12 @@ from mergepipe.operators.base import (
     unknown_influence,
 )
 from mergepipe.operators.custom import Given, load_entry_points, operator, parameter
-from mergepipe.operators.registry import operator_named, operator_specs, remove_operator
-from mergepipe.operators.spec import BaseRole, OperatorSpec
+from mergepipe.operators.elementwise import ElementwiseRule
+from mergepipe.operators.registry import add_operator, operator_named, operator_specs, remove_operator
+from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.testing.contracts import StoredTensor, check_operator, make_family
+from support.families import TINY, write_family
 from support.merge_in_memory import apply_operator
 
 MODELS: tuple[dict[str, Scalar], ...] = (
@@ -180,3 +187,174 @@ def test_operators_doc__names_every_operator_with_its_defaults_and_shows_one_tha
         assert operator_specs()["median"].title == "Median of the deltas."
     finally:
         remove_operator("median")
+
+
+SHAPE = replace(TINY, vocab=2048)  # embeddings of four blocks
+BLOCK_ELEMENTS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Halfway(Plain):
+    """`M_0 + share sum_i delta_i`: all that MergePipe knows of the operator is in this class."""
+
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "halfway",
+        "towards every model",
+        "this test",
+        BaseRole.REQUIRED,
+        (ParameterSpec("share", Scope.GLOBAL, "how far", default=0.5),),
+    )
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        share_E = np.full(len(inputs.experts), np.float32(inputs.globals["share"]), np.float64)
+        return Influence(share_E, np.ones(len(inputs.experts)))
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        return ElementwiseRule(np.full(len(inputs.experts), inputs.globals["share"], np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Untold(Halfway):
+    """The same rule, which does not tell what part of a delta does."""
+
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "untold", "no word", "this test", BaseRole.REQUIRED, Halfway.spec.parameters
+    )
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return unknown_influence(len(inputs.experts))
+
+
+class Silent(Plain):
+    """Not an operator: it has no influence."""
+
+    spec: ClassVar[OperatorSpec] = OperatorSpec("silent", "", "this test", BaseRole.REQUIRED, ())
+
+
+@pytest.fixture(params=[Halfway(), Untold()], ids=["halfway", "untold"])
+def toy(request: pytest.FixtureRequest) -> Iterator[Operator]:
+    operator: Operator = request.param
+    add_operator(operator)
+    yield operator
+    remove_operator(operator.spec.name)
+
+
+def write_recipe(path: Path, method: str, shared: dict[str, float], own: dict[str, float]) -> Path:
+    models = [{"model": f"family/expert-{e}", "parameters": own} for e in (1, 2)]
+    recipe = {"merge_method": method, "base_model": "family/base", "models": models, "parameters": shared}
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+def test_operator__of_one_file_is_checked_merged_planned_and_explained(tmp_path: Path, toy: Operator) -> None:
+    name, home = toy.spec.name, tmp_path / "home"
+    check_operator(toy)
+    paths = write_family(tmp_path / "family", SHAPE, 2)
+    recipe = write_recipe(tmp_path / "recipe.yml", name, {"share": 0.5}, {})
+    reference = write_recipe(tmp_path / "sum.yml", "task_arithmetic", {"lambda": 0.5}, {"weight": 1.0})
+
+    mergepipe.merge(recipe, tmp_path / "merged", options=MergeOptions(home=home))
+    mergepipe.merge(reference, tmp_path / "reference", options=MergeOptions(home=home))
+    assert shard(tmp_path / "merged") == shard(tmp_path / "reference")
+
+    mergepipe.analyze(paths.base, paths.experts, block_elements=BLOCK_ELEMENTS, options=RunOptions(home=home))
+    plan = mergepipe.plan(recipe, "40%", home=home, options=PlanOptions(select="norm", block_elements=BLOCK_ELEMENTS))
+    explained = mergepipe.explain(plan, home=home)
+    assert (plan.operator, explained.operator) == (name, name)
+    assert 0 < plan.planned_bytes <= plan.budget_bytes
+    reasons = {each.reason for each in plan.fallbacks}
+    if name == "halfway":
+        assert reasons == set()
+    else:
+        assert "the rule does not say what a part of a delta does" in reasons
+    report = mergepipe.run(plan, tmp_path / "planned", options=RunOptions(home=home))
+    assert report.operator == name
+
+
+def shard(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
+
+
+def test_add_operator__refuses_one_that_does_not_say_what_a_planner_may_know() -> None:
+    with pytest.raises(UnsupportedError, match="no method `influence`"):
+        add_operator(Silent())  # type: ignore[arg-type]
+    assert "silent" not in operator_specs()
+
+
+@dataclass(frozen=True, slots=True)
+class Boastful(Halfway):
+    """Claims that only the first model counts."""
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return Influence(np.eye(len(inputs.experts))[0], np.ones(len(inputs.experts)))
+
+
+def test_check_operator__finds_an_influence_that_is_not_true() -> None:
+    with pytest.raises(AssertionError, match="the influence must be that of the experts on the result"):
+        check_operator(Boastful())
+
+
+def test_remove_operator__keeps_those_of_mergepipe() -> None:
+    with pytest.raises(KeyError):
+        remove_operator("ties")
+    assert operator_named("ties").spec.name == "ties"
+
+
+EXPERTS: tuple[Mapping[str, Scalar], ...] = (
+    {"weight": 0.3, "density": 0.25, "gamma": 0.01, "epsilon": 0.1},
+    {"weight": -1.2, "density": 0.5, "gamma": 0.01, "epsilon": 0.1},
+)
+
+
+def operator_input(operator: str, **shared: Scalar) -> OperatorInput:
+    spec = operator_specs()[operator]
+    defaults: dict[str, Scalar] = {
+        p.name: p.default for p in spec.parameters if p.scope is Scope.GLOBAL and p.default is not None
+    }
+    experts = EXPERTS[: 2 if spec.max_experts is None else spec.max_experts]
+    return OperatorInput({**defaults, "t": 0.3, **shared}, {"weight": 0.7, "scale": 2.0}, experts, 100, (1, 2))
+
+
+PRODUCTS_E3 = np.array([[4.0, 1.0, 0.5]])
+
+
+def rule_of(operator: str, inputs: OperatorInput) -> ElementwiseRule:
+    reduced = Reduced(products_E3=PRODUCTS_E3) if operator == "slerp" else NOTHING_REDUCED
+    rule = operator_named(operator).block_function(inputs, reduced)
+    assert isinstance(rule, ElementwiseRule)
+    return rule
+
+
+@pytest.mark.parametrize("operator", operator_specs())
+def test_influence__is_there_for_every_operator(operator: str) -> None:
+    found = operator_named(operator).influence(operator_input(operator), None)
+    assert found.coefficients_E.shape == found.energy_factor_E.shape == (len(operator_input(operator).experts),)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("operator", ["linear", "task_arithmetic", "dare_linear", "slerp", "passthrough"])
+def test_influence__has_the_coefficients_in_force(operator: str, normalize: bool) -> None:
+    inputs = operator_input(operator, normalize=normalize)
+    found, rule = operator_named(operator).influence(inputs, PRODUCTS_E3), rule_of(operator, inputs)
+    assert found.coefficients_E.tolist() == rule.coefficients_E.astype(np.float64).tolist()
+
+
+def test_influence__says_what_is_trimmed_and_what_can_be_renormalised() -> None:
+    found = {name: operator_named(name).influence(operator_input(name), None) for name in operator_specs()}
+    assert {name for name, each in found.items() if each.trims} == {"ties"}
+    assert {name for name, each in found.items() if each.renormalizes} == {"linear"}
+    assert all(each.is_known for each in found.values())
+    assert not operator_named("linear").influence(operator_input("linear", normalize=False), None).renormalizes
+
+
+@pytest.mark.parametrize("operator", ["dare_linear", "dare_ties"])
+def test_influence__of_random_dropping_is_its_expected_energy(operator: str) -> None:
+    rescaled = operator_named(operator).influence(operator_input(operator), None)
+    assert rescaled.energy_factor_E.tolist() == [4.0, 2.0]
+    plain = operator_named(operator).influence(operator_input(operator, rescale=False), None)
+    assert plain.energy_factor_E.tolist() == [0.25, 0.5]
+    rng = np.random.default_rng(0)
+    delta = rng.standard_normal(100_000)
+    kept = np.where(rng.random(100_000) < 0.25, delta, 0.0)
+    assert (kept @ kept) / (delta @ delta) == pytest.approx(plain.energy_factor_E[0], rel=0.03)
+    assert (4 * kept) @ (4 * kept) / (delta @ delta) == pytest.approx(rescaled.energy_factor_E[0], rel=0.03)

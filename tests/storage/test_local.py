@@ -1,11 +1,14 @@
-"""Positional reads of local files: exact, metered, direct or not, whatever the kernel delivers at a time."""
+"""Local files: exact, metered, direct or not, whatever the kernel delivers, with the calls of Linux and without."""
 
 from __future__ import annotations
 
+import ast
+import ctypes
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +16,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
+import mergepipe
+from mergepipe.cli import main
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
+from mergepipe.storage import owned, owner
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalFile, LocalStore, resident_fraction
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, os_error, round_up
+from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, os_error, round_up, switch_direct
+from support.families import TINY, write_family
 from support.faults import Fault, drop_from_page_cache, open_descriptors, replaced, short_reads, system_error
 from support.refusals import refuses
+from support.source_code import source_texts
 
 
 def make_file(folder: Path, nbytes: int) -> tuple[Path, bytes]:
@@ -184,3 +192,206 @@ def test_resident_fraction__sees_what_is_cached(tmp_path: Path) -> None:
     assert resident_fraction(descriptor, 1 << 20) < 0.1
     os.close(descriptor)
     assert resident_fraction(descriptor, 1 << 20) == 0.0
+
+
+PATH_METHODS = frozenset({
+    "exists", "is_dir", "is_file", "is_symlink", "iterdir", "lstat", "read_bytes", "read_text", "readlink", "resolve",
+    "stat",
+})  # fmt: skip
+PATH_METHODS_WITH_PATTERN = frozenset({"glob", "rglob"})
+OS_FUNCTIONS = frozenset({
+    "access", "fstat", "listdir", "lstat", "open", "pread", "preadv", "read", "readlink", "scandir", "stat", "walk",
+})  # fmt: skip
+OS_PATH_FUNCTIONS = frozenset({"exists", "isdir", "isfile", "islink", "ismount", "realpath", "samefile", "samestat"})
+REGULAR_FUNCTIONS = frozenset({"open_regular", "read_descriptor", "read_head", "read_small", "regular_status"})
+READ_MODES = ("r", "rb")
+_NAMES = PATH_METHODS | PATH_METHODS_WITH_PATTERN | OS_FUNCTIONS | OS_PATH_FUNCTIONS
+
+OWN = "our own files: home, catalog, staging, outputs"
+ALLOWED = {
+    "catalog/catalog.py": ("exists glob os.path.realpath stat", OWN),
+    "catalog/database.py": ("exists regular.regular_status", OWN),
+    "catalog/snapshots.py": ("is_dir os.path.realpath os.walk", OWN),
+    "cli/__init__.py": ("os.open", "/dev/null"),
+    "cli/commands/budgets.py": ("exists is_dir is_file is_symlink", OWN),
+    "cli/guard.py": ("os.open", "/dev/null"),
+    "cli/pages.py": ("read_text", "a template of the package"),
+    "deltastore/builder.py": ("is_dir", OWN),
+    "deltastore/writer.py": ("regular.read_head stat", OWN),
+    "jobs/gc.py": ("exists glob is_dir is_file is_symlink os.walk rglob stat", OWN),
+    "jobs/push.py": ("exists", "whether a name is a folder of this machine, or a model of the Hub"),
+    "jobs/repair.py": ("is_file is_symlink open os.fstat resolve stat", "a snapshot that is repaired"),
+    "jobs/sweep.py": ("is_dir", OWN),
+    "checkpoints/gguf_files.py": ("stat", OWN),
+    "jobs/evaluations.py": ("read_bytes read_text rglob", "what its own process measures a model on"),
+    "kernels/compiled.py": ("is_dir os.fstat os.listdir os.lstat os.open read_bytes rglob", "kernels and their source"),
+    "planning/plan.py": ("exists is_file is_symlink regular.read_head", OWN),
+    "runs/remote_output.py": ("read_bytes", OWN),
+    "runs/progress.py": ("is_dir is_file stat", OWN),
+    "recipes/references.py": ("os.path.realpath", "the folder that paths are written relative to"),
+    "runs/snapshots.py": ("exists is_dir is_file", OWN),
+    "snapshots/object_upload.py": ("stat", OWN),
+    "snapshots/parts_places.py": ("lstat", OWN),
+    "snapshots/manifest.py": ("os.path.realpath", "the folder that paths are written relative to"),
+    "snapshots/staging.py": (
+        "exists glob is_dir is_file is_symlink iterdir lstat os.fstat os.path.samestat os.walk resolve",
+        OWN,
+    ),
+    "snapshots/work_log.py": ("stat", OWN),
+    "tailor/saving/callback.py": ("glob is_dir", OWN),
+    "tailor/saving/frameworks.py": ("is_file", OWN),
+    "tailor/saving/partial_run.py": ("exists is_dir os.fstat", OWN),
+    "tailor/saving/unit_choice.py": ("exists os.fstat regular.read_small", OWN),
+}
+
+
+def direct_reads(code: str) -> Iterator[str]:
+    """Names of the calls that look at or read a file of this machine, and of imported functions that do."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module == "mergepipe.storage.ranges":
+            yield from (f"regular.{each.name}" for each in node.names if each.name in REGULAR_FUNCTIONS)
+        elif isinstance(node, ast.Call) and _called_name(node.func) in _NAMES:
+            owner, _, name = ast.unparse(node.func).rpartition(".")
+            if _is_direct(owner, name, node.args):
+                yield f"{owner}.{name}" if owner in ("os", "os.path") else name
+
+
+def _called_name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _is_direct(owner: str, name: str, arguments: list[ast.expr]) -> bool:
+    if owner in ("os", "os.path"):
+        return name in (OS_FUNCTIONS if owner == "os" else OS_PATH_FUNCTIONS)
+    if name == "open":
+        return any(_is_read_mode(argument) for argument in arguments[:2])
+    if owner and name in PATH_METHODS_WITH_PATTERN:
+        return len(arguments) == 1
+    return bool(owner) and name in PATH_METHODS and not arguments
+
+
+def _is_read_mode(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value in READ_MODES
+
+
+def test_direct_reads__are_seen() -> None:
+    assert list(direct_reads("p.read_bytes(); p.read_text(encoding='utf-8'); p.open('rb'); open(p, 'r')")) == [
+        "read_bytes", "read_text", "open", "open",
+    ]  # fmt: skip
+    assert list(direct_reads("p.stat(); p.glob('*'); os.walk(p); os.path.realpath(p)")) == [
+        "stat", "glob", "os.walk", "os.path.realpath",
+    ]  # fmt: skip
+    assert list(direct_reads("from mergepipe.storage.ranges import os_error, read_small")) == ["regular.read_small"]
+    assert list(direct_reads("store.open(path); store.stat(p); p.open('xb'); is_file(store, p); os.path.join(p)")) == []
+
+
+def test_package__touches_files_above_storage_only_where_it_is_listed() -> None:
+    found: dict[str, set[str]] = {}
+    for module, code in source_texts().items():
+        if not module.startswith(("storage/", "testing/")):
+            for name in direct_reads(code):
+                found.setdefault(module, set()).add(name)
+    assert {module: " ".join(sorted(names)) for module, names in found.items()} == {
+        module: names for module, (names, _) in ALLOWED.items()
+    }
+
+
+ONLY_LINUX = ("posix_fadvise", "posix_fallocate", "O_DIRECT", "O_PATH", "preadv", "sched_getaffinity")
+
+
+class NoLibrary:
+    """A C library that has neither `renameat2` nor `mincore`."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+
+def take_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Remove from this process what macOS does not have."""
+    for name in ONLY_LINUX:
+        monkeypatch.delattr(os, name)
+    monkeypatch.setattr(ctypes, "CDLL", NoLibrary)
+    monkeypatch.setattr(owner, "_BOOT_ID", tmp_path / "no-such-file")
+    monkeypatch.setattr(owner, "_PROCESSES", tmp_path / "no-such-folder")
+
+
+def test_merge__without_the_calls_of_linux_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = write_family(tmp_path, TINY, 2)
+    models = "".join(f"- {{model: {path}, parameters: {{weight: 0.5, density: 0.5}}}}\n" for path in family.experts)
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(f"merge_method: ties\nbase_model: {family.base}\nmodels:\n{models}")
+    mergepipe.merge(recipe, tmp_path / "linux")
+    take_away(monkeypatch, tmp_path)
+    options = mergepipe.MergeOptions()
+    for _ in range(2):  # the second one replaces the first, without an exchange
+        mergepipe.merge(recipe, tmp_path / "other", force=True, options=options)
+    assert mergepipe.verify(tmp_path / "other").is_sound
+    weights = [tmp_path / name / "model.safetensors" for name in ("linux", "other")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_store__without_the_calls_of_linux_reads_exact_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_away(monkeypatch, tmp_path)
+    content = bytes(range(256)) * 40
+    path = Location.local(tmp_path / "file")
+    (tmp_path / "file").write_bytes(content)
+    file = LocalStore().open(path, direct=True)
+    buffer = memoryview(bytearray(300))
+    assert (file.alignment, file.read_into(10_000, buffer, Purpose.BASE)) == (1, 240)
+    assert bytes(buffer[:240]) == content[10_000:]
+    file.close()
+    assert LocalStore().read_metadata(path, 5, 20) == content[5:25]
+
+
+def test_reserve__without_fallocate_gives_a_new_file_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_away(monkeypatch, tmp_path)
+    descriptor = os.open(tmp_path / "new", os.O_WRONLY | os.O_CREAT)
+    try:
+        owned.reserve(descriptor, 12_345)
+        assert not switch_direct(descriptor, wanted=True)
+    finally:
+        os.close(descriptor)
+    assert (tmp_path / "new").stat().st_size == 12_345
+
+
+def test_owner__without_proc_a_living_process_is_told_from_a_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_away(monkeypatch, tmp_path)
+    living = owner.this_process()
+    assert living.boot
+    assert owner.is_alive(living, 0.0)
+    child = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(child, 0)
+    assert not owner.is_alive(owner.Owner(child, living.started, living.boot, living.host), 0.0)
+
+
+def test_sync_file__on_macos_goes_through_the_cache_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[int] = []
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", lambda _, command: commands.append(command))
+    with (tmp_path / "file").open("wb") as stream:
+        owned.sync_file(stream.fileno())
+    assert commands == [51]
+
+
+def test_mergepipe__refuses_windows_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "name", "nt")
+    exit_code = main(["--version"])
+    with pytest.raises(UnsupportedError):
+        _ = mergepipe.merge
+    monkeypatch.undo()
+    printed = capsys.readouterr()
+    assert (exit_code, printed.out) == (6, "")
+    assert printed.err == (
+        "error: mergepipe runs on Linux, and this system is 'nt'; on Windows, run it inside WSL "
+        "[platform.unsupported]\n"
+    )

@@ -1,4 +1,4 @@
-"""Experts saved fused or one by one are the same tensors, in either direction."""
+"""Layouts of layers and experts, and names of embeddings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from small_models import opened, random, write_model
 
 from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.embedding_rows import embedding_ending
 from mergepipe.checkpoints.stacked_experts import Stacked, in_layout_of, pieces_of
 from mergepipe.core.blocks import F32, Span
 from support.fetching import fetched
@@ -136,3 +137,24 @@ def test_stacked__refuses_parts_that_do_not_make_it(tmp_path: Path) -> None:
         Stacked("w", (3, 2, 3), (entry, entry))
     with pytest.raises(ValueError, match="different kinds"):
         Stacked("w", (2, 2, 3), (entry, replace(entry, is_delta=True)))
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("model.embed_tokens.weight", "embed_tokens.weight"),
+        ("model.language_model.embed_tokens.weight", "embed_tokens.weight"),
+        ("lm_head.bias", "lm_head.bias"),
+        ("transformer.wte.weight", "wte.weight"),
+        ("bert.embeddings.word_embeddings.weight", "word_embeddings.weight"),
+        ("cls.predictions.bias", "predictions.bias"),
+        ("cls.predictions.decoder.weight", "predictions.decoder.weight"),
+        ("transformer.wpe.weight", None),
+        ("bert.embeddings.position_embeddings.weight", None),
+        ("model.layers.0.mlp.down_proj.weight", None),
+        ("bert.encoder.layer.0.output.dense.weight", None),
+        ("my_lm_head.weight", None),
+    ],
+)
+def test_embedding_ending__knows_names_of_architectures(name: str, ending: str | None) -> None:
+    assert embedding_ending(name) == ending

@@ -1,4 +1,4 @@
-"""What is said where tokenizers differ and a recipe does not align them."""
+"""Tokenizers compared, and chat templates chosen."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vocabulary_cases import EMBED, HEAD, write_model
 
 from mergepipe.api import check, merge
 from mergepipe.checkpoints.embedding_rows import unaligned_notices
+from mergepipe.errors import RecipeError
 from mergepipe.options import MergeOptions
+from mergepipe.runs.small_files import AUTO, NAMED, chosen_template, template_of
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
+from support.refusals import refuses
 
 TOKENS = ["<unk>", "a", "b", "c"]
 
@@ -96,3 +101,118 @@ def test_merge__the_manifest_lists_rows_that_are_left_out(tmp_path: Path, text: 
     assert [(each["model"], each["tensor"], each["reason"]) for each in dropped] == [
         ("other", name, reason) for name in (HEAD, EMBED)
     ]
+
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi?"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Why?"},
+]
+RENDERED = {
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n"
+    "<|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>\n"
+    "<|start_header_id|>user<|end_header_id|>\n\nHi?<|eot_id|>\n"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nYes.<|eot_id|>\n"
+    "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>\n<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "alpaca": "Be brief.\n\n### Instruction:\nHi?\n\n### Response:\nYes.\n\n### Instruction:\nWhy?### Response:\n",
+    "exaone": "    [|system|]Be brief.\n        [|endofturn|]\n\n    [|user|]Hi?\n        \n\n"
+    "    [|assistant|]Yes.\n        [|endofturn|]\n\n    [|user|]Why?\n        \n\n    [|assistant|]\n",
+    "mistral": "<s> [INST] Be brief.\n\nHi? [/INST] Yes.</s> [INST] Why? [/INST]",
+    "gemma": "<s><start_of_turn>user\nBe brief.\n\nHi?<end_of_turn>\n<start_of_turn>model\nYes.<end_of_turn>\n"
+    "<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n",
+}
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_named_templates__render_a_conversation(name: str) -> None:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)  # as loaders set it up
+    template = environment.from_string(NAMED[name])
+    text = template.render(messages=MESSAGES, add_generation_prompt=True, bos_token="<s>", eos_token="</s>")
+    assert text == RENDERED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "text"),
+    [
+        ("llama3", "u", "<s><|start_header_id|>user<|end_header_id|>\n\nHi?<|eot_id|>\n"),
+        ("llama3", "", ""),
+        ("alpaca", "ua", "\n\n### Instruction:\nHi?\n\n### Response:\nYes."),
+        ("alpaca", "us", "Be brief.\n\n### Instruction:\nHi?\n\n"),
+        ("exaone", "u", "        [|system|][|endofturn|]\n\n    [|user|]Hi?\n        \n\n"),
+        ("mistral", "s", "<s>"),
+        ("mistral", "uau", "<s> [INST] Hi? [/INST] Yes.</s> [INST] Hi? [/INST]"),
+    ],
+)
+def test_named_templates__render_parts_of_conversations_as_mergekit_does(name: str, turns: str, text: str) -> None:
+    messages = [MESSAGES["sua".index(turn)] for turn in turns]
+    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(NAMED[name])
+    assert template.render(messages=messages, add_generation_prompt=False, bos_token="<s>", eos_token="</s>") == text
+
+
+def write_settings(directory: Path, template: object) -> None:
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+
+def test_chosen_template__auto_is_the_most_common_one(tmp_path: Path) -> None:
+    for n, template in enumerate(["{a}", "{b}", None, "{b}", "{a}", "{b} "]):
+        write_model(tmp_path / str(n), ["x"], seed=n)
+        if template is not None:
+            write_settings(tmp_path / str(n), template)
+    from mergepipe.checkpoints.directory import open_checkpoint
+
+    models = [open_checkpoint(LocalStore(), Location.local(tmp_path / str(n))) for n in range(6)]
+    assert chosen_template(AUTO, models, LocalStore(), where="r") == "{b}"
+    assert chosen_template(AUTO, models[:5], LocalStore(), where="r") == "{a}"
+    assert chosen_template(AUTO, models[2:3], LocalStore(), where="r") is None
+
+
+def test_template_of__a_file_of_its_own_comes_first_and_a_list_has_a_default(tmp_path: Path) -> None:
+    from mergepipe.checkpoints.directory import open_checkpoint
+
+    write_model(tmp_path / "m", ["x"], seed=0)
+    write_settings(tmp_path / "m", [{"name": "tool", "template": "{t}"}, {"name": "default", "template": "{d}"}])
+    assert template_of(open_checkpoint(LocalStore(), Location.local(tmp_path / "m")), LocalStore()) == "{d}"
+    (tmp_path / "m" / "chat_template.jinja").write_text("{j}\n")
+    assert template_of(open_checkpoint(LocalStore(), Location.local(tmp_path / "m")), LocalStore()) == "{j}"
+
+
+def test_chosen_template__is_jinja_text_or_a_name() -> None:
+    assert chosen_template("{{ x }}", [], LocalStore(), where="r") == "{{ x }}"
+    assert chosen_template("gemma", [], LocalStore(), where="r") == NAMED["gemma"]
+    with pytest.raises(RecipeError) as caught:
+        chosen_template("lama3", [], LocalStore(), where="recipe.yml")
+    message = "recipe.yml: chat_template is a name or Jinja text, found 'lama3'; did you mean 'llama3'?"
+    assert (caught.value.code, str(caught.value)) == ("recipe.value", message)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
+        "{% if a %}" * 500 + "{% endif %}" * 500,
+        "{{ " + "not " * 2000 + "a }}",
+        "{{ " + "7" * 5000 + " }}",
+    ],
+    ids=lambda text: text[:12],
+)
+def test_chosen_template__refuses_text_that_no_parser_can_take(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"^recipe\.yml: the chat_template cannot be parsed: ") as caught:
+        chosen_template(text, [], LocalStore(), where="recipe.yml")
+    assert caught.value.code == "recipe.value"
+
+
+def test_chosen_template__refuses_text_that_no_loader_can_parse() -> None:
+    with refuses(RecipeError, "recipe.value") as caught:
+        chosen_template("{{ a }}\n{% for x in %}", [], LocalStore(), where="recipe.yml")
+    assert str(caught.value).startswith(
+        "recipe.yml: the chat_template is no Jinja text, line 2: Expected an expression"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["{% generation %}{{ x }}{% endgeneration %}", "{% for x in y %}{% break %}{% endfor %}"]
+)
+def test_chosen_template__leaves_tags_of_loaders_to_them(text: str) -> None:
+    assert chosen_template(text, [], LocalStore(), where="recipe.yml") == text
