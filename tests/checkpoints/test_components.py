@@ -117,6 +117,15 @@ def test_filter__names_a_component_by_its_folder(tmp_path: Path) -> None:
     assert rows(tmp_path / "out" / "2_Dense" / "model.safetensors")["linear.bias"] == [4.0]
 
 
+def test_merge__into_one_file_takes_files_and_no_components(tmp_path: Path) -> None:
+    one, two = sentence_model(tmp_path / "one", 5.0, 11.0), sentence_model(tmp_path / "two", 7.0, 12.0)
+    with pytest.raises(OutputError, match=r"has weights in 2_Dense; name a folder, or name files as the models"):
+        mergepipe.merge(recipe(tmp_path, one, two), tmp_path / "out.safetensors", options=NO_CATALOG)
+    files = (one / "2_Dense" / "model.safetensors", two / "2_Dense" / "model.safetensors")
+    mergepipe.merge(recipe(tmp_path, *files), tmp_path / "out.safetensors", options=NO_CATALOG)
+    assert rows(tmp_path / "out.safetensors") == {"linear.weight": [11.5, 2.0], "linear.bias": [11.5]}
+
+
 def test_repair__makes_a_component_again(tmp_path: Path) -> None:
     one, two = sentence_model(tmp_path / "one", 5.0, 11.0), sentence_model(tmp_path / "two", 7.0, 12.0)
     out = tmp_path / "out"

@@ -21,7 +21,7 @@ from mergepipe.checkpoints.vocabulary import (
     Vocabulary,
     read_vocabulary,
 )
-from mergepipe.core.strict_json import JsonValue, shown
+from mergepipe.core.strict_json import shown
 from mergepipe.core.units import plural
 from mergepipe.errors import MergePipeError, MismatchError
 from mergepipe.storage.contract import Store, concurrent_map
@@ -60,7 +60,9 @@ VOCAB_SIZE_KEY = "vocab_size"
 
 def embeddings_of(model: Checkpoint, vocabulary: Vocabulary, store: Store) -> dict[str, Readable]:
     """Find the tensors of `model` with a row for every token, by name, in storage order; padding rows are allowed."""
-    vocab_size = _vocab_size(TokenizerFiles(model, store).document(CONFIG_NAME))
+    config = TokenizerFiles(model, store).document(CONFIG_NAME)
+    stated = (part.get(VOCAB_SIZE_KEY) for part in (config, *config.values()) if isinstance(part, dict))
+    vocab_size = next((size for size in stated if type(size) is int), None)
     named = {name: tensor for name, tensor in model.tensors.items() if tensor.shape and embedding_ending(name)}
     embeddings = {
         name: tensor
@@ -87,15 +89,6 @@ def paired_embeddings(embeddings: Sequence[Mapping[str, Readable]]) -> list[dict
 
 def _ending(name: str) -> str:
     return embedding_ending(name) or name
-
-
-def _vocab_size(config: Mapping[str, JsonValue]) -> int | None:
-    """Return the configuration's vocabulary size, from its top level or its text section."""
-    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
-        value = section.get(VOCAB_SIZE_KEY)
-        if type(value) is int:
-            return value
-    return None
 
 
 # --- choose the source model and row of each row of an aligned embedding. Pure rules on arrays of ids ---

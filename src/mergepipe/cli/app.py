@@ -43,7 +43,7 @@ PANELS = (
     RARE_PANEL,
 )  # fmt: skip
 """The sections of a command's help, in order. Of the last one `--help` has the names of the options alone."""
-OUT_HELP = "The directory to create, or a prefix of a bucket: s3://bucket/prefix, gs://, az://."
+OUT_HELP = "The directory to create, hf://org/name, or a prefix of a bucket: s3://bucket/prefix, gs://, az://."
 RecipePath: TypeAlias = Annotated[
     str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file. Paths in it are relative to it.")
 ]

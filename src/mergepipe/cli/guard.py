@@ -205,6 +205,12 @@ def _system_failure(error: OSError) -> Failure:
     return Failure("error", problems, typed.exit_code)
 
 
+_SAID_ELSEWHERE = {
+    "--gguf": "the name of the output says it: merged-Q8_0.gguf (or -F16, -BF16, -F32)",
+    "--like-base": "the recipe says it: `out_dtype: like_base`",
+}
+
+
 def _usage_problem(error: BaseException) -> Problem | None:
     from difflib import get_close_matches
 
@@ -218,6 +224,8 @@ def _usage_problem(error: BaseException) -> Problem | None:
     message = error.message if near else error.format_message()
     if option and option in _mergekit_flags():
         hint = "it is a flag of mergekit-yaml: `mergepipe-yaml CONFIG OUT` takes those"
+    elif option in _SAID_ELSEWHERE:
+        hint = _SAID_ELSEWHERE[option]
     elif near:
         written = option or str(getattr(error, "cmd_name", "") or error.message)
         hint = f"did you mean '{get_close_matches(written, sorted(near), n=1, cutoff=0.0)[0]}'?"

@@ -114,7 +114,10 @@ def align_vocabulary(
         for index, tensor in aligner.aligned(group, n_rows).items():
             replaced[index][group[index].name] = tensor
     return Alignment(
-        tuple(_with_tensors(model, tensors) for model, tensors in zip(models, replaced, strict=True)),
+        tuple(
+            replace(model, tensors=MappingProxyType({**model.tensors, **tensors})) if tensors else model
+            for model, tensors in zip(models, replaced, strict=True)
+        ),
         n_rows,
         lender,
         MappingProxyType(extended_files(TokenizerFiles(models[lender], store), output, added)),
@@ -133,11 +136,6 @@ def _digest(output: Vocabulary, replaced: Sequence[Mapping[str, Readable]]) -> s
                 hasher.update(tensor.rows.row_R.tobytes())
                 hasher.update(canonical_json([[astuple(part) for part in mean] for mean in tensor.rows.means]))
     return hasher.hexdigest(length=16)
-
-
-def _with_tensors(model: Checkpoint, replaced: Mapping[str, Readable]) -> Checkpoint:
-    tensors = {name: replaced.get(name, tensor) for name, tensor in model.tensors.items()}
-    return replace(model, tensors=MappingProxyType(tensors)) if replaced else model
 
 
 def _vocabularies(models: Sequence[Checkpoint], store: Store) -> tuple[Vocabulary, ...]:

@@ -283,7 +283,8 @@ def output_of(inputs: Inputs, shard_bytes: int | None, file: str = "") -> Output
     base = inputs.base
     if file and base.components:
         message = f"is one file, and {base.path} has weights in {', '.join(sorted(base.components))}"
-        raise OutputError.of("output.place", file, message, "name a folder")
+        hint = "name a folder, or name files as the models (BASE/model.safetensors) to merge those alone"
+        raise OutputError.of("output.place", file, message, hint)
     if file or (shard_bytes is None and base.path != base.root):
         return plan_output(inputs.resolution.tasks, _ONE_FILE, single=file if file.endswith(SUFFIX) else SINGLE_NAME)
     return plan_output(inputs.resolution.tasks, shard_bytes or DEFAULT_SHARD_BYTES, base.components)

@@ -49,7 +49,14 @@ def merge(
             metavar="RECIPE", help="The recipe, a YAML file. Paths in it are relative to it. Not with --plan."
         ),
     ],
-    out: Annotated[str | None, typer.Argument(metavar="OUT", help=OUT_HELP, show_default=False)] = None,
+    out: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="OUT",
+            help=f"{OUT_HELP} One file by its name: merged.safetensors, merged-Q8_0.gguf.",
+            show_default=False,
+        ),
+    ] = None,
     *,
     plan: Annotated[
         str | None, Flag("Merge as this stored plan says, instead of a recipe: see `plan`.", metavar="PLAN")
