@@ -1,7 +1,7 @@
-"""Run in the environment of the frameworks: `save FOLDER` writes two models each of two libraries, `load` compares.
+"""Run in the environment of the frameworks: `save FOLDER` writes two models each of three libraries, `load` compares.
 
-Writes `sentences-1`, `sentences-2`, `pipeline-1` and `pipeline-2`; `load` opens `sentences` and `pipeline`, which are
-their means, and prints the largest difference of each from the mean of its two.
+Writes `sentences-1`, `pipeline-1`, `folders-1` and the same with 2; `load` opens `sentences`, `pipeline` and `folders`,
+which are their means, and prints the largest difference of each from the mean of its two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from sentence_transformers import SentenceTransformer
 from sentence_transformers import models as modules
-from transformers import BertConfig, BertModel, BertTokenizerFast
+from transformers import AutoModel, BertConfig, BertModel, BertTokenizerFast, LlamaConfig, LlamaModel
 
 TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz")
 
@@ -28,6 +28,9 @@ def save(folder: Path, seed: int) -> None:
         vocab_size=len(TOKENS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
     )
     BertModel(config).save_pretrained(body)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaModel(LlamaConfig(**sizes, vocab_size=32)).save_pretrained(folder / f"folders-{seed}")
+    BertModel(config).save_pretrained(folder / f"folders-{seed}" / "encoder")
     parts = [modules.Transformer(str(body)), modules.Pooling(16), modules.Dense(16, 8)]
     SentenceTransformer(modules=parts).save(str(folder / f"sentences-{seed}"))
     unet = UNet2DModel(
@@ -40,6 +43,9 @@ def save(folder: Path, seed: int) -> None:
 def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
     if name.startswith("sentences"):
         model = SentenceTransformer(str(folder / name))
+    elif name.startswith("folders"):
+        parts = [AutoModel.from_pretrained(folder / name, subfolder=part) for part in ("", "encoder")]
+        model = torch.nn.ModuleList(parts)
     else:
         model = DDPMPipeline.from_pretrained(str(folder / name)).unet
     return dict(model.state_dict())
@@ -56,4 +62,4 @@ if __name__ == "__main__":
         for seed in (1, 2):
             save(place, seed)
     else:
-        print(*(largest_difference(place, name) for name in ("sentences", "pipeline")))
+        print(*(largest_difference(place, name) for name in ("sentences", "pipeline", "folders")))

@@ -200,6 +200,16 @@ def test_merge__of_codes_has_their_numbers_and_reads_stored_bytes_within_its_bud
     np.testing.assert_allclose(merged["l.weight"], parts[1][1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme.startswith(("GPTQ", "AWQ"))])
+def test_merge__of_gptq_and_awq_has_the_bits_of_one_product_in_float16(tmp_path: Path, scheme: str) -> None:
+    tensors, numbers = SCHEMES[scheme](0)
+    bits: dict[str, Any] = {"bits": int(scheme[8])} if scheme.startswith("GPTQ") else {}
+    path = recipe(tmp_path, "passthrough", model(tmp_path / "m", tensors, group_size=GROUP, **bits))
+    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    written = load_file(tmp_path / "out" / "model.safetensors")["l.weight"]
+    np.testing.assert_array_equal(written, numbers.astype(np.float16))
+
+
 def test_merge__of_groups_that_are_not_named_takes_them_side_by_side(tmp_path: Path) -> None:
     tensors, numbers = packed(0, 4, has_zeros=True)
     tensors["l.weight_g_idx"] = np.full(COLUMNS, -1, np.int32)
