@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,8 +29,9 @@ def trees() -> dict[str, ast.Module]:
     return {place: ast.parse(code) for place, code in source_texts().items()}
 
 
-def nodes() -> Iterator[ast.AST]:
-    return (node for tree in trees().values() for node in ast.walk(tree))
+@cache
+def nodes() -> tuple[ast.AST, ...]:
+    return tuple(node for tree in trees().values() for node in ast.walk(tree))
 
 
 def classes() -> list[ast.ClassDef]:
