@@ -44,6 +44,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parent.parent / "build" / "kernels"))
+# Threads of torch spin while they wait for one another, and take the processor from the other worker.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Workers of pytest-xdist are told a width that no user has asked for.
 os.environ.pop("COLUMNS", None)
 # Children import the test machinery too.
