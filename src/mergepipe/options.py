@@ -423,7 +423,7 @@ class SearchOptions(MachineOptions):
     trials: int = option(50, Flag("How many merges to try.", metavar="N", check=positive))
     trial_timeout: float | None = option(None, Flag("Give an evaluation up after so long.", metavar="SECONDS"))
     rungs: tuple[str, ...] = option(
-        (), Flag("Merge each trial under this budget first; the worse half goes no further. Repeat.", name="--rung",
+        (), Flag("Merge each trial under this budget first; the best third goes on. Repeat.", name="--rung",
                  metavar="BUDGET")
     )  # fmt: skip
     objectives: tuple[str, ...] = option(

@@ -100,8 +100,8 @@ def test_magnitude_cuts__needs_one_pass_after_an_honest_sample() -> None:
     assert threshold == np.sort(np.abs(deltas).view(np.uint32))[-20_000]
 
 
-@pytest.mark.parametrize(("first_scale", "looks"), [(1.0, 1), (1e-6, 2), (1e6, 2), (0.0, 2)])
-def test_magnitude_cuts__in_memory_look_once_more_or_twice_if_the_first_block_misleads(
+@pytest.mark.parametrize(("first_scale", "looks"), [(1.0, 0), (1.05, 1), (1e-6, 2), (1e6, 2), (0.0, 2)])
+def test_magnitude_cuts__in_memory_look_again_only_if_the_first_block_misleads(
     first_scale: float, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(order_statistics, "BRACKET_ELEMENTS", 1)
@@ -111,6 +111,19 @@ def test_magnitude_cuts__in_memory_look_once_more_or_twice_if_the_first_block_mi
     refinements, threshold = _drive_counting_refinements(_one_expert(deltas), 20_000, [], pieces)
     assert refinements == looks
     assert threshold == np.sort(np.abs(deltas).view(np.uint32))[-20_000]
+
+
+@pytest.mark.parametrize("tiny", [0.0, 1e-45, 9e-41])  # the lowest bits of the bin of zeros, and more of them
+@pytest.mark.parametrize("surveyed", [0, 1])
+def test_magnitude_cuts__among_zeros_look_once(tiny: float, surveyed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order_statistics, "BRACKET_ELEMENTS", 1)
+    deltas = (np.random.default_rng(0).standard_normal(100_000) * 1e-3).astype(np.float32)
+    deltas[np.arange(100_000) % 5 > 0] = 0.0
+    deltas[1::5] = np.float32(tiny)
+    pieces = [Span(i, i + 10_000) for i in range(0, 100_000, 10_000)]
+    refinements, threshold = _drive_counting_refinements(_one_expert(deltas), 30_000, pieces[:surveyed], pieces)
+    assert threshold == np.float32(tiny).view(np.uint32)
+    assert refinements == (tiny > 0)  # for the ties alone
 
 
 @pytest.mark.parametrize("wrong_by", [1e-6, 1e6, 0.0])

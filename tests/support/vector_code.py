@@ -33,7 +33,6 @@ BLOCK = RawBlock(BYTES, 0, 3, COUNTS, COUNTS, COUNTS, COUNTS, 0, 1, BYTES, 0, 3)
 RULE = merge.Rule(
     FLOATS, FLOATS, 0, ROWS_3N, ROWS_3N, BOUNDS, BOUNDS, FLOATS, np.zeros((1, 1), np.uint8), True, True, ONE, ONE, ONE
 )
-FINE = (np.zeros(1, np.uint32), np.zeros(1 << 15, np.int16), np.zeros((1, 1 << 16), np.int32), COUNTS)
 LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (codec.decode_tile, (BYTES, 0, codec.CODE_BF16, 1, FLOATS, True), 12),
     (codec.encode_tile, (FLOATS, 1, BYTES, 0, codec.CODE_BF16, True), 9),
@@ -57,8 +56,7 @@ LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     ),
     (reduce.count_nonzero, (FLOATS,), 1),
     (reduce.collect_ties, (BLOCK, 0, ROWS_3N, ROWS_3N, np.zeros((3, 2), np.int64)), 14),
-    (reduce.count_from_edges, (BLOCK, 0, HALVES, COUNTS), 14),
-    (reduce.count_fine, (BLOCK, 0, *FINE), 16),
+    (reduce.count_around, (BLOCK, 0, HALVES, COUNTS, reduce.Watched.of({1})), 17),
 ]
 PACKING = {"_split_steps": 10, "_encode_pieces": 1, "_decode_tiles": 4}
 """Loops of the kernels that encode a block and decode it to verify it."""

@@ -8,12 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import ALL_TIES, RawBlock
 from mergepipe.operators.statistics import NOTHING_KEPT_BITS, Cut, tie_key
+
+if TYPE_CHECKING:
+    from mergepipe.kernels.reduce import Watched
 
 # --- compute exact cuts of |delta| of one tensor ---
 # by two-level radix selection on float32 bits, then by hash in ties
@@ -43,6 +47,23 @@ class Place:
         return bool(self.bits) and rank - self.n_larger < self.n_equal
 
 
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Rising bins, and how many elements of a tensor are in each or above it, of those that were counted."""
+
+    bins_W: NDArray[np.uint16]
+    reached_W: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, bins: Iterable[int]) -> Edges:
+        """Return the edges at some bins, of which nothing was counted yet."""
+        bins_W = np.array(sorted(bins), np.uint16)
+        return cls(bins_W, np.zeros(len(bins_W), np.int64))
+
+
+NO_EDGES = Edges.of(())
+
+
 class RankSearch:
     """Finds the bit patterns of the k-th largest |delta| for some ranks k. Safe to feed from many threads.
 
@@ -56,10 +77,7 @@ class RankSearch:
     def __init__(self, ranks: Iterable[int], n_elements: int) -> None:
         self._n_elements = n_elements
         self._answers: dict[int, Place | None] = {rank: self._trivial(rank) for rank in ranks}
-        self._bin_R = np.empty(0, np.uint32)
-        self._row_of_bin_B: NDArray[np.int16] | None = None
-        self._fine_RB: NDArray[np.int32] | None = None
-        self._totals_R = np.empty(0, np.int64)
+        self._watched: Watched | None = None
         self._lock = threading.Lock()
 
     @cached_property
@@ -113,21 +131,25 @@ class RankSearch:
         with self._lock:
             count_magnitudes(block, place, shown.start, len(shown), self._coarse_B)
 
-    def count_fine(self, block: RawBlock, place: int) -> None:
-        """Add the watched bins of a block."""
-        from mergepipe.kernels.reduce import count_fine
+    def count_fine(self, block: RawBlock, place: int, edges: Edges = NO_EDGES) -> None:
+        """Add the watched bins of a block, and what of it reaches the edges."""
+        from mergepipe.kernels.reduce import count_around
 
-        if self._fine_RB is not None and self._row_of_bin_B is not None:
+        if self._watched is not None:
             with self._lock:
-                count_fine(block, place, self._bin_R, self._row_of_bin_B, self._fine_RB, self._totals_R)
+                count_around(block, place, edges.bins_W, edges.reached_W, self._watched)
 
-    def narrow(self) -> None:
-        """Treat the counts so far as a sample: watch the bins around the ranks' expected ones and restart."""
-        bins: set[int] = set()
-        for center in self.expected_bins():
-            bins.update(range(max(0, center - WINDOW_BINS // 2), center + WINDOW_BINS // 2))
-        self.watch(bins)
+    def narrow(self) -> list[int]:
+        """Treat the counts so far as a sample: watch around the bins expected of the ranks, return these, restart."""
+        centers = self.expected_bins()
+        self.watch_around(centers)
         self._coarse_B[:] = 0
+        return centers
+
+    def watch_around(self, centers: Iterable[int]) -> None:
+        """Have `count_fine` count the elements of some bins and of those around them."""
+        half = WINDOW_BINS // 2
+        self.watch({bin_index for center in centers for bin_index in range(max(0, center - half), center + half)})
 
     def expected_bins(self) -> list[int]:
         """Return the bins of the open ranks, if the elements counted so far are like the others."""
@@ -138,28 +160,28 @@ class RankSearch:
 
     def watch(self, bins: set[int]) -> None:
         """Have `count_fine` count the elements of some bins."""
-        self._row_of_bin_B = self._fine_RB = None
-        self._bin_R = np.array(sorted(bins), np.uint32)
-        self._totals_R = np.zeros(len(bins), np.int64)
-        if bins:
-            from mergepipe.kernels.reduce import COARSE_BINS, FINE_BINS
+        from mergepipe.kernels.reduce import Watched
 
-            self._row_of_bin_B = np.full(COARSE_BINS, -1, np.int16)
-            self._row_of_bin_B[self._bin_R] = np.arange(len(bins))
-            self._fine_RB = np.zeros((len(bins), FINE_BINS), np.int32)
+        self._watched = Watched.of(bins) if bins else None
 
     def answer(self, rank: int, place: Place) -> None:
         """Answer a rank that was found otherwise."""
         self._answers[rank] = place
 
-    def decide_inside(self, rank: int, bins: range, rank_inside: int) -> None:
-        """Answer a rank that is the `rank_inside`-th largest element of some bins, watched from the start."""
-        assert self._fine_RB is not None
-        assert self._row_of_bin_B is not None
-        rows = self._row_of_bin_B[bins.start : bins.stop]
-        index, inside = _FromTop(self._totals_R[rows]).bin_of_rank(rank_inside)
-        total = int(self._totals_R[rows[index]])
-        self._answers[rank] = _place_in_bin(rank, bins[index], self._fine_RB[rows[index]], total, inside)
+    def decide_inside(self, rank: int, bins: range, rank_inside: int) -> bool:
+        """Answer a rank, that of the `rank_inside`-th largest element of some bins, if they were always watched.
+
+        Bin 0, of zeros and of what hardly differs, is asked for alone: what was not shown is in it.
+        """
+        if self._watched is None or (rows := self._watched.row_of_bin_B[bins.start : bins.stop]).min() < 0:
+            return False
+        totals_R = self._watched.totals_R
+        if bins.start == 0:
+            totals_R[rows[0]] = self._n_elements - (rank - rank_inside)
+        index, inside = _FromTop(totals_R[rows]).bin_of_rank(rank_inside)
+        total, counts_B = int(totals_R[rows[index]]), self._watched.counts_RB[rows[index]]
+        self._answers[rank] = _place_in_bin(rank, bins[index], counts_B, total, inside)
+        return True
 
     def decide(self, fine: NDArray[np.uint32] | None = None) -> bool:
         """Answer the ranks that are decided; if any is left, watch the bins it needs and return False.
@@ -172,14 +194,14 @@ class RankSearch:
         from_top = _FromTop(self._coarse_B)
         for rank in self.open_ranks:
             bin_index, rank_inside = from_top.bin_of_rank(rank)
-            row = -1 if self._row_of_bin_B is None else int(self._row_of_bin_B[bin_index])
+            row = -1 if self._watched is None else int(self._watched.row_of_bin_B[bin_index])
             total = int(self._coarse_B[bin_index])
             if fine is not None:
                 self._answers[rank] = _place_among(rank, fine, bin_index, total, rank_inside)
-            elif row < 0 or self._fine_RB is None:
+            elif row < 0 or self._watched is None:
                 missing.add(bin_index)
             else:
-                self._answers[rank] = _place_in_bin(rank, bin_index, self._fine_RB[row], total, rank_inside)
+                self._answers[rank] = _place_in_bin(rank, bin_index, self._watched.counts_RB[row], total, rank_inside)
         self.watch(missing)
         return not missing
 
@@ -330,7 +352,7 @@ EDGE_BINS = 2  # from one edge to the next; a bin is 1/128 of a power of two
 class Stage(Enum):
     """The purpose of the next pass over the blocks."""
 
-    EDGES = auto()  # counting from the edges of brackets on
+    EDGES = auto()  # counting from the edges of brackets on, and finely in their middle
     INTERVALS = auto()  # counting all of the bins between two edges
     HISTOGRAM = auto()  # counting all bins, as a bracket missed
     RANKS = auto()  # whatever `RankSearch` needs
@@ -339,20 +361,19 @@ class Stage(Enum):
 class BracketedRanks:
     """Finds the bit patterns of the k-th largest |delta| for some ranks k. Safe to feed from many threads.
 
-    A sample of the first block suggests a bracket for each rank. The first look at the blocks counts the elements
-    from each of its edges on, the second one all bit patterns between the two edges that enclose the rank. Both are
-    vector code, while a histogram of all elements is not: that is made only where a bracket misses, by `RankSearch`,
-    which also does the work where blocks cannot be looked at again in memory: after `survey`.
+    A sample suggests a bracket for each rank: of runs of the first block, or what `survey` is shown. The first look at
+    the blocks counts the elements from each of its edges on, and all bit patterns in its middle; only a rank that lies
+    between other edges needs a second one, of the bit patterns there. Both are vector code, while a histogram of all
+    elements is not: that is made only where a bracket misses, by `RankSearch`.
 
-    Memory: see `RankSearch`, and 512 KiB a rank.
+    Memory: see `RankSearch`, and 256 KiB for each of `WINDOW_BINS` a rank.
     """
 
     def __init__(self, ranks: Iterable[int], n_elements: int) -> None:
         self._search = RankSearch(ranks, n_elements)
         self._n_elements = n_elements
         self._stage = Stage.EDGES if n_elements >= BRACKET_ELEMENTS else Stage.RANKS
-        self._edges_W: NDArray[np.uint16] | None = None
-        self._from_edge_W = np.zeros(0, np.int64)
+        self._edges = None if self._stage is Stage.EDGES else NO_EDGES
         self._intervals: dict[int, tuple[range, int]] = {}  # by rank: bins between edges, its place in them from above
         self._lock = threading.Lock()
 
@@ -368,20 +389,22 @@ class BracketedRanks:
 
     def survey(self, block: RawBlock, place: int) -> None:
         """Add a block of a sample."""
-        self._stage = Stage.RANKS
-        self._search.count_coarse(block, place)
+        _count_runs(self._search, block, place)
 
     def narrow(self) -> None:
         """Narrow the search by the sample."""
-        self._search.narrow()
+        centers = self._search.narrow()
+        if self._stage is Stage.EDGES and centers:  # else nothing was surveyed
+            self._edges = _edges_around(centers)
 
     def accumulate(self, block: RawBlock, place: int) -> None:
         """Look at a block for the first time."""
         if self._stage is Stage.EDGES:
-            self._count_from_edges(block, place)
+            with self._lock:
+                self._edges = self._edges or self._suggest_edges(block, place)
         else:
             self._search.count_coarse(block, place)
-            self._search.count_fine(block, place)
+        self._search.count_fine(block, place, self._edges or NO_EDGES)
 
     def refine(self, block: RawBlock, place: int) -> None:
         """Look at a block once more."""
@@ -404,43 +427,42 @@ class BracketedRanks:
                 self._stage = Stage.RANKS
                 return self._search.decide()
 
-    def _count_from_edges(self, block: RawBlock, place: int) -> None:
-        from mergepipe.kernels.reduce import count_from_edges
-
-        with self._lock:
-            if self._edges_W is None:
-                self._edges_W = self._suggest_edges(block, place)
-                self._from_edge_W = np.zeros(len(self._edges_W), np.int64)
-        counts_W = np.zeros(len(self._edges_W), np.int64)
-        count_from_edges(block, place, self._edges_W, counts_W)
-        with self._lock:
-            self._from_edge_W += counts_W
-
-    def _suggest_edges(self, block: RawBlock, place: int) -> NDArray[np.uint16]:
-        """Return rising edges around the bins that the ranks have in runs of a block; none of them is bin 0."""
+    def _suggest_edges(self, block: RawBlock, place: int) -> Edges:
+        """Return edges around the bins that the ranks have in runs of a block, and watch their middle."""
         sample = RankSearch(self._search.open_ranks, self._n_elements)
-        for start in range(0, block.n_elements, max(RUN_ELEMENTS, block.n_elements // SAMPLE_RUNS)):
-            sample.count_coarse(block, place, range(start, min(start + RUN_ELEMENTS, block.n_elements)))
-        edges: set[int] = set()
-        for center in sample.expected_bins():
-            first = center - EDGES * EDGE_BINS // 2
-            edges.update(range(first, first + EDGES * EDGE_BINS, EDGE_BINS))
-        return np.array(sorted(edge for edge in edges if 0 < edge < 1 << 15), np.uint16)
+        _count_runs(sample, block, place)
+        self._search.watch_around(centers := sample.expected_bins())
+        return _edges_around(centers)
 
     def _enclose(self) -> Stage:
-        """Find the interval of each open rank and watch its bins; where one is outside all, start with a histogram."""
-        edges_W = np.zeros(0, np.uint16) if self._edges_W is None else self._edges_W
+        """Find each open rank in the interval between two edges, or watch its bins; a histogram if it is in none."""
+        edges = self._edges or NO_EDGES
+        bins_W, reached_W = edges.bins_W, edges.reached_W
         for rank in self._search.open_ranks:
-            enclosing = np.flatnonzero(self._from_edge_W >= rank)
-            if not len(enclosing) or enclosing[-1] == len(edges_W) - 1:
+            above = int(np.count_nonzero(reached_W >= rank))  # the edge above the rank's interval
+            if above == len(bins_W):
                 return Stage.HISTOGRAM
-            w = int(enclosing[-1])
-            bins = range(int(edges_W[w]), int(edges_W[w + 1]))
-            if len(bins) > EDGE_BINS:  # between two brackets
+            bins = range(int(bins_W[above - 1]) if above else 0, int(bins_W[above]))
+            if len(bins) > EDGE_BINS:  # outside the brackets
                 return Stage.HISTOGRAM
-            self._intervals[rank] = bins, rank - int(self._from_edge_W[w + 1])
+            rank_inside = rank - int(reached_W[above])
+            if not self._search.decide_inside(rank, bins, rank_inside):
+                self._intervals[rank] = bins, rank_inside
         self._search.watch({b for bins, _ in self._intervals.values() for b in bins})
         return Stage.INTERVALS
+
+
+def _count_runs(search: RankSearch, block: RawBlock, place: int) -> None:
+    """Show some runs of a block, spread over it."""
+    for start in range(0, block.n_elements, max(RUN_ELEMENTS, block.n_elements // SAMPLE_RUNS)):
+        search.count_coarse(block, place, range(start, min(start + RUN_ELEMENTS, block.n_elements)))
+
+
+def _edges_around(centers: Iterable[int]) -> Edges:
+    """Return edges on both sides of some bins, and at bin 1: below it are the zeros, which most deltas may be."""
+    half = EDGES * EDGE_BINS // 2
+    edges = {edge for center in centers for edge in range(center - half, center + half, EDGE_BINS)}
+    return Edges.of({1, *(edge for edge in edges if 0 < edge < 1 << 15)})
 
 
 # --- compute exact order statistics of the scores of one tensor in one look, in brackets that a sample suggests ---

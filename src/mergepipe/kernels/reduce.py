@@ -1,6 +1,9 @@
-"""Count magnitudes of deltas: coarse histograms, above given edges, fine within selected bins."""
+"""Count magnitudes of deltas: coarse histograms, or above given edges and finely within selected bins."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,72 +125,72 @@ def collect_ties(block: RawBlock, place: int, ties_R4: Bits32, hashes_RN: Bits32
                             counts_R2[r, 1] += 1
 
 
-@kernel
-def count_from_edges(block: RawBlock, place: int, edges_W: NDArray[np.uint16], counts_W: Counts) -> None:
-    """Add to `counts_W[w]` the number of `|delta|` whose upper 15 magnitude bits are at least `edges_W[w]`."""
-    base = np.empty(_TILE, np.float32)
-    model = np.empty(_TILE, np.float32)
-    delta = np.empty(_TILE, np.float32)
-    bits = delta.view(np.uint32)
-    halves = np.empty(_TILE, np.uint16)
-    for start in range(0, block.n_elements, _TILE):
-        m = min(_TILE, block.n_elements - start)
-        decode_delta(block, place, start, m, base, model, delta)
-        for i in range(m):
-            halves[i] = np.uint16((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT))
-        for w in range(edges_W.shape[0]):
-            edge = edges_W[w]
-            count = np.uint16(0)  # of a tile: narrow lanes, so that more of them are in a vector
-            for i in range(m):
-                count = np.uint16(count + np.uint16(halves[i] >= edge))
-            counts_W[w] += np.int64(count)
+class Watched(NamedTuple):
+    """Bins that are counted finely, a row each: `bin_R` are their upper bits, rising, `row_of_bin_B` has -1 of others.
 
-
-@kernel
-def count_fine(
-    block: RawBlock,
-    place: int,
-    bin_R: Bits32,
-    row_of_bin_B: NDArray[np.int16],
-    counts_RB: NDArray[np.int32],
-    totals_R: Counts,
-) -> None:
-    """Add to `counts_RB[r, b]` the number of `|delta|` with the upper bits of row `r` and lower 16 bits `b > 0`.
-
-    `bin_R` lists the upper bits of the rows, `row_of_bin_B` maps them to a row. Deltas of 16-bit formats have few
-    significant bits, so most of a bin has `b == 0`: that count is omitted, as it is the bin's total minus the others.
-    What is left is seldom. All of a row's elements, whatever their lower bits, are added to `totals_R[r]`.
+    `counts_RB[r, b]` are the elements with the upper bits of row `r` and lower 16 bits `b > 0`, `totals_R[r]` all of
+    row `r`. Deltas of 16-bit formats have few significant bits, so most of a bin has `b == 0`: that count is omitted,
+    as it is the bin's total minus the others. What is left is seldom.
     """
+
+    bin_R: Bits32
+    row_of_bin_B: NDArray[np.int16]
+    counts_RB: NDArray[np.int32]
+    totals_R: Counts
+
+    @classmethod
+    def of(cls, bins: Iterable[int]) -> Watched:
+        """Return rows of some bins, of which nothing was counted yet."""
+        bin_R, row_of_bin_B = np.array(sorted(bins), np.uint32), np.full(COARSE_BINS, -1, np.int16)
+        row_of_bin_B[bin_R] = np.arange(len(bin_R))
+        return cls(bin_R, row_of_bin_B, np.zeros((len(bin_R), FINE_BINS), np.int32), np.zeros(len(bin_R), np.int64))
+
+
+@kernel
+def count_around(
+    block: RawBlock, place: int, edges_W: NDArray[np.uint16], from_edge_W: Counts, watched: Watched
+) -> None:
+    """Add to `from_edge_W[w]` the number of `|delta|` whose upper 15 magnitude bits are at least `edges_W[w]`.
+
+    And count those of the watched bins.
+    """
+    bin_R, row_of_bin_B, counts_RB, totals_R = watched
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
     bits = delta.view(np.uint32)
     upper = np.empty(_TILE, np.uint16)
-    hits, has_low = np.zeros(_TILE, np.uint8), np.zeros(_TILE, np.uint8)
+    hits = np.zeros(_TILE, np.uint8)
     words = hits.view(np.uint64)
+    lowest = np.uint32(bin_R[0] << np.uint32(COARSE_SHIFT)) if len(bin_R) else np.uint32(0)
+    span = np.uint32(((bin_R[-1] + np.uint32(1)) << np.uint32(COARSE_SHIFT)) - lowest) if len(bin_R) else np.uint32(0)
     for start in range(0, block.n_elements, _TILE):
         m = min(_TILE, block.n_elements - start)
         decode_delta(block, place, start, m, base, model, delta)
         for i in range(m):
             upper[i] = np.uint16((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT))
-        for i in range(m):
-            has_low[i] = np.uint8((bits[i] & np.uint32(0xFFFF)) != np.uint32(0))
-        hits[:] = np.uint8(0)
-        for r in range(bin_R.shape[0]):
-            watched = np.uint16(bin_R[r])
+        for w in range(edges_W.shape[0]):
+            edge = edges_W[w]
             count = np.uint16(0)  # of a tile: narrow lanes, so that more of them are in a vector
             for i in range(m):
-                is_inside = upper[i] == watched
-                hits[i] |= np.uint8(is_inside)
-                count = np.uint16(count + np.uint16(is_inside))
+                count = np.uint16(count + np.uint16(upper[i] >= edge))
+            from_edge_W[w] += np.int64(count)
+        for r in range(bin_R.shape[0]):
+            wanted = np.uint16(bin_R[r])
+            count = np.uint16(0)
+            for i in range(m):
+                count = np.uint16(count + np.uint16(upper[i] == wanted))
             totals_R[r] += np.int64(count)
+        hits[m:] = np.uint8(0)
         for i in range(m):
-            hits[i] &= has_low[i]
+            is_between = np.uint32((bits[i] & np.uint32(0x7FFFFFFF)) - lowest) < span
+            hits[i] = np.uint8(is_between and (bits[i] & np.uint32(0xFFFF)) != np.uint32(0))
         for w in range((m + 7) // 8):
             if words[w] != np.uint64(0):
                 for i in range(8 * w, 8 * w + 8):
-                    if hits[i]:
-                        counts_RB[row_of_bin_B[upper[i]], bits[i] & np.uint32(0xFFFF)] += 1
+                    row = row_of_bin_B[upper[i]]
+                    if hits[i] and row >= 0:
+                        counts_RB[row, bits[i] & np.uint32(0xFFFF)] += 1
 
 
 @kernel
