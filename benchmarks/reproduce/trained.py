@@ -36,7 +36,7 @@ BLOCK_ELEMENTS = 16 * 1024
 _NOTABLE = 0.01  # nats
 _QUARTERS = 4  # of a training, after which the held-out loss of an expert is taken
 _FISHER_BATCHES = 16
-_RUNGS, _TRIALS, _TOY_TRIALS = ("5%", "25%", "100%"), 32, 4
+_RUNGS, _HALVED_RUNGS, _TRIALS, _TOY_TRIALS = ("10%", "100%"), ("5%", "25%", "100%"), 40, 4
 _CHAIN_STEPS, _TOY_CHAIN_STEPS = (100, 101, 102, 103, 104, 110, 120, 130, 140), (1, 2)  # that end in a checkpoint
 _CHAIN_RATES = (2e-5, 1e-6)
 _T_95 = {2: 4.303, 7: 2.365, 15: 2.131, 23: 2.069, 31: 2.040, 63: 1.998, 127: 1.979}  # Student's t, by its freedom
@@ -489,7 +489,7 @@ class Family:
         losses = self._base.score(place.folder / "best", _FEW)
         place.remove()
         trials = [{"bytes": trial.expert_bytes, "state": trial.state} for trial in report.trials]
-        return {"losses": losses, "expert_bytes": report.expert_bytes, "trials": trials}
+        return {"losses": losses, "expert_bytes": report.expert_bytes, "trials": trials, "rungs": list(rungs)}
 
     def chain(self, rate: float, steps: Sequence[int]) -> dict[str, Any]:
         """Save checkpoints of a training at a constant rate; pack them in a chain; return the bytes of each."""
@@ -906,8 +906,10 @@ def _rules_table(results: Results, n: int) -> Table:
 def _search_table(results: Results) -> Table:
     rows = []
     for seed, (search, linear) in enumerate(_beside(results, "longest", "search", "rule/4/linear")):
-        for name, label in (("rungs", "with rungs"), ("plain", "without")):
+        for name in ("rungs", "plain"):
             entry = search[name]
+            rungs = entry.get("rungs", _HALVED_RUNGS if name == "rungs" else ())
+            label = f"rungs of {', '.join(rungs)}" if rungs else "without"
             best, held = (_unseen(losses) for losses in (entry, linear))
             lost = _paired([(best, held)])
             complete = sum(trial["state"] == "complete" for trial in entry["trials"])
@@ -953,8 +955,8 @@ _BUDGET_TEXT = (
 )
 _SEARCH_TEXT = (
     "Four weights of task arithmetic between 0 and 1, full fine-tunes, searched by every second window; the loss is of"
-    f" the others. With rungs of {', '.join(_RUNGS)}, which all count; without, as many full merges as they read. Both"
-    " propose the same first trials."
+    " the others. Rungs all count: of 5 and 25 % half of the trials went on, of 10 % a third does; without, as many"
+    " full merges as they read. Both propose the same first trials."
 )
 _CHAIN_TEXT = (
     "Full fine-tuning at a nearly constant rate; each checkpoint is packed on the one before (`pack --chain`),"

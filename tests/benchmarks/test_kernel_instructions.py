@@ -24,7 +24,7 @@ INSTRUCTIONS = {
     "decode_tile": 355, "encode_tile": 406, "take_delta": 60, "_keep_large": 60, "keep_band": 75, "_keep_random": 164,
     "_add_scaled": 53, "_add_agreeing": 26, "_normalize_agreeing": 98, "variance_tile": 269, "collect_between": 136,
     "merge_overlapping": 953, "exp_tile": 224, "log_tile": 201, "_divergence": 366, "_drop_in_row": 700,
-    "count_nonzero": 34, "collect_ties": 486, "count_around": 585, "_split_steps": 555,
+    "count_nonzero": 34, "collect_ties": 486, "count_watched": 585, "_split_steps": 555,
     "_encode_pieces": 976, "_decode_tiles": 602,
 }  # fmt: skip
 """Instructions of all vector loops of a kernel: a new one may replace some, and then these change."""

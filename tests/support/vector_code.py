@@ -56,7 +56,7 @@ LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     ),
     (reduce.count_nonzero, (FLOATS,), 1),
     (reduce.collect_ties, (BLOCK, 0, ROWS_3N, ROWS_3N, np.zeros((3, 2), np.int64)), 14),
-    (reduce.count_around, (BLOCK, 0, HALVES, COUNTS, reduce.Watched.of({1})), 17),
+    (reduce.count_watched, (BLOCK, 0, reduce.Watched.of({1}, {1})), 17),
 ]
 PACKING = {"_split_steps": 10, "_encode_pieces": 1, "_decode_tiles": 4}
 """Loops of the kernels that encode a block and decode it to verify it."""

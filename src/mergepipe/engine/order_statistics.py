@@ -47,23 +47,6 @@ class Place:
         return bool(self.bits) and rank - self.n_larger < self.n_equal
 
 
-@dataclass(frozen=True, slots=True)
-class Edges:
-    """Rising bins, and how many elements of a tensor are in each or above it, of those that were counted."""
-
-    bins_W: NDArray[np.uint16]
-    reached_W: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, bins: Iterable[int]) -> Edges:
-        """Return the edges at some bins, of which nothing was counted yet."""
-        bins_W = np.array(sorted(bins), np.uint16)
-        return cls(bins_W, np.zeros(len(bins_W), np.int64))
-
-
-NO_EDGES = Edges.of(())
-
-
 class RankSearch:
     """Finds the bit patterns of the k-th largest |delta| for some ranks k. Safe to feed from many threads.
 
@@ -131,25 +114,30 @@ class RankSearch:
         with self._lock:
             count_magnitudes(block, place, shown.start, len(shown), self._coarse_B)
 
-    def count_fine(self, block: RawBlock, place: int, edges: Edges = NO_EDGES) -> None:
-        """Add the watched bins of a block, and what of it reaches the edges."""
-        from mergepipe.kernels.reduce import count_around
+    def count_fine(self, block: RawBlock, place: int) -> None:
+        """Add what is watched of a block."""
+        from mergepipe.kernels.reduce import count_watched
 
         if self._watched is not None:
             with self._lock:
-                count_around(block, place, edges.bins_W, edges.reached_W, self._watched)
+                count_watched(block, place, self._watched)
 
-    def narrow(self) -> list[int]:
-        """Treat the counts so far as a sample: watch around the bins expected of the ranks, return these, restart."""
-        centers = self.expected_bins()
-        self.watch_around(centers)
+    def narrow(self, n_edges: int = 0) -> None:
+        """Treat the counts so far as a sample: watch around the bins expected of the ranks, and restart."""
+        self.watch_around(self.expected_bins(), n_edges)
         self._coarse_B[:] = 0
-        return centers
 
-    def watch_around(self, centers: Iterable[int]) -> None:
-        """Have `count_fine` count the elements of some bins and of those around them."""
-        half = WINDOW_BINS // 2
-        self.watch({bin_index for center in centers for bin_index in range(max(0, center - half), center + half)})
+    def watch_around(self, centers: Iterable[int], n_edges: int) -> None:
+        """Watch some bins and those around them, and so many edges around each, `EDGE_BINS` apart.
+
+        With them there is one at bin 1: below it are the zeros, which most deltas may be.
+        """
+        bins, edges = set[int](), set[int]()
+        for center in centers:
+            bins.update(range(max(0, center - WINDOW_BINS // 2), center + WINDOW_BINS // 2))
+            first = center - n_edges * EDGE_BINS // 2
+            edges.update(range(first, first + n_edges * EDGE_BINS, EDGE_BINS), (1,) if n_edges else ())
+        self.watch(bins, {edge for edge in edges if 0 < edge < 1 << 15})
 
     def expected_bins(self) -> list[int]:
         """Return the bins of the open ranks, if the elements counted so far are like the others."""
@@ -158,11 +146,16 @@ class RankSearch:
         ranks = self.open_ranks if seen else []
         return [from_top.bin_of_rank(max(1, round(rank * seen / self._n_elements)))[0] for rank in ranks]
 
-    def watch(self, bins: set[int]) -> None:
-        """Have `count_fine` count the elements of some bins."""
+    def watch(self, bins: set[int], edges: Iterable[int] = ()) -> None:
+        """Have `count_fine` count the elements of some bins, and those from edges on."""
         from mergepipe.kernels.reduce import Watched
 
-        self._watched = Watched.of(bins) if bins else None
+        self._watched = Watched.of(bins, edges) if bins else None
+
+    @property
+    def edges(self) -> tuple[NDArray[np.uint16], NDArray[np.int64]] | None:
+        """The edges that are watched, rising, and how many elements reach each; None while nothing is watched."""
+        return None if self._watched is None else (self._watched.edges_W, self._watched.from_edge_W)
 
     def answer(self, rank: int, place: Place) -> None:
         """Answer a rank that was found otherwise."""
@@ -373,7 +366,6 @@ class BracketedRanks:
         self._search = RankSearch(ranks, n_elements)
         self._n_elements = n_elements
         self._stage = Stage.EDGES if n_elements >= BRACKET_ELEMENTS else Stage.RANKS
-        self._edges = None if self._stage is Stage.EDGES else NO_EDGES
         self._intervals: dict[int, tuple[range, int]] = {}  # by rank: bins between edges, its place in them from above
         self._lock = threading.Lock()
 
@@ -393,18 +385,17 @@ class BracketedRanks:
 
     def narrow(self) -> None:
         """Narrow the search by the sample."""
-        centers = self._search.narrow()
-        if self._stage is Stage.EDGES and centers:  # else nothing was surveyed
-            self._edges = _edges_around(centers)
+        self._search.narrow(EDGES if self._stage is Stage.EDGES else 0)
 
     def accumulate(self, block: RawBlock, place: int) -> None:
         """Look at a block for the first time."""
         if self._stage is Stage.EDGES:
             with self._lock:
-                self._edges = self._edges or self._suggest_edges(block, place)
+                if self._search.edges is None:
+                    self._suggest_edges(block, place)
         else:
             self._search.count_coarse(block, place)
-        self._search.count_fine(block, place, self._edges or NO_EDGES)
+        self._search.count_fine(block, place)
 
     def refine(self, block: RawBlock, place: int) -> None:
         """Look at a block once more."""
@@ -427,17 +418,17 @@ class BracketedRanks:
                 self._stage = Stage.RANKS
                 return self._search.decide()
 
-    def _suggest_edges(self, block: RawBlock, place: int) -> Edges:
-        """Return edges around the bins that the ranks have in runs of a block, and watch their middle."""
+    def _suggest_edges(self, block: RawBlock, place: int) -> None:
+        """Watch around the bins that the ranks have in runs of a block."""
         sample = RankSearch(self._search.open_ranks, self._n_elements)
         _count_runs(sample, block, place)
-        self._search.watch_around(centers := sample.expected_bins())
-        return _edges_around(centers)
+        self._search.watch_around(sample.expected_bins(), EDGES)
 
     def _enclose(self) -> Stage:
         """Find each open rank in the interval between two edges, or watch its bins; a histogram if it is in none."""
-        edges = self._edges or NO_EDGES
-        bins_W, reached_W = edges.bins_W, edges.reached_W
+        if self._search.edges is None:
+            return Stage.HISTOGRAM
+        bins_W, reached_W = self._search.edges
         for rank in self._search.open_ranks:
             above = int(np.count_nonzero(reached_W >= rank))  # the edge above the rank's interval
             if above == len(bins_W):
@@ -456,13 +447,6 @@ def _count_runs(search: RankSearch, block: RawBlock, place: int) -> None:
     """Show some runs of a block, spread over it."""
     for start in range(0, block.n_elements, max(RUN_ELEMENTS, block.n_elements // SAMPLE_RUNS)):
         search.count_coarse(block, place, range(start, min(start + RUN_ELEMENTS, block.n_elements)))
-
-
-def _edges_around(centers: Iterable[int]) -> Edges:
-    """Return edges on both sides of some bins, and at bin 1: below it are the zeros, which most deltas may be."""
-    half = EDGES * EDGE_BINS // 2
-    edges = {edge for center in centers for edge in range(center - half, center + half, EDGE_BINS)}
-    return Edges.of({1, *(edge for edge in edges if 0 < edge < 1 << 15)})
 
 
 # --- compute exact order statistics of the scores of one tensor in one look, in brackets that a sample suggests ---

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, TensorEntry, files_of
+from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import decoded, open_files, read_span
 from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.blocks import BlockGrid, DType, DTypeKind, Span
 from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.checkpoint import check_original_headers, open_packed
 from mergepipe.errors import RecipeError, UnsupportedError
+from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.inputs import open_path
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -29,17 +30,6 @@ _NUMPY_TYPES: Mapping[str, Any] = {
     "U32": np.uint32, "I16": np.int16, "U16": np.uint16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
     "C64": np.complex64,
 }  # fmt: skip
-
-
-class Shaped(Protocol):
-    """The name, dtype and shape of a tensor."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> DType: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 class LoadedTensors(Mapping[str, Any]):
@@ -115,7 +105,7 @@ def load_tensors(path: Location, *, base: Location | None, framework: str, threa
     return LoadedTensors((open_path(store, path),), store, framework, threads)
 
 
-def tensors_of(framework: str) -> Callable[[NDArray[np.uint8], Shaped], Any]:
+def tensors_of(framework: str) -> Callable[[NDArray[np.uint8], Readable | MergeTask], Any]:
     """Return what makes tensors of a framework over their bytes. Raises RecipeError for another framework."""
     if framework not in FRAMEWORKS:
         hint = f"give one of {', '.join(FRAMEWORKS)}"
@@ -127,7 +117,7 @@ def tensors_of(framework: str) -> Callable[[NDArray[np.uint8], Shaped], Any]:
     return lambda raw, tensor: tensor_of_bytes(raw, tensor.dtype, tensor.shape)
 
 
-def _as_array(raw: NDArray[np.uint8], tensor: Shaped) -> NDArray[Any]:
+def _as_array(raw: NDArray[np.uint8], tensor: Readable | MergeTask) -> NDArray[Any]:
     """View bytes as an array; what numpy has no dtype for as float32, which holds every value of it exactly."""
     dtype: DType = tensor.dtype
     if dtype.name in _NUMPY_TYPES:

@@ -126,35 +126,35 @@ def collect_ties(block: RawBlock, place: int, ties_R4: Bits32, hashes_RN: Bits32
 
 
 class Watched(NamedTuple):
-    """Bins that are counted finely, a row each: `bin_R` are their upper bits, rising, `row_of_bin_B` has -1 of others.
+    """What is counted of the magnitudes of a tensor: from edges on, and finely in some bins, a row each.
 
-    `counts_RB[r, b]` are the elements with the upper bits of row `r` and lower 16 bits `b > 0`, `totals_R[r]` all of
-    row `r`. Deltas of 16-bit formats have few significant bits, so most of a bin has `b == 0`: that count is omitted,
-    as it is the bin's total minus the others. What is left is seldom.
+    `from_edge_W[w]` are the elements whose upper 15 bits are at least `edges_W[w]`. `bin_R` are the upper bits of the
+    rows, rising, and `row_of_bin_B` has -1 of other bins. `counts_RB[r, b]` are the elements of row `r` with lower 16
+    bits `b > 0`, `totals_R[r]` are all of the row. Deltas of 16-bit formats have few significant bits, so most of a bin
+    has `b == 0`: that count is omitted, as it is the bin's total minus the others. What is left is seldom.
     """
 
+    edges_W: NDArray[np.uint16]
+    from_edge_W: Counts
     bin_R: Bits32
     row_of_bin_B: NDArray[np.int16]
     counts_RB: NDArray[np.int32]
     totals_R: Counts
 
     @classmethod
-    def of(cls, bins: Iterable[int]) -> Watched:
-        """Return rows of some bins, of which nothing was counted yet."""
+    def of(cls, bins: Iterable[int], edges: Iterable[int]) -> Watched:
+        """Return rows and edges at some bins, of which nothing was counted yet."""
         bin_R, row_of_bin_B = np.array(sorted(bins), np.uint32), np.full(COARSE_BINS, -1, np.int16)
         row_of_bin_B[bin_R] = np.arange(len(bin_R))
-        return cls(bin_R, row_of_bin_B, np.zeros((len(bin_R), FINE_BINS), np.int32), np.zeros(len(bin_R), np.int64))
+        edges_W, totals_R = np.array(sorted(edges), np.uint16), np.zeros(len(bin_R), np.int64)
+        counts_RB = np.zeros((len(bin_R), FINE_BINS), np.int32)
+        return cls(edges_W, np.zeros(len(edges_W), np.int64), bin_R, row_of_bin_B, counts_RB, totals_R)
 
 
 @kernel
-def count_around(
-    block: RawBlock, place: int, edges_W: NDArray[np.uint16], from_edge_W: Counts, watched: Watched
-) -> None:
-    """Add to `from_edge_W[w]` the number of `|delta|` whose upper 15 magnitude bits are at least `edges_W[w]`.
-
-    And count those of the watched bins.
-    """
-    bin_R, row_of_bin_B, counts_RB, totals_R = watched
+def count_watched(block: RawBlock, place: int, watched: Watched) -> None:
+    """Add what is watched of the magnitudes of a block."""
+    edges_W, from_edge_W, bin_R, row_of_bin_B, counts_RB, totals_R = watched
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)

@@ -30,7 +30,7 @@ def added(x: int, y: int) -> int:
 
 
 def test_kernel__is_renewed_with_the_sources_of_all_kernels_and_of_core() -> None:
-    kernels: tuple[Any, ...] = (summary.sum_products, reduce.count_around)
+    kernels: tuple[Any, ...] = (summary.sum_products, reduce.count_watched)
     assert {each.sources for each in kernels} == {sources_digest(CORE) + sources_digest()}
 
 
