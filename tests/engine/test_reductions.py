@@ -126,6 +126,22 @@ def test_magnitude_cuts__among_zeros_look_once(tiny: float, surveyed: int, monke
     assert refinements == (tiny > 0)  # for the ties alone
 
 
+@pytest.mark.parametrize("surveyed", [0, 1])
+def test_magnitude_cuts__among_the_largest_bits_look_once(surveyed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order_statistics, "BRACKET_ELEMENTS", 1)
+    magnitudes = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
+    magnitudes[::2] = np.uint32(0x7FFFFFFF).view(np.float32)  # a NaN as of memory that nobody wrote
+    search = order_statistics.BracketedRanks({30_000}, 100_000)
+    tensor = StoredTensor(_one_expert(magnitudes), F32)
+    for _ in range(surveyed):
+        search.survey(tensor.block(Span(0, 100_000)), 0)
+    search.narrow()
+    search.accumulate(tensor.block(Span(0, 100_000)), 0)
+    while not search.decide():
+        search.refine(tensor.block(Span(0, 100_000)), 0)
+    assert search.places[30_000].n_equal == 50_000
+
+
 @pytest.mark.parametrize("wrong_by", [1e-6, 1e6, 0.0])
 def test_magnitude_cuts__is_exact_after_a_sample_that_misleads(wrong_by: float) -> None:
     deltas = (np.random.default_rng(0).standard_normal(100_000) * 1e-3).astype(np.float32)

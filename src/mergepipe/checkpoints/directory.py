@@ -17,6 +17,7 @@ from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.torch_file import SUFFIXES as TORCH_SUFFIXES
 from mergepipe.checkpoints.torch_file import read_torch_weights
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.strict_json import MAX_DEPTH, JsonValue, is_too_deep, object_members, shown
 from mergepipe.errors import (
     CorruptError,
@@ -155,7 +156,7 @@ def config_bytes(content: Json) -> bytes:
 
 
 SAFETENSORS_SUFFIXES = (".safetensors",)
-CONFIG_NAME, ADAPTER_CONFIG_NAME = "config.json", "adapter_config.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")
 STORE_HEADER_NAME = "mergepipe-store.json"
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$", re.ASCII)
@@ -416,15 +417,14 @@ def _unlisted_components(
     The model once more is no component: a training checkpoint, `original`, the architecture of the model itself, or
     nothing but `tensors` of it.
     """
-    for folder in folders:
-        if any(fnmatchcase(folder, pattern) for pattern in _COPIES):
+    others = [folder for folder in folders if not any(fnmatchcase(folder, pattern) for pattern in _COPIES)]
+    listed = {folder: list_names(store, root / folder) for folder in others}
+    loaded = [folder for folder, names in listed.items() if any(map(_LOADED_NAME.fullmatch, names))]
+    own = _architecture(store, root) if loaded else None
+    for folder in loaded:
+        if is_linked_folder(store, root, folder) or (own and own == _architecture(store, root / folder)):
             continue
-        names = list_names(store, root / folder)
-        if not any(map(_LOADED_NAME.fullmatch, names)) or is_linked_folder(store, root, folder):
-            continue
-        architecture = _architecture(store, root / folder)
-        if architecture and architecture == _architecture(store, root):
-            continue
+        names = listed[folder]
         files = _read_component(store, root, folder, names)
         if any(stored_name(entry.name, f"{folder}/") not in tensors for file in files for entry in file.entries):
             yield folder, names, files
@@ -433,9 +433,9 @@ def _unlisted_components(
 def _architecture(store: Store, folder: Location) -> object:
     """What the configuration in a folder says that its model is; None where there is none."""
     path = folder / CONFIG_NAME
-    return (
-        parse_config(store.read_small(path, CONFIG_BYTES), path).get("architectures") if is_file(store, path) else None
-    )
+    if not is_file(store, path):
+        return None
+    return parse_config(store.read_small(path, CONFIG_BYTES), path).get("architectures")
 
 
 def _read_component(store: Store, root: Location, folder: str, names: Collection[str]) -> list[WeightFile]:

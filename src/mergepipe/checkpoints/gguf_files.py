@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.codes import CodedTensor, Scheme
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
-from mergepipe.checkpoints.directory import CONFIG_NAME, GGUF_SUFFIX, parse_config
+from mergepipe.checkpoints.directory import GGUF_SUFFIX, parse_config
 from mergepipe.checkpoints.open_files import decoded, open_files, read_span
 from mergepipe.checkpoints.safetensors import read_header
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType, Span, element_count
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError, UnsupportedError, damaged, unsupported

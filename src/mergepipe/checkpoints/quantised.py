@@ -25,8 +25,9 @@ from mergepipe.checkpoints.codes import (
     codes_in_words,
 )
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
-from mergepipe.checkpoints.directory import CONFIG_NAME, component_of
+from mergepipe.checkpoints.directory import component_of
 from mergepipe.checkpoints.open_files import open_files, read_span
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, DType, DTypeKind, Span
 from mergepipe.core.strict_json import parse_object, shown
 from mergepipe.errors import UnsupportedError, damaged

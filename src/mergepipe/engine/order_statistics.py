@@ -132,12 +132,14 @@ class RankSearch:
 
         With them there is one at bin 1: below it are the zeros, which most deltas may be.
         """
+        from mergepipe.kernels.reduce import COARSE_BINS
+
         bins, edges = set[int](), set[int]()
         for center in centers:
-            bins.update(range(max(0, center - WINDOW_BINS // 2), center + WINDOW_BINS // 2))
+            bins.update(range(center - WINDOW_BINS // 2, center + WINDOW_BINS // 2))
             first = center - n_edges * EDGE_BINS // 2
             edges.update(range(first, first + n_edges * EDGE_BINS, EDGE_BINS), (1,) if n_edges else ())
-        self.watch(bins, {edge for edge in edges if 0 < edge < 1 << 15})
+        self.watch(bins.intersection(range(COARSE_BINS)), edges.intersection(range(1, COARSE_BINS)))
 
     def expected_bins(self) -> list[int]:
         """Return the bins of the open ranks, if the elements counted so far are like the others."""

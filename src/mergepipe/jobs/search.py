@@ -33,7 +33,7 @@ from mergepipe.storage.stores import Stores
 SEARCH_KEY, LOG_KEY = "search", "log"
 _SEED = 0  # of what is proposed, and of operators that draw
 _STUDY_NAME, _RECIPE_KEY = "mergepipe", "recipe"
-_KEPT_OF = 3  # trials at a rung, how many one goes on of: halves found worse merges for as many bytes
+_KEPT_OF = 3  # so many trials at a rung one goes on: halves found worse merges for as many bytes
 _MOST_FAILED = 5  # where that many trials fail from the first on, a search ends
 Evaluate = Callable[[Any], float]
 """A function of the user: takes the folder of a merge, or the loaded model, and returns a loss."""
