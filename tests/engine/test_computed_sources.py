@@ -1,4 +1,4 @@
-"""Experts that are not stored as they are merged: computed, encoded on their base, deltas, untouched, merged anew."""
+"""Experts that are not stored as they are merged: computed, encoded on their base, deltas, untouched."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ from mergepipe.checkpoints.contract import (
 )
 from mergepipe.checkpoints.open_files import pin_files
 from mergepipe.core.blocks import BF16, F32, DType, Span
-from mergepipe.engine.make_part import MergedTensor, can_fuse, make_part
+from mergepipe.engine.make_part import make_part
 from mergepipe.engine.segments import full_access
 from mergepipe.engine.work import EngineOptions, MergeWork, plan_output, whole
-from mergepipe.operators.base import OperatorInput
-from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
@@ -225,21 +223,3 @@ def test_engine__takes_an_unchanged_tensor_for_a_copy_of_the_base(
     assert merged(task, operator, tmp_path / "other") == plain
     (run,) = full_access(0, task)
     assert (run.present, run.free) == ((0,), (1,))
-
-
-def test_merged_tensor__is_what_a_written_intermediate_would_be(family: Family, tmp_path: Path) -> None:
-    inner = task_of("task_arithmetic", family.base, (family.first, family.forms["computed"]), BF16)
-    written = merged(inner, "task_arithmetic", tmp_path / "inner")
-    entry = store(tmp_path, "intermediate", BF16, np.frombuffer(written, "<u2"))
-    inputs = OperatorInput(inner.parameters.globals, {}, inner.parameters.experts, N, ())
-    assert can_fuse(inner, operator_named("task_arithmetic"), inputs)
-    fused = MergedTensor(inner, "task_arithmetic", inputs)
-    assert {each.file.name for each in fused.stored} == {"base", "first", "mirrored"}
-    staged = merged(task_of("ties", family.base, (family.second, entry)), "ties", tmp_path / "staged")
-    assert merged(task_of("ties", family.base, (family.second, fused)), "ties", tmp_path / "fused", SMALL) == staged
-
-
-def test_can_fuse__refuses_what_must_be_known_of_whole_tensors(family: Family) -> None:
-    task = task_of("ties", family.base, (family.first,))
-    given = OperatorInput(task.parameters.globals, {}, task.parameters.experts, N, ())
-    assert not can_fuse(task, operator_named("ties"), given)

@@ -157,7 +157,7 @@ class Fetch(Protocol):
 
 
 class ComputedTensor(Tensor):
-    """A tensor that is not one byte range: an adapter's product, gathered rows, encoded deltas, another merge."""
+    """A tensor that is not one byte range: an adapter's product, gathered rows, encoded deltas."""
 
     __slots__ = ()
 

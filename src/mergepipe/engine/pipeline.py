@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from operator import attrgetter
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -22,9 +21,7 @@ from mergepipe.checkpoints.contract import (
     BaseBytes,
     ComputedTensor,
     LeveledTensor,
-    TensorEntry,
     Turns,
-    Unchanged,
 )
 from mergepipe.engine.jobs import Afterwards, Job, Pass, Stage
 from mergepipe.engine.segments import (
@@ -35,7 +32,6 @@ from mergepipe.engine.segments import (
     Read,
     SegmentLayout,
     SegmentShape,
-    is_on_base,
     lay_out,
 )
 from mergepipe.errors import StorageError
@@ -403,35 +399,6 @@ def _read(read: Read, buffer: NDArray[np.uint8], files: Mapping[Location, RangeF
     file = files[read.file]
     view = buffer[read.buffer_offset : read.buffer_offset + read.nbytes]
     request(file, read.offset, view, min(read.nbytes, file.size_bytes - read.offset), read.purpose)
-
-
-Opened = Mapping[tuple[int, bool], Fill]
-
-
-def opened_sources(tasks: Sequence[MergeTask], files: Mapping[Location, RangeFile]) -> Opened:
-    """Open the computed tensors of some tasks, by `Computation.key`."""
-    opened: dict[tuple[int, bool], Fill] = {}
-    for task in tasks:
-        for source in (task.base, *task.experts):
-            if not isinstance(source, TensorEntry | Unchanged):
-                on_base = is_on_base(source, task.base)
-                opened[id(source), on_base] = _opened(source, files, on_base=on_base)
-    return opened
-
-
-def fill_now(
-    layout: SegmentLayout,
-    buffer: NDArray[np.uint8],
-    files: Mapping[Location, RangeFile],
-    opened: Opened,
-    purpose: Purpose,
-) -> None:
-    """Fill a buffer on the calling thread, charging everything to one purpose."""
-    for read in layout.reads:
-        _read(replace(read, purpose=purpose), buffer, files)
-    bases = {order.base_offset: _base_bytes(order, buffer) for order in layout.computations if order.on_base}
-    for order in sorted(layout.computations, key=attrgetter("on_base")):
-        opened[order.key](replace(order, purpose=purpose), buffer, bases)
 
 
 def _base_bytes(order: Computation, buffer: NDArray[np.uint8]) -> BaseBytes:

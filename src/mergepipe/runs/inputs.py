@@ -15,17 +15,16 @@ import mergepipe
 from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.adapters import apply_adapter, open_adapter, with_own_head
 from mergepipe.checkpoints.codes import CodedTensor
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
 from mergepipe.checkpoints.directory import ADAPTER_NAMES, is_adapter, list_names, open_checkpoint, require_text_path
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
 from mergepipe.checkpoints.packed import is_packed, open_packed_expert
 from mergepipe.checkpoints.quantised import dequantised, stored_like
 from mergepipe.checkpoints.stacked_experts import in_layout_of
-from mergepipe.core.blocks import DTypeKind
+from mergepipe.core.blocks import DTypeKind, element_count
 from mergepipe.core.outcome import DroppedTensor, Notice, notice_at, told_once
 from mergepipe.core.units import plural
 from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
-from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.fields import USUAL, Strictness, refuse_notices
 from mergepipe.recipes.output_tensors import weights_needed
 from mergepipe.recipes.recipe import ModelInput, ModelKey, Recipe, with_named_weights
@@ -40,7 +39,6 @@ from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
     from mergepipe.catalog.statistics_file import StatisticsFile
-    from mergepipe.engine.make_part import MergedTensor
     from mergepipe.operators.statistics import TensorStatistics
     from mergepipe.planning.plan import Plan
     from mergepipe.recipes.yaml_source import RecipeText
@@ -140,18 +138,14 @@ DOCUMENT_MARK = "\n---\n"
 
 @dataclass(frozen=True, slots=True)
 class Intermediate:
-    """The result of an earlier document of a recipe, which a later document merges.
-
-    It is worked out block by block as it is needed, or (`is_staged`) written before.
-    """
+    """The result of an earlier document of a recipe, which a later document merges: it is written before."""
 
     inputs: Inputs
     checkpoint: Checkpoint
-    is_staged: bool
 
 
 Stage: TypeAlias = Callable[["Inputs"], Path]
-"""Merges what cannot be worked out on the way, and says where the result lies."""
+"""Merges what another document makes, and says where the result lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +281,7 @@ def open_recipes(
 ) -> Inputs:
     """Open what the documents of a recipe name, pair the tensors; the last document makes the output.
 
-    Without `stage` intermediates that have to be written first are only described: their tensors cannot be read.
+    Without `stage` intermediates, which have to be written first, are only described: their tensors cannot be read.
     """
     made: dict[str, Intermediate] = {}
     for recipe in recipes[:-1]:
@@ -307,9 +301,7 @@ def _like_base(inputs: Inputs, store: Store, stage: Stage | None) -> Inputs:
     if inputs.recipe.base is not inputs.recipe.inputs()[0] or inputs.recipe.inputs()[0].intermediate is not None:
         message, hint = "needs a base_model that is a stored model", "name it, or leave out out_dtype"
         raise UnsupportedError.of("recipe.unsupported", "out_dtype: like_base", message, hint)
-    merged = _intermediate(
-        replace(inputs, recipe=replace(inputs.recipe, is_like_base=False)), store, stage, is_staged=True
-    )
+    merged = _intermediate(replace(inputs, recipe=replace(inputs.recipe, is_like_base=False)), store, stage)
     base = open_checkpoint(store, inputs.recipe.inputs()[0].path)
     tasks = tuple(
         MergeTask(name, Action.COPY, tensor.shape, tensor.dtype, tensor, (), TensorParameters({}, {}, ()))
@@ -420,26 +412,19 @@ def _vocabulary_notices(
     return unaligned_notices(models, names, used, store)
 
 
-def _intermediate(inputs: Inputs, store: Store, stage: Stage | None, *, is_staged: bool = False) -> Intermediate:
-    """Fuse the intermediate into its consumer where possible; else write it through `stage`, if given."""
-    from mergepipe.engine.make_part import can_fuse  # which loads the engine
-
-    operator = operator_named(inputs.recipe.operator.name)
-    tensors = {task.name: _merged(task, operator.spec.name) for task in inputs.resolution.tasks}
-    lends_sidecars = inputs.recipe.mixture is None and inputs.alignment is None and inputs.resolution.n_layers is None
-    fuses = lends_sidecars and all(can_fuse(t.task, operator, t.inputs) for t in tensors.values())
-    is_staged = is_staged or not fuses
-    if is_staged and stage is not None:
-        return Intermediate(inputs, open_checkpoint(store, Location.local(stage(inputs))), is_staged=True)
+def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermediate:
+    """Write an intermediate through `stage`; without one describe it."""
+    if stage is not None:
+        return Intermediate(inputs, open_checkpoint(store, Location.local(stage(inputs))))
     base = inputs.base
+    tensors: dict[str, Readable] = {
+        task.name: TensorEntry(
+            task.name, task.dtype, task.shape, base.root, 0, element_count(task.shape) * task.dtype.itemsize
+        )
+        for task in inputs.resolution.tasks
+    }
     made = Checkpoint(base.path, base.root, tensors, (), base.sidecars, components=base.components)
-    return Intermediate(inputs, made, is_staged)
-
-
-def _merged(task: MergeTask, operator_name: str) -> MergedTensor:
-    from mergepipe.engine.make_part import MergedTensor
-
-    return MergedTensor(task, operator_name, task.operator_input())
+    return Intermediate(inputs, made)
 
 
 def with_known_digests(inputs: Inputs, link: CatalogLink) -> Inputs:
