@@ -234,8 +234,7 @@ def test_called_imports_of__sees_names_that_are_strings() -> None:
 # What changes what is stored; `storage/owned.py` alone knows how nothing is written through a link.
 BY_PATH = {"unlink", "rmdir", "rmtree", "truncate", "rename", "mkdir", "makedirs", "write_text", "write_bytes"}
 BY_PATH |= {"fsync", "fdatasync", "posix_fallocate", "symlink_to", "hardlink_to", "touch", "O_CREAT", "O_TRUNC"}
-OWN_PLACES = {"storage/owned.py", "catalog/database.py"}  # the catalog's home is the user's
-OWN_PLACES |= {"kernels/compiled.py"}  # compiled kernels, in a private folder
+OWN_PLACES = {"storage/owned.py", "kernels/compiled.py"}  # compiled kernels, in a private folder
 
 
 def test_only_one_module_changes_what_is_stored() -> None:

@@ -77,7 +77,7 @@ def _analyze(place: Workplace, family: FamilyPaths) -> dict[str, Any]:
     shutil.rmtree(home, ignore_errors=True)
     files = weight_files(family.models)
     _, cost = place.ours("analyze", *family.models, "--home", home, cold=files)
-    catalog_bytes = (home / "catalog.sqlite3").stat().st_size
+    catalog_bytes = sum(file.stat().st_size for file in home.rglob("*.json"))
     shutil.rmtree(home)
     expert_bytes = sum(file.stat().st_size for file in weight_files(family.experts))
     return {
@@ -125,7 +125,7 @@ def _blocks(place: Workplace, family: FamilyPaths, k: int, operator: str, kibi: 
     result = place.merge(
         recipe, models, "--budget", f"{_SHARE}%", "--select", "norm", "--home", home, *option, judge=judge
     )
-    return {**result, "catalog_bytes": (home / "catalog.sqlite3").stat().st_size}
+    return {**result, "catalog_bytes": sum(file.stat().st_size for file in home.rglob("*.json"))}
 
 
 def _page(results: Results) -> Page:

@@ -51,9 +51,9 @@ MODELS = (
     ("plain.yml", "merge plain.yml again"),
     ("plain.yml", "check plain.yml"),
     ("plan.json", "run plan.json again"),
-    ("home/catalog.sqlite3", "ls"),
-    ("home/catalog.sqlite3", "catalog rebuild ."),
-    ("home/catalog.sqlite3-wal", "gc"),
+    ("home/snapshots/of-catalog.json", "ls"),
+    ("home/snapshots/of-catalog.json", "catalog rebuild ."),
+    ("home/snapshots/of-catalog.json", "gc"),
 )
 SNAPSHOT = (
     ("out/*", "verify out"), ("out/model.safetensors", "diff out same"), ("out/model.safetensors", "repair out"),
@@ -157,6 +157,7 @@ def test_commands__refuse_special_files_in_models_plans_recipes_and_the_catalog(
     write_models(place)
     assert run(capsys, "analyze base expert")[0] == 0
     assert run(capsys, "plan plain.yml --out plan.json --budget 50%")[0] == 0
+    (place / "home" / "snapshots").mkdir()
     assert check_all(place, capsys, MODELS, kinds) == len(MODELS) * len(kinds)
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from budget_cases import CASES, POLICIES, Setting, make_setting
 
 from mergepipe import api as session
-from mergepipe.catalog.database import CATALOG_NAME, SCHEMA_VERSION
 from mergepipe.core.blocks import F32
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
 from mergepipe.options import MergeOptions, RunOptions
@@ -126,34 +122,13 @@ def test_run__of_a_plan_whose_inputs_changed_is_refused(
     assert not (tmp_path / "results").exists()
 
 
-def _corrupt(home: Path) -> None:
-    (home / CATALOG_NAME).write_bytes(b"this is no database" * 400)
-
-
-def _newer(home: Path) -> None:
-    with closing(sqlite3.connect(home / CATALOG_NAME)) as connection:
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-
-
-def _in_the_way(home: Path) -> None:
-    shutil.rmtree(home)
-    home.write_text("a file where the folder should be")
-
-
-@pytest.mark.parametrize(
-    ("damage", "code"),
-    [(_corrupt, "catalog.damaged"), (_newer, "catalog.newer"), (_in_the_way, "catalog.permission")],
-    ids=["corrupt", "newer", "in-the-way"],
-)
-def test_catalog__that_cannot_be_used_stops_plans_but_not_merges(
-    tmp_path: Path, damage: Callable[[Path], None], code: str
-) -> None:
+def test_catalog__that_cannot_be_used_stops_plans_but_not_merges(tmp_path: Path) -> None:
     setting = make_setting(tmp_path, CASES["ties"])
     setting.analyze()
     plan = setting.plan("40%")
-    damage(setting.home)
-    before = _content(setting.home)
-    with refuses(MergePipeError, code):
+    shutil.rmtree(setting.home)
+    setting.home.write_text("a file where the folder should be")
+    with refuses(MergePipeError, "catalog.io"):
         setting.plan("40%")
     report = session.merge(setting.recipe, tmp_path / "merged", options=MergeOptions(home=setting.home))
     assert any("catalog is not used" in notice for notice in report.notices)
@@ -162,12 +137,19 @@ def test_catalog__that_cannot_be_used_stops_plans_but_not_merges(
     assert report.notices
     assert report.expert_bytes <= plan.planned_bytes
     assert is_within(setting, "30%", "budgeted")
-    assert _content(setting.home) == before
+    assert setting.home.read_text() == "a file where the folder should be"
 
 
-def _content(home: Path) -> str:
-    path = home / CATALOG_NAME if home.is_dir() else home
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def test_catalog__with_a_damaged_record_stops_no_merge(tmp_path: Path) -> None:
+    setting = make_setting(tmp_path, CASES["ties"])
+    options = MergeOptions(home=setting.home)
+    assert not session.merge(setting.recipe, tmp_path / "first", options=options).notices
+    (record,) = (setting.home / "snapshots").iterdir()
+    record.write_text("no record")
+    report = session.merge(setting.recipe, tmp_path / "merged", options=options)
+    assert any("catalog is not used" in notice for notice in report.notices)
+    assert (tmp_path / "merged").exists()
+    assert record.read_text() == "no record"
 
 
 @pytest.mark.parametrize("name", ["ties", "slerp"])

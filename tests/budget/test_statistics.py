@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +198,9 @@ def test_merge__records_no_statistics_that_a_plan_would_depend_on(tmp_path: Path
     home = tmp_path / "merged"
     for number, budget in enumerate((None, "40%")):
         session.merge(recipe, tmp_path / f"out-{number}", budget=budget, options=MergeOptions(home=home, threads=2))
-    with closing(Catalog.open(home)) as catalog:
-        stats = catalog.stats()
-        assert (stats.snapshots, stats.digests, stats.statistics) == (2, 0, 0)
+    catalog = Catalog(home)
+    stats = catalog.stats()
+    assert (stats.snapshots, stats.digests, stats.statistics) == (2, 0, 0)
 
 
 def test_analyze__is_idempotent_and_adds_what_is_missing(tmp_path: Path) -> None:

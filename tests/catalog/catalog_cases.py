@@ -137,5 +137,5 @@ def publish(directory: Path, inputs: tuple[Path, ...] = ()) -> Manifest:
 
 def snapshots_of(home: Path) -> tuple[SnapshotRow, ...]:
     """What a catalog lists."""
-    with Catalog.open(home) as catalog:
-        return catalog.snapshots()
+    catalog = Catalog(home)
+    return catalog.snapshots()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
 import shutil
 import signal
-import sqlite3
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,11 +14,10 @@ import pytest
 from catalog_cases import NOON, WEIGHTS_NAME, fingerprint_of, make_checkpoint, make_manifest, publish, snapshots_of
 
 from mergepipe.catalog.catalog import Catalog, rebuild
-from mergepipe.catalog.database import CATALOG_NAME
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.cli.printing import report_text
-from mergepipe.errors import ConflictError, NotFoundError
+from mergepipe.errors import NotFoundError
 from mergepipe.snapshots.manifest import COMPOSITE_FORMAT, MANIFEST_NAME
 from mergepipe.storage.location import Location
 from support.refusals import refuses
@@ -30,21 +27,21 @@ def family(tmp_path: Path, n_models: int = 2) -> None:
     """A home with the digests of models and with one snapshot of them, closed."""
     checkpoints = [make_checkpoint(tmp_path / "models" / name) for name in ("base", "expert")]
     checkpoints += [make_checkpoint(tmp_path / "models" / f"m{number}") for number in range(2, n_models)]
-    with Catalog.open(tmp_path / "home") as catalog:
-        for number, checkpoint in enumerate(checkpoints):
-            catalog.record_digests(with_digests(checkpoint, {WEIGHTS_NAME: f"{number:064x}"}))
-        manifest = publish(tmp_path / "out" / "one", tuple(each.path.local_path for each in checkpoints[:2]))
-        catalog.record_snapshot(manifest, tmp_path / "out" / "one", created=NOON)
+    catalog = Catalog(tmp_path / "home")
+    for number, checkpoint in enumerate(checkpoints):
+        catalog.record_digests(with_digests(checkpoint, {WEIGHTS_NAME: f"{number:064x}"}))
+    manifest = publish(tmp_path / "out" / "one", tuple(each.path.local_path for each in checkpoints[:2]))
+    catalog.record_snapshot(manifest, tmp_path / "out" / "one", created=NOON)
 
 
 def test_rebuild__of_a_sound_catalog_changes_nothing(tmp_path: Path) -> None:
     family(tmp_path)
     before = snapshots_of(tmp_path / "home")
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
-    assert (report.snapshots, report.missing, report.unreadable, report.moved_aside) == (1, (), (), None)
+    assert (report.snapshots, report.missing, report.unreadable) == (1, (), ())
     assert snapshots_of(tmp_path / "home") == before
-    with Catalog.open(tmp_path / "home") as catalog:
-        assert catalog.stats().digests == 2
+    catalog = Catalog(tmp_path / "home")
+    assert catalog.stats().digests == 2
 
 
 def test_rebuild__finds_snapshots_that_were_never_recorded_and_their_lineage(tmp_path: Path) -> None:
@@ -52,9 +49,9 @@ def test_rebuild__finds_snapshots_that_were_never_recorded_and_their_lineage(tmp
     publish(tmp_path / "out" / "deep" / "er" / "two", (tmp_path / "out" / "one",))
     report = rebuild(tmp_path / "new-home", [tmp_path / "out"])
     assert report.snapshots == 2
-    with Catalog.open(tmp_path / "new-home") as catalog:
-        nodes = catalog.lineage(tmp_path / "out" / "deep" / "er" / "two")
-        assert [Path(node.path).name for node in nodes] == ["two", "one", "base", "expert"]
+    catalog = Catalog(tmp_path / "new-home")
+    nodes = catalog.lineage(tmp_path / "out" / "deep" / "er" / "two")
+    assert [Path(node.path).name for node in nodes] == ["two", "one", "base", "expert"]
 
 
 def test_rebuild__leaves_out_training_composites_and_names_them(tmp_path: Path) -> None:
@@ -104,9 +101,9 @@ def test_rebuild__a_snapshot_that_is_gone_keeps_its_row_and_is_told(tmp_path: Pa
 @pytest.mark.parametrize("leave_link", [False, True])
 def test_rebuild__a_moved_snapshot_moves_with_all_that_was_known(tmp_path: Path, leave_link: bool) -> None:
     family(tmp_path)
-    with Catalog.open(tmp_path / "home") as catalog:
-        manifest = publish(tmp_path / "out" / "two", (tmp_path / "out" / "one",))
-        known = catalog.record_snapshot(manifest, tmp_path / "out" / "two", created=NOON)
+    catalog = Catalog(tmp_path / "home")
+    manifest = publish(tmp_path / "out" / "two", (tmp_path / "out" / "one",))
+    known = catalog.record_snapshot(manifest, tmp_path / "out" / "two", created=NOON)
     shutil.rmtree(tmp_path / "out" / "one")  # so that its sid can only come from the old row
     (tmp_path / "out" / "two").rename(tmp_path / "out" / "moved")
     if leave_link:
@@ -114,28 +111,19 @@ def test_rebuild__a_moved_snapshot_moves_with_all_that_was_known(tmp_path: Path,
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
     assert report.missing == (tmp_path / "out" / "one",)
     assert {row.path.name for row in snapshots_of(tmp_path / "home")} == {"one", "moved"}
-    with Catalog.open(tmp_path / "home") as catalog:
-        moved = catalog.snapshot(tmp_path / "out" / "moved")
-        assert moved.inputs == known.inputs
-        assert moved.inputs[0].sid is not None
-        assert moved.created == NOON
-
-
-def test_rebuild__waits_for_a_writer_and_then_says_so(tmp_path: Path) -> None:
-    family(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "home" / CATALOG_NAME, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        with refuses(ConflictError, "catalog.locked"):
-            rebuild(tmp_path / "home", [], timeout_seconds=0.05)
-    assert rebuild(tmp_path / "home", []).snapshots == 1
+    catalog = Catalog(tmp_path / "home")
+    moved = catalog.snapshot(tmp_path / "out" / "moved")
+    assert moved.inputs == known.inputs
+    assert moved.inputs[0].sid is not None
+    assert moved.created == NOON
 
 
 def test_adopt_snapshot__without_a_manifest_is_not_found(tmp_path: Path) -> None:
-    with Catalog.open(tmp_path / "home") as catalog:
-        with refuses(NotFoundError, "snapshot.not-found"):
-            catalog.adopt_snapshot(tmp_path, created=NOON)
-        catalog.record_snapshot(make_manifest("a"), tmp_path / "a", created=NOON)
-        assert len(catalog.snapshots()) == 1
+    catalog = Catalog(tmp_path / "home")
+    with refuses(NotFoundError, "snapshot.not-found"):
+        catalog.adopt_snapshot(tmp_path, (), created=NOON)
+    catalog.record_snapshot(make_manifest("a"), tmp_path / "a", created=NOON)
+    assert len(catalog.snapshots()) == 1
 
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -145,11 +133,11 @@ _WORKERS = 4
 
 def fill(place: Path, worker: int) -> int:
     """Record digests of a common base and of an own expert, and snapshots."""
-    with Catalog.open(place / "home") as catalog:
-        for seed in range(_SNAPSHOTS):
-            for name in ("base", f"expert-{worker}"):
-                catalog.record_digests(with_digests(make_existing(place / name), {WEIGHTS_NAME: "ab" * 32}))
-            catalog.record_snapshot(make_manifest(f"{worker}-{seed}"), place / f"out-{worker}-{seed}", created=NOON)
+    catalog = Catalog(place / "home")
+    for seed in range(_SNAPSHOTS):
+        for name in ("base", f"expert-{worker}"):
+            catalog.record_digests(with_digests(make_existing(place / name), {WEIGHTS_NAME: "ab" * 32}))
+        catalog.record_snapshot(make_manifest(f"{worker}-{seed}"), place / f"out-{worker}-{seed}", created=NOON)
     return os.getpid()
 
 
@@ -160,11 +148,10 @@ def make_existing(directory: Path) -> Checkpoint:
 
 
 def expect_everything(place: Path, workers: int) -> None:
-    with Catalog.open(place / "home") as catalog:
-        for name in ("base", *(f"expert-{worker}" for worker in range(workers))):
-            assert catalog.with_known_digests(make_existing(place / name)).files[0].sha256 == "ab" * 32
-        assert len(catalog.snapshots()) == workers * _SNAPSHOTS
-        catalog.check_integrity()
+    catalog = Catalog(place / "home")
+    for name in ("base", *(f"expert-{worker}" for worker in range(workers))):
+        assert catalog.with_known_digests(make_existing(place / name)).files[0].sha256 == "ab" * 32
+    assert len(catalog.snapshots()) == workers * _SNAPSHOTS
 
 
 def prepare(place: Path) -> None:
@@ -181,49 +168,35 @@ def test_catalog__processes_that_start_from_nothing_lose_no_row(tmp_path: Path) 
 
 
 def test_catalog__threads_share_one_catalog(tmp_path: Path) -> None:
-    with Catalog.open(tmp_path / "home") as catalog:
+    catalog = Catalog(tmp_path / "home")
 
-        def record(seed: int) -> bool:
-            row = catalog.record_snapshot(make_manifest(f"{seed}"), tmp_path / f"out-{seed}", created=NOON)
-            return catalog.snapshot(tmp_path / f"out-{seed}") == row
+    def record(seed: int) -> bool:
+        row = catalog.record_snapshot(make_manifest(f"{seed}"), tmp_path / f"out-{seed}", created=NOON)
+        return catalog.snapshot(tmp_path / f"out-{seed}") == row
 
-        with ThreadPoolExecutor(8) as pool:
-            assert all(pool.map(record, range(80)))
-        assert len(catalog.snapshots()) == 80
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(record, range(80)))
+    assert len(catalog.snapshots()) == 80
 
 
 def record_until_killed(place: Path) -> None:
-    with Catalog.open(place / "home") as catalog:
-        for seed in range(1_000_000):
-            catalog.record_snapshot(
-                make_manifest(f"{seed}", (place / "base", place / "expert")), place / f"out-{seed}", created=NOON
-            )
+    catalog = Catalog(place / "home")
+    for seed in range(1_000_000):
+        catalog.record_snapshot(
+            make_manifest(f"{seed}", (place / "base", place / "expert")), place / f"out-{seed}", created=NOON
+        )
 
 
 def test_catalog__a_killed_process_leaves_whole_snapshots(tmp_path: Path) -> None:
     for name in ("base", "expert"):
         make_checkpoint(tmp_path / name)
-    with Catalog.open(tmp_path / "home") as catalog:
-        process = _SPAWN.Process(target=record_until_killed, args=(tmp_path,))
-        process.start()
-        while len(catalog.snapshots()) < 40:
-            process.join(0.01)
-            assert process.is_alive()
-        os.kill(process.pid or 0, signal.SIGKILL)
-        process.join()
-    with Catalog.open(tmp_path / "home") as catalog:
-        assert {len(row.inputs) for row in catalog.snapshots()} == {2}
-        catalog.check_integrity()
-
-
-def test_catalog__is_not_used_across_a_fork(tmp_path: Path) -> None:
-    with Catalog.open(tmp_path) as catalog:
-        child = os.fork()
-        if child == 0:
-            try:
-                catalog.snapshots()
-            except RuntimeError:
-                os._exit(17)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
-        assert catalog.snapshots() == ()
+    catalog = Catalog(tmp_path / "home")
+    process = _SPAWN.Process(target=record_until_killed, args=(tmp_path,))
+    process.start()
+    while len(catalog.snapshots()) < 40:
+        process.join(0.01)
+        assert process.is_alive()
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    catalog = Catalog(tmp_path / "home")
+    assert {len(row.inputs) for row in catalog.snapshots()} == {2}

@@ -31,45 +31,45 @@ def test_record_snapshot__gives_back_what_the_manifest_says(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
         (tmp_path / name / WEIGHTS_NAME).write_bytes(b"x")
     manifest = publish(tmp_path / "out", (tmp_path / "base", tmp_path / "expert"))
-    with Catalog.open(tmp_path / "home") as catalog:
-        row = catalog.record_snapshot(manifest, tmp_path / "out", created=NOON)
-        assert (row.sid, row.path, row.operator, row.created) == (manifest.sid, tmp_path / "out", "linear", NOON)
-        assert row.realized == manifest.realized
-        assert row.plan_digest is None
-        assert [(each.role, each.path, each.read_bytes, each.sid) for each in row.inputs] == [
-            ("base", str(tmp_path / "base"), 100, None),
-            ("expert", str(tmp_path / "expert"), 101, None),
-        ]
-        assert catalog.snapshots() == (row,)
+    catalog = Catalog(tmp_path / "home")
+    row = catalog.record_snapshot(manifest, tmp_path / "out", created=NOON)
+    assert (row.sid, row.path, row.operator, row.created) == (manifest.sid, tmp_path / "out", "linear", NOON)
+    assert row.realized == manifest.realized
+    assert row.plan_digest is None
+    assert [(each.role, each.path, each.read_bytes, each.sid) for each in row.inputs] == [
+        ("base", str(tmp_path / "base"), 100, None),
+        ("expert", str(tmp_path / "expert"), 101, None),
+    ]
+    assert catalog.snapshots() == (row,)
 
 
 def test_record_snapshot__a_time_needs_a_zone(tmp_path: Path) -> None:
-    with Catalog.open(tmp_path / "home") as catalog:
-        with pytest.raises(ValueError, match="time zone"):
-            catalog.record_snapshot(make_manifest("a"), tmp_path, created=datetime(2026, 1, 1))
-        assert catalog.snapshots() == ()
+    catalog = Catalog(tmp_path / "home")
+    with pytest.raises(ValueError, match="time zone"):
+        catalog.record_snapshot(make_manifest("a"), tmp_path, created=datetime(2026, 1, 1))
+    assert catalog.snapshots() == ()
 
 
 def test_snapshots__are_listed_newest_first(tmp_path: Path) -> None:
-    with Catalog.open(tmp_path / "home") as catalog:
-        for hours, name in ((1, "b"), (3, "c"), (2, "a")):
-            catalog.record_snapshot(make_manifest(name), tmp_path / name, created=NOON + timedelta(hours=hours))
-        assert [row.path.name for row in catalog.snapshots()] == ["c", "a", "b"]
+    catalog = Catalog(tmp_path / "home")
+    for hours, name in ((1, "b"), (3, "c"), (2, "a")):
+        catalog.record_snapshot(make_manifest(name), tmp_path / name, created=NOON + timedelta(hours=hours))
+    assert [row.path.name for row in catalog.snapshots()] == ["c", "a", "b"]
 
 
 def test_snapshot__is_found_by_path_sid_or_prefix(tmp_path: Path) -> None:
     manifest = make_manifest("a")
     (tmp_path / "link").symlink_to(tmp_path / "out")
-    with Catalog.open(tmp_path / "home") as catalog:
-        row = catalog.record_snapshot(manifest, tmp_path / "out", created=NOON)
-        for asked in (tmp_path / "out", tmp_path / "link", str(tmp_path / "out"), row.sid, row.sid.upper()):
-            assert catalog.snapshot(asked) == row
-        assert catalog.snapshot(row.sid[:4]) == row
-        for wrong in (row.sid[:3], "", row.sid + "0", "%", "____", tmp_path / "elsewhere"):
-            with refuses(NotFoundError, "snapshot.not-found"):
-                catalog.snapshot(wrong)
-        with pytest.raises(NotFoundError, match=f"3 digits of a sid are too few; give 4: {row.sid[:4]}"):
-            catalog.snapshot(row.sid[:3])
+    catalog = Catalog(tmp_path / "home")
+    row = catalog.record_snapshot(manifest, tmp_path / "out", created=NOON)
+    for asked in (tmp_path / "out", tmp_path / "link", str(tmp_path / "out"), row.sid, row.sid.upper()):
+        assert catalog.snapshot(asked) == row
+    assert catalog.snapshot(row.sid[:4]) == row
+    for wrong in (row.sid[:3], "", row.sid + "0", "%", "____", tmp_path / "elsewhere"):
+        with refuses(NotFoundError, "snapshot.not-found"):
+            catalog.snapshot(wrong)
+    with pytest.raises(NotFoundError, match=f"3 digits of a sid are too few; give 4: {row.sid[:4]}"):
+        catalog.snapshot(row.sid[:3])
 
 
 def manifests_with_a_common_prefix() -> tuple[Manifest, Manifest]:
@@ -84,114 +84,114 @@ def manifests_with_a_common_prefix() -> tuple[Manifest, Manifest]:
 
 def test_snapshot__an_ambiguous_prefix_is_refused_with_the_candidates(tmp_path: Path) -> None:
     one, two = manifests_with_a_common_prefix()
-    with Catalog.open(tmp_path / "home") as catalog:
-        for name, manifest in (("one", one), ("two", two)):
-            catalog.record_snapshot(manifest, tmp_path / name, created=NOON)
-        with refuses(RecipeError, "snapshot.ambiguous") as caught:
-            catalog.snapshot(one.sid[:4])
-        assert one.sid in str(caught.value)
-        assert two.sid in str(caught.value)
-        n_digits = int(caught.value.problems[0].hint.split()[1])
-        assert one.sid[: n_digits - 1] == two.sid[: n_digits - 1]
-        assert catalog.snapshot(one.sid[:n_digits]).sid == one.sid
+    catalog = Catalog(tmp_path / "home")
+    for name, manifest in (("one", one), ("two", two)):
+        catalog.record_snapshot(manifest, tmp_path / name, created=NOON)
+    with refuses(RecipeError, "snapshot.ambiguous") as caught:
+        catalog.snapshot(one.sid[:4])
+    assert one.sid in str(caught.value)
+    assert two.sid in str(caught.value)
+    n_digits = int(caught.value.problems[0].hint.split()[1])
+    assert one.sid[: n_digits - 1] == two.sid[: n_digits - 1]
+    assert catalog.snapshot(one.sid[:n_digits]).sid == one.sid
 
 
 def test_snapshot__the_same_sid_at_two_places_is_two_rows_and_the_newest_answers(tmp_path: Path) -> None:
-    with Catalog.open(tmp_path / "home") as catalog:
-        for hours, name in ((2, "new"), (1, "old")):
-            catalog.record_snapshot(make_manifest("a"), tmp_path / name, created=NOON + timedelta(hours=hours))
-        assert len(catalog.snapshots()) == 2
-        assert catalog.snapshot(make_manifest("a").sid).path == tmp_path / "new"
-        catalog.forget(tmp_path / "new")
-        assert catalog.snapshot(make_manifest("a").sid).path == tmp_path / "old"
+    catalog = Catalog(tmp_path / "home")
+    for hours, name in ((2, "new"), (1, "old")):
+        catalog.record_snapshot(make_manifest("a"), tmp_path / name, created=NOON + timedelta(hours=hours))
+    assert len(catalog.snapshots()) == 2
+    assert catalog.snapshot(make_manifest("a").sid).path == tmp_path / "new"
+    catalog.forget(tmp_path / "new")
+    assert catalog.snapshot(make_manifest("a").sid).path == tmp_path / "old"
 
 
 def test_forget__takes_the_row_and_leaves_the_files(tmp_path: Path) -> None:
     manifest = publish(tmp_path / "out")
-    with Catalog.open(tmp_path / "home") as catalog:
-        row = catalog.record_snapshot(manifest, tmp_path / "out", created=NOON)
-        assert catalog.forget(manifest.sid) == row
-        assert catalog.snapshots() == ()
-        assert (tmp_path / "out" / WEIGHTS_NAME).exists()
-        with pytest.raises(NotFoundError):
-            catalog.forget(manifest.sid)
+    catalog = Catalog(tmp_path / "home")
+    row = catalog.record_snapshot(manifest, tmp_path / "out", created=NOON)
+    assert catalog.forget(manifest.sid) == row
+    assert catalog.snapshots() == ()
+    assert (tmp_path / "out" / WEIGHTS_NAME).exists()
+    with pytest.raises(NotFoundError):
+        catalog.forget(manifest.sid)
 
 
 def generations(catalog: Catalog, root: Path, edges: Mapping[str, tuple[str, ...]]) -> None:
     """Publish and record snapshots in the order of `edges`; an input that is no key is a plain model."""
-    for name, inputs in edges.items():
+    for number, (name, inputs) in enumerate(edges.items()):
         for source in inputs:
             if source not in edges:
                 (root / source).mkdir(exist_ok=True)
                 (root / source / WEIGHTS_NAME).write_bytes(b"x")
         manifest = publish(root / name, tuple(root / source for source in inputs))
-        catalog.record_snapshot(manifest, root / name, created=NOON)
+        catalog.record_snapshot(manifest, root / name, created=NOON + timedelta(minutes=number))
 
 
 def test_lineage__goes_through_snapshots_to_the_models(tmp_path: Path) -> None:
     edges = {"one": ("base", "x"), "two": ("base", "one", "y"), "three": ("two", "one")}
-    with Catalog.open(tmp_path / "home") as catalog:
-        generations(catalog, tmp_path, edges)
-        nodes = catalog.lineage(tmp_path / "three")
-        assert shape_of(nodes) == ["three", " two", "  base", "  one", "   base", "   x", "  y", " one*"]
-        assert [node.operator for node in nodes] == ["linear", "linear", None, "linear", None, None, None, "linear"]
-        assert [node.role for node in nodes[:4]] == ["snapshot", "base", "base", "expert"]
-        assert nodes[1].sid == catalog.snapshot(tmp_path / "two").sid
+    catalog = Catalog(tmp_path / "home")
+    generations(catalog, tmp_path, edges)
+    nodes = catalog.lineage(tmp_path / "three")
+    assert shape_of(nodes) == ["three", " two", "  base", "  one", "   base", "   x", "  y", " one*"]
+    assert [node.operator for node in nodes] == ["linear", "linear", None, "linear", None, None, None, "linear"]
+    assert [node.role for node in nodes[:4]] == ["snapshot", "base", "base", "expert"]
+    assert nodes[1].sid == catalog.snapshot(tmp_path / "two").sid
 
 
 def test_lineage__a_forgotten_generation_still_shows_its_sid(tmp_path: Path) -> None:
-    with Catalog.open(tmp_path / "home") as catalog:
-        generations(catalog, tmp_path, {"one": ("base",), "two": ("one",)})
-        sid = catalog.forget(tmp_path / "one").sid
-        nodes = catalog.lineage(tmp_path / "two")
-        assert [(Path(node.path).name, node.sid, node.operator) for node in nodes[1:]] == [("one", sid, None)]
+    catalog = Catalog(tmp_path / "home")
+    generations(catalog, tmp_path, {"one": ("base",), "two": ("one",)})
+    sid = catalog.forget(tmp_path / "one").sid
+    nodes = catalog.lineage(tmp_path / "two")
+    assert [(Path(node.path).name, node.sid, node.operator) for node in nodes[1:]] == [("one", sid, None)]
 
 
 def test_lineage__an_input_replaced_since_keeps_the_sid_it_had(tmp_path: Path) -> None:
-    with Catalog.open(tmp_path / "home") as catalog:
-        generations(catalog, tmp_path, {"one": ("base",), "two": ("one",)})
-        before = catalog.snapshot(tmp_path / "one").sid
-        rewrite(tmp_path / "one" / WEIGHTS_NAME, b"other")
-        catalog.record_snapshot(make_manifest("other"), tmp_path / "one", created=NOON)
-        assert catalog.lineage(tmp_path / "two")[1].sid == before
+    catalog = Catalog(tmp_path / "home")
+    generations(catalog, tmp_path, {"one": ("base",), "two": ("one",)})
+    before = catalog.snapshot(tmp_path / "one").sid
+    rewrite(tmp_path / "one" / WEIGHTS_NAME, b"other")
+    catalog.record_snapshot(make_manifest("other"), tmp_path / "one", created=NOON)
+    assert catalog.lineage(tmp_path / "two")[1].sid == before
 
 
 def test_lineage__an_input_changed_by_hand_is_not_taken_for_the_snapshot(tmp_path: Path) -> None:
-    with Catalog.open(tmp_path / "home") as catalog:
-        generations(catalog, tmp_path, {"one": ("base",)})
-        manifest = publish(tmp_path / "two", (tmp_path / "one",))
-        rewrite(tmp_path / "one" / WEIGHTS_NAME, b"by hand")
-        catalog.record_snapshot(manifest, tmp_path / "two", created=NOON)
-        assert catalog.lineage(tmp_path / "two")[1].sid is None
+    catalog = Catalog(tmp_path / "home")
+    generations(catalog, tmp_path, {"one": ("base",)})
+    manifest = publish(tmp_path / "two", (tmp_path / "one",))
+    rewrite(tmp_path / "one" / WEIGHTS_NAME, b"by hand")
+    catalog.record_snapshot(manifest, tmp_path / "two", created=NOON)
+    assert catalog.lineage(tmp_path / "two")[1].sid is None
 
 
 def test_lineage__a_cycle_ends_where_it_closes(tmp_path: Path) -> None:
-    with Catalog.open(tmp_path / "home") as catalog:
-        for name in ("a", "b"):
-            publish(tmp_path / name)
-        for name, source in (("a", "b"), ("b", "a")):  # each from the other, as replacing in place can make it seem
-            catalog.record_snapshot(make_manifest(name, (tmp_path / source,)), tmp_path / name, created=NOON)
-        assert shape_of(catalog.lineage(tmp_path / "a")) == ["a", " b", "  a*"]
+    catalog = Catalog(tmp_path / "home")
+    for name in ("a", "b"):
+        publish(tmp_path / name)
+    for name, source in (("a", "b"), ("b", "a")):  # each from the other, as replacing in place can make it seem
+        catalog.record_snapshot(make_manifest(name, (tmp_path / source,)), tmp_path / name, created=NOON)
+    assert shape_of(catalog.lineage(tmp_path / "a")) == ["a", " b", "  a*"]
 
 
 def test_lineage__many_generations_with_two_ways_each_stay_small(tmp_path: Path) -> None:
     edges: dict[str, tuple[str, ...]] = {"g0": ("base",), "g1": ("g0",)}
     edges |= {f"g{n}": (f"g{n - 1}", f"g{n - 2}") for n in range(2, 60)}
-    with Catalog.open(tmp_path / "home") as catalog:
-        generations(catalog, tmp_path, edges)
-        nodes = catalog.lineage(tmp_path / "g59")
-        assert len(nodes) == 1 + sum(len(inputs) for inputs in edges.values())
-        assert max(node.depth for node in nodes) == 60
+    catalog = Catalog(tmp_path / "home")
+    generations(catalog, tmp_path, edges)
+    nodes = catalog.lineage(tmp_path / "g59")
+    assert len(nodes) == 1 + sum(len(inputs) for inputs in edges.values())
+    assert max(node.depth for node in nodes) == 60
 
 
 def test_lineage__down_shows_what_was_made_from_a_snapshot(tmp_path: Path) -> None:
     edges = {"one": ("base", "x"), "two": ("base", "one", "y"), "three": ("two", "one"), "other": ("base",)}
-    with Catalog.open(tmp_path / "home") as catalog:
-        generations(catalog, tmp_path, edges)
-        nodes = catalog.lineage(tmp_path / "one", down=True)
-        assert shape_of(nodes) == ["one", " two", "  three", " three*"]
-        assert [node.role for node in nodes] == ["snapshot", "expert", "base", "expert"]
-        assert shape_of(catalog.lineage(tmp_path / "three", down=True)) == ["three"]
+    catalog = Catalog(tmp_path / "home")
+    generations(catalog, tmp_path, edges)
+    nodes = catalog.lineage(tmp_path / "one", down=True)
+    assert shape_of(nodes) == ["one", " two", "  three", " three*"]
+    assert [node.role for node in nodes] == ["snapshot", "expert", "base", "expert"]
+    assert shape_of(catalog.lineage(tmp_path / "three", down=True)) == ["three"]
 
 
 def row_with(name: str, **fields: str) -> SnapshotRow:
@@ -237,19 +237,19 @@ def test_containing__parts_of_names_are_no_names(reference: str) -> None:
 
 def test_containing__goes_through_generations(tmp_path: Path) -> None:
     edges = {"one": ("base", "x"), "two": ("base", "one"), "three": ("two",), "other": ("base",)}
-    with Catalog.open(tmp_path / "home") as catalog:
-        generations(catalog, tmp_path, edges)
-        rows = containing(catalog.snapshots(), "x")
-        assert sorted(row.path.name for row in rows) == ["one", "three", "two"]
+    catalog = Catalog(tmp_path / "home")
+    generations(catalog, tmp_path, edges)
+    rows = containing(catalog.snapshots(), "x")
+    assert sorted(row.path.name for row in rows) == ["one", "three", "two"]
 
 
 def test_record_snapshot__any_path_and_text_is_stored_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "a'b\"; DROP TABLE models; --\nü"
     manifest = replace(make_manifest("a"), operator="x'; --")
-    with Catalog.open(tmp_path / "home") as catalog:
-        row = catalog.record_snapshot(manifest, path, created=NOON)
-        assert (row.path, row.operator) == (path, "x'; --")
-        assert catalog.snapshot(path) == row
+    catalog = Catalog(tmp_path / "home")
+    row = catalog.record_snapshot(manifest, path, created=NOON)
+    assert (row.path, row.operator) == (path, "x'; --")
+    assert catalog.snapshot(path) == row
 
 
 SHA256 = "ab" * 32
@@ -262,45 +262,46 @@ def digest_known(catalog: Catalog, checkpoint: Checkpoint) -> str | None:
 @pytest.fixture(name="model")
 def with_digest(tmp_path: Path) -> Checkpoint:
     model = make_checkpoint(tmp_path / "model")
-    with Catalog.open(tmp_path / "home") as catalog:
-        catalog.record_digests(with_digests(model, {WEIGHTS_NAME: SHA256}))
+    catalog = Catalog(tmp_path / "home")
+    catalog.record_digests(with_digests(model, {WEIGHTS_NAME: SHA256}))
     return model
 
 
 def test_digests__are_known_of_the_same_version_and_of_no_other(tmp_path: Path, model: Checkpoint) -> None:
-    with Catalog.open(tmp_path / "home") as catalog:
-        assert digest_known(catalog, model) == SHA256
-        (file,) = model.files
-        assert digest_known(catalog, replace(model, files=(replace(file, size_bytes=file.size_bytes + 1),))) is None
-        assert digest_known(catalog, make_checkpoint(tmp_path / "other")) is None
-        rewrite(tmp_path / "model" / WEIGHTS_NAME, b"wEights")
-        assert digest_known(catalog, reopened(model)) is None
+    catalog = Catalog(tmp_path / "home")
+    assert digest_known(catalog, model) == SHA256
+    (file,) = model.files
+    assert digest_known(catalog, replace(model, files=(replace(file, size_bytes=file.size_bytes + 1),))) is None
+    assert digest_known(catalog, make_checkpoint(tmp_path / "other")) is None
+    rewrite(tmp_path / "model" / WEIGHTS_NAME, b"wEights")
+    assert digest_known(catalog, reopened(model)) is None
 
 
 def test_digests__are_found_through_links(tmp_path: Path, model: Checkpoint) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "model")
     place = Location.local(tmp_path / "link")
-    with Catalog.open(tmp_path / "home") as catalog:
-        assert digest_known(catalog, replace(model, path=place, root=place)) == SHA256
+    catalog = Catalog(tmp_path / "home")
+    assert digest_known(catalog, replace(model, path=place, root=place)) == SHA256
 
 
 def test_digests__a_later_version_takes_the_place_of_an_earlier_one(tmp_path: Path, model: Checkpoint) -> None:
     rewrite(tmp_path / "model" / WEIGHTS_NAME, b"wEights")
     later = reopened(model)
-    with Catalog.open(tmp_path / "home") as catalog:
-        catalog.record_digests(with_digests(later, {WEIGHTS_NAME: "cd" * 32}))
-        assert (digest_known(catalog, model), digest_known(catalog, later)) == (None, "cd" * 32)
-        assert catalog.stats().digests == 1
+    catalog = Catalog(tmp_path / "home")
+    catalog.record_digests(with_digests(later, {WEIGHTS_NAME: "cd" * 32}))
+    assert (digest_known(catalog, model), digest_known(catalog, later)) == (None, "cd" * 32)
+    assert catalog.stats().digests == 1
 
 
 def test_digests__that_fingerprints_hold_are_kept(tmp_path: Path, model: Checkpoint) -> None:
-    with Catalog.open(tmp_path / "home") as catalog:
-        assert digest_known(catalog, with_digests(model, {WEIGHTS_NAME: "ef" * 32})) == "ef" * 32
+    catalog = Catalog(tmp_path / "home")
+    assert digest_known(catalog, with_digests(model, {WEIGHTS_NAME: "ef" * 32})) == "ef" * 32
 
 
 def test_digests__of_a_path_that_is_not_text_are_refused(tmp_path: Path) -> None:
     model = with_digests(make_checkpoint(tmp_path / "caf\udce9"), {WEIGHTS_NAME: SHA256})
-    with Catalog.open(tmp_path / "home") as catalog, refuses(UnsupportedError, "catalog.path-encoding"):
+    catalog = Catalog(tmp_path / "home")
+    with refuses(UnsupportedError, "catalog.path-encoding"):
         catalog.record_digests(model)
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
 from importlib import resources
 from pathlib import Path
 
@@ -16,8 +13,6 @@ import pytest
 from test_start_up import LOADED
 
 import mergepipe
-from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import CATALOG_NAME
 from mergepipe.cli.printing import REPORT_FORMAT
 from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.planning.plan import parse_plan
@@ -195,23 +190,21 @@ def test_inspect__imports_nothing_heavy(place: Path) -> None:
 
 
 NEEDING = [
-    ("analyze", "family/base", "family/expert-1", "--quiet"),
-    ("plan", "recipe.yml", "--budget", "50%"),
     ("ls",),
     ("show", "abcd"),
     ("lineage", "abcd"),
     ("explain", "abcd"),
-    ("catalog", "stats"),
 ]
-"""Commands that cannot do without the catalog."""
+"""Commands that cannot do without the records of snapshots."""
 
 
 @pytest.fixture
 def catalog(work: Workplace, run: Runner) -> Path:
-    """The file of a catalog that knows one snapshot."""
+    """The record of the one snapshot that a catalog knows."""
     assert run("analyze", work.family.base, *work.family.experts, "-q").exit_code == 0
     assert run("merge", work.recipe, work.out, "-q").exit_code == 0
-    return work.root / "home" / CATALOG_NAME
+    (record,) = (work.root / "home" / "snapshots").iterdir()
+    return record
 
 
 def sid_of(out: Path) -> str:
@@ -289,44 +282,15 @@ def test_lineage__of_a_snapshot_that_is_not_recorded_says_what_to_do(work: Workp
 # --- a catalog in trouble ---
 
 
-def damaged(path: Path) -> None:
-    path.write_bytes(b"not a database at all" * 100)
-
-
-def newer(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 999")
-
-
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """The catalog held by somebody else."""
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("PRAGMA journal_mode = DELETE")
-        connection.execute("BEGIN EXCLUSIVE")
-        yield
-
-
-@pytest.mark.parametrize("trouble", [(9, "catalog.locked"), (4, "catalog.damaged"), (6, "catalog.newer")])
 def test_commands__that_need_the_catalog_say_what_is_wrong_with_it_and_leave_it_alone(
-    work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch, trouble: tuple[int, str]
+    run: Runner, catalog: Path
 ) -> None:
-    exit_code, code = trouble
-    with Catalog.open(work.root / "home") as catalog:
-        path = catalog.path
-    monkeypatch.setitem(Catalog.open.__func__.__kwdefaults__, "timeout_seconds", 0.1)  # type: ignore[attr-defined]
-    if code == "catalog.damaged":
-        damaged(path)
-    if code == "catalog.newer":
-        newer(path)
-    before = path.read_bytes()
-    with held(path) if code == "catalog.locked" else nullcontext():
-        for command in NEEDING:
-            ran = run(*command)
-            assert (ran.exit_code, ran.codes) == (exit_code, [code])
-            assert ("mergepipe catalog rebuild" in ran.err) == (code == "catalog.damaged")
-    if code != "catalog.locked":
-        assert path.read_bytes() == before
+    catalog.write_bytes(b"no record")
+    for command in NEEDING:
+        ran = run(*command)
+        assert (ran.exit_code, ran.codes) == (4, ["catalog.damaged"])
+        assert "mergepipe catalog rebuild" in ran.err
+    assert catalog.read_bytes() == b"no record"
 
 
 @pytest.fixture

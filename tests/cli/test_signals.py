@@ -34,7 +34,6 @@ BEFORE_PUBLISHING = [
     pytest.param("import", "mergepipe.api", marks=pytest.mark.slow),
     pytest.param("import", "mergepipe.recipes.recipe_files", marks=pytest.mark.slow),
     ("import", "numpy"),
-    pytest.param("import", "sqlite3", marks=pytest.mark.slow),
     ("import", "mergepipe.engine.pipeline"),
     pytest.param("open", "recipe.yml", marks=pytest.mark.slow),
     ("open", "base/model.safetensors"),

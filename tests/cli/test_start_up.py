@@ -23,7 +23,7 @@ COMMANDS = (
     *([name] for name in ("verify", "repair", "replay", "diff", "gc")),
     *(["catalog", name] for name in ("rebuild", "stats")),
 )
-OF_OTHERS = ("numpy", "sqlite3", "numba", "pydantic", "rich", "yaml", "jinja2", "torch", "transformers", "numpy.ma")
+OF_OTHERS = ("numpy", "numba", "pydantic", "rich", "yaml", "jinja2", "torch", "transformers", "numpy.ma")
 HEAVY = (*OF_OTHERS, "mergepipe.jobs.merge")
 LOADED = f"""
 import sys
@@ -71,9 +71,9 @@ def test_check__compiles_nothing(tmp_path: Path) -> None:
 def test_plan_and_ls__load_nothing_that_merges_and_the_compiler_only_to_look_at_experts(tmp_path: Path) -> None:
     recipe = make_workplace(tmp_path).recipe
     plan = ("plan", recipe, "--budget", "50%", "--home", tmp_path / "home")
-    assert loaded_by(*plan) <= {"numpy", "numba", "numpy.ma", "sqlite3", "yaml"}  # numba imports numpy as a whole
+    assert loaded_by(*plan) <= {"numpy", "numba", "numpy.ma", "yaml"}  # numba imports numpy as a whole
     for command in (plan, ["ls"]):
-        assert loaded_by(*command) <= {"numpy", "sqlite3", "yaml"}
+        assert loaded_by(*command) <= {"numpy", "yaml"}
 
 
 def test_root__lists_all_commands_where_that_is_asked(run: Runner) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from mergepipe.catalog import catalog
 from mergepipe.storage import owned
 from support.faults import replaced
 
@@ -30,8 +29,6 @@ OPERATIONS: tuple[tuple[object, str], ...] = (
     (os, "unlink"),
     (os, "rmdir"),
     (owned, "renameat2"),
-    (catalog, "path_text"),  # inside the transaction
-    (catalog.Catalog, "close"),  # after the commit
 )
 """Everything that changes what is stored, and the opening of files; directories are opened by many of these."""
 

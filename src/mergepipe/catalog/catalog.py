@@ -1,30 +1,23 @@
-"""The catalog's interface for the rest of the package: typed calls, each one transaction."""
+"""The catalog: an index of snapshots, of what they were made from, and of the digests of files, in the home folder.
+
+Each snapshot has a record in `snapshots/`, and each file of a model whose SHA-256 was taken one in `digests/`, named by
+where it lies. A record is replaced in one step, so that any number of processes and threads may write at once, and
+damage is that of one record. Manifests and `analyze` make all of it again.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import sqlite3
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from blake3 import blake3
 
-from mergepipe.catalog.database import (
-    CATALOG_NAME,
-    LOCK_TIMEOUT_SECONDS,
-    REBUILD_HINT,
-    open_database,
-    set_aside,
-    stored_text,
-    typed_errors,
-)
 from mergepipe.catalog.snapshots import (
     CatalogStats,
     LineageNode,
@@ -39,96 +32,68 @@ from mergepipe.catalog.snapshots import (
 from mergepipe.catalog.statistics_file import statistics_folder
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.core.records import decode, encode
+from mergepipe.core.records import RecordFormat
 from mergepipe.errors import (
     CorruptError,
     MergePipeError,
     NotFoundError,
     Problem,
     RecipeError,
+    StorageError,
     UnsupportedError,
     did_you_mean,
 )
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Input, Manifest, RealizedBytes
-from mergepipe.storage.contract import FileId, Store, modified_at, resolved
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+from mergepipe.storage import owned
+from mergepipe.storage.contract import CATALOG_RECORD_BYTES, FileId, Store, modified_at, resolved
+from mergepipe.storage.ranges import read_small
 from mergepipe.storage.stores import Stores
 
 MIN_PREFIX_DIGITS: Final = 4
+_HINT: Final = "run `mergepipe catalog rebuild`"
+_SUFFIX: Final = ".json"
+_FORMAT_NAME = "mergepipe-catalog"
+_VERSION: Final = 7
+_SNAPSHOT: Final = RecordFormat(_FORMAT_NAME, _VERSION, SnapshotRow, _HINT, variant="snapshot")
+_DIGEST: Final = RecordFormat(_FORMAT_NAME, _VERSION, FileId, _HINT, variant="digest")
+"""The last version of a file that a digest was taken of; `name` is its location, links resolved."""
+
+T = TypeVar("T")
+
+
+def is_catalog_error(error: MergePipeError) -> bool:
+    """Whether only the catalog is unusable, so that work that needs no statistics can continue without it."""
+    return all(problem.code.startswith("catalog.") for problem in error.problems)
 
 
 class Catalog:
-    """An open catalog, the file at `path`; a context manager. One object may be used by many threads, one file by
-    many processes.
+    """The catalog in the folder `home`, which need not exist; inputs are looked at through `store`.
 
-    Every call is one transaction. In addition to the errors listed, all methods raise those of `open` when the file is
-    locked, damaged or inaccessible.
+    In addition to the errors listed, all methods raise StorageError, `catalog.io`, if the folder cannot be used, and
+    CorruptError, `catalog.damaged`, if the record of a snapshot cannot be read.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, store: Store) -> None:
-        self.path = path
-        self._connection = connection
-        self._store = store
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-
-    @classmethod
-    def open(cls, home: Path, *, store: Store | None = None, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Catalog:
-        """Open the catalog under `home`; create it if needed. Inputs are looked at through `store`.
-
-        Raises:
-            ConflictError: `catalog.locked`.
-            CorruptError: `catalog.damaged`.
-            MismatchError: `catalog.foreign`.
-            StorageError: `catalog.permission`, `catalog.no-space`, `catalog.io`.
-            UnsupportedError: `catalog.newer`, `catalog.older`.
-        """
-        path = home / CATALOG_NAME
-        return cls(path, open_database(home, path, timeout_seconds), store or Stores())
-
-    def __enter__(self) -> Catalog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file; calls after it are errors, closing again is not.
-
-        The last one in all processes moves the log of SQLite into the file.
-        """
-        with self._lock, typed_errors(self.path):
-            self._connection.close()
-
-    @contextmanager
-    def _transaction(self, *, writes: bool = False) -> Iterator[sqlite3.Connection]:
-        """Open a transaction with one consistent view of the file, committed if the block succeeds."""
-        if os.getpid() != self._pid:
-            raise RuntimeError("a catalog must be opened again after a fork")
-        connection = self._connection
-        with self._lock, typed_errors(self.path):
-            connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
-            try:
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
+    def __init__(self, home: Path, store: Store | None = None) -> None:
+        with _typed_errors(home):
+            file = next((path for path in (home, *home.parents) if path.is_file()), None)
+        if file is not None:
+            raise _unusable(file, "it is a file")
+        self.home = home
+        self._store = store or Stores()
 
     # --- digests of files ---
 
     def with_known_digests(self, checkpoint: Checkpoint) -> Checkpoint:
         """Add to a checkpoint's fingerprints the SHA-256 digests that are on record for these versions of its files."""
         digests = {}
-        with self._transaction() as connection:
-            for file in checkpoint.files:
-                if file.sha256 is None:
-                    row = connection.execute(
-                        "SELECT sha256 FROM file_digests WHERE location = ? AND version = ? AND size_bytes = ?",
-                        (self._place_of(checkpoint, file), file.version, file.size_bytes),
-                    ).fetchone()
-                    if row is not None:
-                        digests[file.name] = str(row[0])
+        for file in checkpoint.files:
+            if file.sha256 is None:
+                place, known = self._place_of(checkpoint, file), None
+                with suppress(CorruptError):  # then it is taken again
+                    known = _read(_DIGEST, self._digest_path(place))
+                wanted = place, file.size_bytes, file.version
+                if known is not None and known.sha256 and (known.name, known.size_bytes, known.version) == wanted:
+                    digests[file.name] = known.sha256
         return with_digests(checkpoint, digests) if digests else checkpoint
 
     def record_digests(self, checkpoint: Checkpoint) -> None:
@@ -137,34 +102,37 @@ class Catalog:
         Raises:
             UnsupportedError: `catalog.path-encoding`.
         """
-        rows = [
-            (self._place_of(checkpoint, file), file.version, file.size_bytes, file.sha256)
-            for file in checkpoint.files
-            if file.sha256 is not None
-        ]
-        with self._transaction(writes=True) as connection:
-            connection.executemany("INSERT OR REPLACE INTO file_digests VALUES (?, ?, ?, ?)", rows)
+        for file in checkpoint.files:
+            if file.sha256 is not None:
+                record = replace(file, name=self._place_of(checkpoint, file))
+                _write(self._digest_path(record.name), _DIGEST.to_json(record))
 
     def _place_of(self, checkpoint: Checkpoint, file: FileId) -> str:
         """Return the location of a file, links resolved."""
         location = checkpoint.root / file.name
-        return stored_text(str(resolved(self._store, location)), location)
+        return _recordable(str(resolved(self._store, location)), location)
+
+    def _digest_path(self, place: str) -> Path:
+        return self._digests / _record_name(place)
+
+    @property
+    def _digests(self) -> Path:
+        return self.home / "digests"
 
     # --- snapshots ---
 
     def record_snapshot(self, manifest: Manifest, path: Path, *, created: datetime) -> SnapshotRow:
-        """Index a published snapshot with its inputs, replacing the row of the same path.
+        """Index a published snapshot with its inputs, replacing the record of the same path.
 
         Raises:
             UnsupportedError: `catalog.path-encoding`.
             ValueError: `created` has no time zone.
         """
-        if created.tzinfo is None:
-            raise ValueError("`created` needs a time zone")
-        return self._record(manifest, blake3(manifest.to_json()).hexdigest(16), path, created, keep_created=False)
+        digest = blake3(manifest.to_json()).hexdigest(16)
+        return self._record(manifest, digest, path, created, _of_manifest(self.snapshots(), digest))
 
-    def adopt_snapshot(self, path: Path, *, created: datetime) -> SnapshotRow:
-        """Index a snapshot from its stored manifest; `created` is used if the catalog has no earlier record.
+    def adopt_snapshot(self, path: Path, known: Sequence[SnapshotRow], *, created: datetime) -> SnapshotRow:
+        """Index a snapshot from its stored manifest; `created` is used if that is not among the `known` ones.
 
         Raises:
             CorruptError: `format.damaged`.
@@ -172,39 +140,28 @@ class Catalog:
             StorageError: it cannot be read.
             UnsupportedError: `format.version`, `format.kind`, `catalog.path-encoding`.
         """
-        return self._record(*read_manifest(self._store, path), path, created, keep_created=True)
+        manifest, digest = read_manifest(self._store, path)
+        earlier = _of_manifest(known, digest)
+        return self._record(manifest, digest, path, earlier[-1].created if earlier else created, earlier)
 
     def _record(
-        self, manifest: Manifest, digest: str, path: Path, created: datetime, *, keep_created: bool
+        self, manifest: Manifest, digest: str, path: Path, created: datetime, earlier: Sequence[SnapshotRow]
     ) -> SnapshotRow:
-        """Insert the snapshot, or replace the row of its path.
-
-        From other rows of the same manifest it keeps the sids of the inputs, which may be gone later, and with
-        `keep_created` the time.
-        """
-        with self._transaction(writes=True) as connection:
-            earlier = _rows(connection, "manifest_digest = ?", digest)
-            if keep_created and earlier:
-                created = earlier[-1].created
-            sids = [
-                next((row.inputs[i].sid for row in earlier if row.inputs[i].sid is not None), None)
-                or sid_of_unchanged_input(self._store, source)
-                for i, source in enumerate(manifest.inputs)
-            ]
-            row = row_of(manifest, digest, Path(path_text(path)), created.astimezone(UTC), sids)
-            facts = _Facts(row.operator, row.plan_digest, row.realized, row.inputs)
-            time = row.created.isoformat(timespec="microseconds")
-            text = stored_text(json.dumps(encode(facts), ensure_ascii=False, allow_nan=False), path)
-            connection.execute("DELETE FROM snapshots WHERE path = ?", (str(row.path),))
-            connection.execute(
-                "INSERT INTO snapshots VALUES (?, ?, ?, ?, ?)", (str(row.path), row.sid, time, digest, text)
-            )
-            return row
+        """Write a record; from `earlier` ones of the manifest it keeps sids of inputs, which may be gone by now."""
+        sids = [
+            next((row.inputs[i].sid for row in earlier if row.inputs[i].sid is not None), None)
+            or sid_of_unchanged_input(self._store, source)
+            for i, source in enumerate(manifest.inputs)
+        ]
+        row = row_of(manifest, digest, _real_path(path), created, sids)
+        _write(self._snapshot_path(row), _SNAPSHOT.to_json(row))
+        return row
 
     def snapshots(self) -> tuple[SnapshotRow, ...]:
         """Return every recorded snapshot, newest first."""
-        with self._transaction() as connection:
-            return _rows(connection, "TRUE")
+        rows = (_read(_SNAPSHOT, path) for path in _records_in(self._snapshots))
+        listed = [row for row in rows if row is not None]
+        return tuple(sorted(listed, key=lambda row: (row.created, row.path), reverse=True))
 
     def snapshot(self, reference: str | Path) -> SnapshotRow:
         """Find a snapshot by its path, its sid, or at least the first four digits of it; of several the newest.
@@ -213,106 +170,139 @@ class Catalog:
             NotFoundError: `snapshot.not-found`.
             RecipeError: `snapshot.ambiguous`.
         """
-        with self._transaction() as connection:
-            return _one_row(connection, reference)
+        return _one_of(self.snapshots(), reference)
 
     def lineage(self, reference: str | Path, *, down: bool = False) -> tuple[LineageNode, ...]:
         """Return all that a snapshot was made from, or with `down` all that is made from it: a tree in preorder.
 
         Raises as `snapshot` does.
         """
-        with self._transaction() as connection:
-            return trace(_rows(connection, "TRUE"), _one_row(connection, reference), down=down)
+        rows = self.snapshots()
+        return trace(rows, _one_of(rows, reference), down=down)
 
     def forget(self, reference: str | Path | SnapshotRow) -> SnapshotRow:
         """Remove a snapshot from the catalog, not from the disk. Raises as `snapshot` does, but not for a row."""
-        with self._transaction(writes=True) as connection:
-            row = reference if isinstance(reference, SnapshotRow) else _one_row(connection, reference)
-            connection.execute("DELETE FROM snapshots WHERE path = ?", (str(row.path),))
-            return row
+        row = reference if isinstance(reference, SnapshotRow) else self.snapshot(reference)
+        _remove(self._snapshot_path(row))
+        return row
+
+    def _snapshot_path(self, row: SnapshotRow) -> Path:
+        return self._snapshots / _record_name(str(row.path))
+
+    @property
+    def _snapshots(self) -> Path:
+        return self.home / "snapshots"
 
     # --- maintenance ---
 
     def stats(self) -> CatalogStats:
-        """Return counts and sizes; `file_bytes` includes SQLite's log."""
-        with self._transaction() as connection:
-            counts = [
-                int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
-                for table in ("snapshots", "file_digests")
-            ]
-        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
-        statistics = list(statistics_folder(self.path.parent).glob("*.stats"))
+        """Return counts and sizes."""
+        folders = (self._snapshots, self._digests, statistics_folder(self.home))
+        snapshots, digests, statistics = ([path.stat().st_size for path in _records_in(folder)] for folder in folders)
         return CatalogStats(
-            path=self.path,
-            file_bytes=sum(file.stat().st_size for file in files if file.exists()),
-            snapshots=counts[0],
-            digests=counts[1],
+            path=self.home,
+            file_bytes=sum(snapshots) + sum(digests),
+            snapshots=len(snapshots),
+            digests=len(digests),
             statistics=len(statistics),
-            statistics_bytes=sum(file.stat().st_size for file in statistics),
+            statistics_bytes=sum(statistics),
         )
 
-    def check_integrity(self) -> None:
-        """Read every page of the file and every snapshot.
-
-        Raises:
-            CorruptError: `catalog.damaged`.
-        """
-        with self._transaction() as connection:
-            finding = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
-        if finding != "ok":
-            raise CorruptError.of("catalog.damaged", self.path, finding, REBUILD_HINT)
-        self.snapshots()
-        self.stats()
+    def remove_damaged(self) -> list[Problem]:
+        """Remove the records of snapshots that cannot be read; tell what was wrong with them."""
+        problems: list[Problem] = []
+        for path in _records_in(self._snapshots):
+            try:
+                _read(_SNAPSHOT, path)
+            except CorruptError as error:
+                problems += error.problems
+                _remove(path)
+        return problems
 
 
-# --- rows of snapshots ---
+# --- records ---
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """The column `facts` of a row of `snapshots`, which is JSON."""
-
-    operator: str
-    plan_digest: str | None
-    realized: RealizedBytes
-    inputs: tuple[Input, ...]
+def _record_name(place: str) -> str:
+    """Return the name of the record of what lies at a place."""
+    return f"{blake3(place.encode()).hexdigest(16)}{_SUFFIX}"
 
 
-def path_text(path: Path) -> str:
-    """Return the path of a snapshot with links resolved, in the form that is stored."""
-    return stored_text(os.path.realpath(path), path)
+def _records_in(folder: Path) -> list[Path]:
+    """List the records of a folder; none where there is no folder."""
+    with _typed_errors(folder), suppress(FileNotFoundError):
+        return [folder / name for name, _ in owned.list_folder(folder) if not name.startswith(".")]
+    return []
 
 
-def _rows(connection: sqlite3.Connection, condition: str, *values: object) -> tuple[SnapshotRow, ...]:
-    """Return the snapshots of which an SQL condition holds, newest first."""
-    query = f"SELECT * FROM snapshots WHERE {condition} ORDER BY created DESC, rowid DESC"
-    return tuple(map(_row, connection.execute(query, values).fetchall()))
-
-
-def _row(columns: tuple[str, str, str, str, str]) -> SnapshotRow:
-    path, sid, created, digest, text = columns
+def _read(record_format: RecordFormat[T], path: Path) -> T | None:
+    """Read a record; None if there is none."""
     try:
-        facts = decode(_Facts, json.loads(text))
-        return SnapshotRow(
-            sid, Path(path), facts.operator, datetime.fromisoformat(created), facts.plan_digest, digest,
-            facts.realized, facts.inputs,
-        )  # fmt: skip
-    except (ValueError, TypeError, RecursionError) as error:
-        message = f"the snapshot's row is damaged: {error}"
-        raise CorruptError.of("catalog.damaged", path, message, REBUILD_HINT) from error
+        return record_format.parse(read_small(path, CATALOG_RECORD_BYTES), path)
+    except NotFoundError:
+        return None
+    except (CorruptError, UnsupportedError) as error:
+        message = f"is no sound record: {error.problems[0].message}"
+        raise CorruptError.of("catalog.damaged", path, message, _HINT) from error
+    except StorageError as error:
+        raise _unusable(path, error.problems[0].message) from error
 
 
-def _one_row(connection: sqlite3.Connection, reference: str | Path) -> SnapshotRow:
+def _write(path: Path, content: bytes) -> None:
+    with _typed_errors(path):
+        owned.make_folders(path.parent)
+        owned.replace_file(path, content)
+
+
+def _remove(path: Path) -> None:
+    with _typed_errors(path), suppress(FileNotFoundError):
+        owned.remove_file(path)
+
+
+@contextmanager
+def _typed_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+
+
+def _unusable(path: Path, reason: str) -> MergePipeError:
+    hint = "check the path, the permissions and the space, or use --home"
+    return StorageError.of("catalog.io", path, f"cannot be used: {reason}", hint)
+
+
+def _recordable(text: str, where: object) -> str:
+    """Return the text of a path that a record can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = "paths that are not UTF-8 are not recorded"
+        raise UnsupportedError.of("catalog.path-encoding", ascii(str(where)), message, "rename it") from None
+    return text
+
+
+def _real_path(path: Path) -> Path:
+    """Return the path of a snapshot with links resolved."""
+    return Path(_recordable(os.path.realpath(path), path))
+
+
+def _of_manifest(rows: Sequence[SnapshotRow], digest: str) -> list[SnapshotRow]:
+    return [row for row in rows if row.manifest_digest == digest]
+
+
+def _one_of(rows: Sequence[SnapshotRow], reference: str | Path) -> SnapshotRow:
     """Find a snapshot by path, sid or a prefix of its sid; of several with that sid, the newest."""
-    at_path = _rows(connection, "path = ?", path_text(Path(reference)))
-    if at_path:
-        return at_path[0]
+    path = _real_path(Path(reference))
+    at_path = next((row for row in rows if row.path == path), None)
+    if at_path is not None:
+        return at_path
     prefix = str(reference).lower()
-    rows = _rows(connection, "substr(sid, 1, ?) = ?", len(prefix), prefix)
-    sids = sorted({row.sid for row in rows})
+    matching = [row for row in rows if row.sid.startswith(prefix)]
+    sids = sorted({row.sid for row in matching})
     if not sids or not prefix:
-        known = [text for row in _rows(connection, "TRUE") for text in (row.sid, str(row.path))]
-        hint = did_you_mean(str(reference), known) if known else "the catalog holds no snapshots"
+        known = [text for row in rows for text in (row.sid, str(row.path))]
+        hint = did_you_mean(str(reference), known) if known else "it holds none: give a folder, or use --home"
         raise NotFoundError.of("snapshot.not-found", reference, "no such snapshot in the catalog", hint)
     common = (len(os.path.commonprefix([a, b])) + 1 for a, b in pairwise((*sids, "")))  # noqa: RUF071 - digits
     needed = max(MIN_PREFIX_DIGITS, *common)
@@ -323,70 +313,44 @@ def _one_row(connection: sqlite3.Connection, reference: str | Path) -> SnapshotR
     if len(sids) > 1:
         message = f"could be {', '.join(sids[:5])}"
         raise RecipeError.of("snapshot.ambiguous", reference, message, f"give {needed} digits")
-    return rows[0]
+    return matching[0]
 
 
-# --- the catalog made again: snapshots from their manifests; digests of files stay where the file is sound ---
+# --- the catalog made again from manifests ---
 
 
-_FATAL = ("catalog.locked", "catalog.no-space", "catalog.io")
-
-
-def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> RebuildReport:
+def rebuild(home: Path, roots: Sequence[Path]) -> RebuildReport:
     """Recreate snapshots and lineage from the manifests under `roots` and at recorded paths.
 
-    Digests of files in a sound catalog are kept. One that is damaged or of an older version is moved aside, never
-    deleted. Close other processes that use it first: they would continue to write to the moved file.
+    Records that are damaged are removed, and listed as unreadable. Digests of files are kept.
     """
     unreadable: list[Problem] = []
     manifest_paths = list(find_manifests(roots, unreadable))
-    catalog, moved_aside = _open_sound(home, timeout_seconds)
+    catalog = Catalog(home)
+    unreadable += catalog.remove_damaged()
     recorded: list[SnapshotRow] = []
     missing: list[Path] = []
     composites: list[Path] = []
-    with catalog:
-        paths = [*manifest_paths, *(snapshot.path for snapshot in catalog.snapshots())]
-        for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths):
-            try:
-                recorded.append(catalog.adopt_snapshot(path, created=modified_at(path / MANIFEST_NAME)))
-            except NotFoundError:
-                missing.append(path)
-            except MergePipeError as error:
-                codes = {problem.code for problem in error.problems}
-                if not codes.isdisjoint(_FATAL):
-                    raise
-                if "format.kind" in codes:
-                    composites.append(path)
-                else:
-                    unreadable.extend(error.problems)
-        lost = _still_missing(catalog, {snapshot.manifest_digest for snapshot in recorded}, missing)
+    known = catalog.snapshots()
+    paths = [*manifest_paths, *(snapshot.path for snapshot in known)]
+    for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths):
+        try:
+            recorded.append(catalog.adopt_snapshot(path, known, created=modified_at(path / MANIFEST_NAME)))
+        except NotFoundError:
+            missing.append(path)
+        except MergePipeError as error:
+            if error.code == "catalog.io":
+                raise
+            if error.code == "format.kind":
+                composites.append(path)
+            else:
+                unreadable.extend(error.problems)
     return RebuildReport(
         snapshots=len(recorded),
-        missing=lost,
+        missing=_still_missing(catalog, {snapshot.manifest_digest for snapshot in recorded}, missing),
         unreadable=tuple(unreadable),
-        moved_aside=moved_aside,
         composites=tuple(composites),
     )
-
-
-def _open_sound(home: Path, timeout_seconds: float) -> tuple[Catalog, Path | None]:
-    try:
-        catalog = Catalog.open(home, timeout_seconds=timeout_seconds)
-    except (CorruptError, UnsupportedError) as error:
-        if error.code == "catalog.newer":
-            raise
-        moved = set_aside(home / CATALOG_NAME)
-        return Catalog.open(home, timeout_seconds=timeout_seconds), moved
-    try:
-        catalog.check_integrity()
-    except CorruptError:
-        catalog.close()
-        moved = set_aside(home / CATALOG_NAME)
-        return Catalog.open(home, timeout_seconds=timeout_seconds), moved
-    except BaseException:
-        catalog.close()
-        raise
-    return catalog, None
 
 
 def _still_missing(catalog: Catalog, digests: set[str], missing: list[Path]) -> tuple[Path, ...]:

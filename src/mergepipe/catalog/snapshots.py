@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
 from blake3 import blake3
 
 from mergepipe.core.display import Displayed, shown
+from mergepipe.core.records import AsText
 from mergepipe.errors import MergePipeError, NotFoundError, Problem
 from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,
@@ -32,13 +34,17 @@ class SnapshotRow:
     """One published snapshot. `created` is in UTC."""
 
     sid: str
-    path: Path
+    path: Annotated[Path, AsText(str, Path)]
     operator: str
-    created: datetime
+    created: Annotated[datetime, AsText(datetime.isoformat, datetime.fromisoformat)]
     plan_digest: str | None
     manifest_digest: str
     realized: RealizedBytes
     inputs: tuple[Input, ...]
+
+    def __post_init__(self) -> None:
+        if self.created.tzinfo is None:
+            raise ValueError("`created` needs a time zone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class LineageNode:
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class CatalogStats(Displayed):
-    """Contents of the home folder: the index's file, its rows, and files of statistics."""
+    """Contents of the home folder: records of snapshots and digests, `file_bytes` of them, and files of statistics."""
 
     path: Path = shown("catalog")
     file_bytes: int = shown("size")
@@ -75,14 +81,13 @@ class CatalogStats(Displayed):
 class RebuildReport(Displayed):
     """The result of `rebuild`.
 
-    `missing` are recorded paths without a manifest; rows that could be read are kept. `composites` are training
-    checkpoints composed by tailor, which are not snapshots and are skipped.
+    `missing` are recorded paths without a manifest, which keep their records. `composites` are training checkpoints
+    composed by tailor, which are not snapshots and are skipped.
     """
 
     snapshots: int = shown("snapshots")
     missing: tuple[Path, ...] = shown("missing")
     unreadable: tuple[Problem, ...] = shown("unreadable")
-    moved_aside: Path | None = shown("moved aside")
     composites: tuple[Path, ...] = shown(
         "composite", lambda path: f"{path}: a training checkpoint, no snapshot", default=()
     )

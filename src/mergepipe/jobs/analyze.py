@@ -70,25 +70,25 @@ def run_analysis(
         if on_progress is not None:
             on_progress(Progress("analyze", store.ledger.total_bytes(), total))
 
-    with Catalog.open(home, store=store) as catalog:
-        base = catalog.with_known_digests(base)
-        known = KnownStatistics(store, home, notices, beside=False)
-        subjects = [
-            _subject(known.file(expert, base), base, expert, block_elements, densities)
-            for expert in map(catalog.with_known_digests, opened)
-        ]
-        wanted = [subject for subject in subjects if subject.is_wanted]
-        tasks = _tasks(base, wanted)
-        total = store.ledger.total_bytes() + sum(
-            task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks
-        )
-        report_progress()
-        work = AnalysisWork(tasks, block_elements, _densities(densities, wanted))
-        files = _analyze(store, base, wanted, work, engine, report_progress)
-        for file in files:
-            write_statistics(home, file.statistics)
-            catalog.record_digests(file.expert)
-            catalog.record_digests(file.base)
+    catalog = Catalog(home, store)
+    base = catalog.with_known_digests(base)
+    known = KnownStatistics(store, home, notices, beside=False)
+    subjects = [
+        _subject(known.file(expert, base), base, expert, block_elements, densities)
+        for expert in map(catalog.with_known_digests, opened)
+    ]
+    wanted = [subject for subject in subjects if subject.is_wanted]
+    tasks = _tasks(base, wanted)
+    total = store.ledger.total_bytes() + sum(
+        task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks
+    )
+    report_progress()
+    work = AnalysisWork(tasks, block_elements, _densities(densities, wanted))
+    files = _analyze(store, base, wanted, work, engine, report_progress)
+    for file in files:
+        write_statistics(home, file.statistics)
+        catalog.record_digests(file.expert)
+        catalog.record_digests(file.base)
     analyzed = iter(files)
     made_of = [next(analyzed) if subject.is_wanted else None for subject in subjects]
     on_record = [s.on_record if made is None else made.statistics for s, made in zip(subjects, made_of, strict=True)]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import CATALOG_NAME
 from mergepipe.catalog.snapshots import SnapshotRow
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport
@@ -38,13 +37,11 @@ def collect_garbage(home: Path, roots: Sequence[Path], *, dry_run: bool) -> GcRe
         if not root.is_dir():
             raise NotFoundError.of("storage.not-found", root, "no such directory", "check the path")
     uploads = home / UPLOADS_NAME
-    with contextlib.ExitStack() as stack:
-        catalog = stack.enter_context(Catalog.open(home)) if (home / CATALOG_NAME).exists() else None
-        snapshots = () if catalog is None else catalog.snapshots()
-        folders = _folders(snapshots, [*roots, *([uploads] if uploads.is_dir() else [])])
-        living: list[str] = []
-        garbage = [*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)]
-        garbage += () if catalog is None else _snapshot_rows(catalog, dry_run=dry_run)
+    catalog = Catalog(home)
+    folders = _folders(catalog.snapshots(), [*roots, *([uploads] if uploads.is_dir() else [])])
+    living: list[str] = []
+    garbage = [*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)]
+    garbage += _snapshot_rows(catalog, dry_run=dry_run)
     return GcReport(garbage=tuple(garbage), living=tuple(living), is_dry_run=dry_run)
 
 

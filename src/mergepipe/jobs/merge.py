@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -85,7 +84,8 @@ BeforePublish = Callable[[Manifest, Path], None]
 def run_merge(recipe: Location | RecipeText, settings: MergeSettings) -> MergeReport:
     """Merge in full, and publish; see `api.merge`."""
     store = Stores(settings=settings.engine.remote)
-    with closing(CatalogLink(settings.home)) as link, IntermediateWriter(settings, store) as intermediates:
+    link = CatalogLink(settings.home)
+    with IntermediateWriter(settings, store) as intermediates:
         inputs = open_inputs(
             recipe, store, settings.allow_dropped, intermediates.write, settings.strictness,
             keeps_absolute_paths=settings.absolute_paths,
@@ -110,18 +110,18 @@ def run_budgeted(
     settings = replace(settings, plan_key=plan_key(inputs, repr(request)))
     follows = settings.resume in (Resume.AUTO, Resume.REQUIRED)
     plan = stored_plan(staging_directory(settings.out.absolute()), settings.plan_key) if follows else None
-    with closing(CatalogLink(settings.home)) as link:
-        if plan is None:
-            plan = make_plan(store, inputs, request, link)
-        return MergeRun(with_parameters(inputs, plan), plan, settings, store, link).publish(before_publish)
+    link = CatalogLink(settings.home)
+    if plan is None:
+        plan = make_plan(store, inputs, request, link)
+    return MergeRun(with_parameters(inputs, plan), plan, settings, store, link).publish(before_publish)
 
 
 def run_plan(plan: Plan, settings: MergeSettings) -> MergeReport:
     """Run a stored plan against the inputs it was made for."""
     store = Stores(settings=settings.engine.remote)
-    with closing(CatalogLink(settings.home)) as link:
-        inputs = with_parameters(open_planned(plan, store, link), plan)
-        return MergeRun(inputs, plan, settings, store, link).publish()
+    link = CatalogLink(settings.home)
+    inputs = with_parameters(open_planned(plan, store, link), plan)
+    return MergeRun(inputs, plan, settings, store, link).publish()
 
 
 class IntermediateWriter:
@@ -149,8 +149,8 @@ class IntermediateWriter:
             self._stack.enter_context(self._staging)
         self._n_written += 1
         settings = replace(self._settings, out=self._staging.path / str(self._n_written))
-        with closing(CatalogLink(None)) as link, private_outputs():
-            MergeRun(inputs, None, settings, self._store, link).publish()
+        with private_outputs():
+            MergeRun(inputs, None, settings, self._store, CatalogLink(None)).publish()
         return settings.out
 
 

@@ -13,7 +13,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -97,8 +96,7 @@ def run_merge_on_ray(
     digests = () if settings.resume is Resume.NEVER else plan_digests_at(place)
     plan = next(filter(None, (_plan_of_parts(place, digest, key) for digest in digests)), None)
     if plan is None:
-        with closing(CatalogLink(settings.home)) as link:
-            plan = make_plan(store, inputs, request, link)
+        plan = make_plan(store, inputs, request, CatalogLink(settings.home))
     return _publish(plan, key, (inputs, store.ledger.usage()), cluster, settings)
 
 

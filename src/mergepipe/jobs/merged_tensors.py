@@ -59,7 +59,7 @@ class OpenedMerge:
         with ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mergepipe-")))
             self._settings = settings = replace(settings, out=self.folder / "merge")
-            link = stack.enter_context(closing(CatalogLink(settings.home)))
+            link = CatalogLink(settings.home)
             intermediates = stack.enter_context(IntermediateWriter(settings, store))
             inputs = open_inputs(
                 recipe, store, settings.allow_dropped, intermediates.write, settings.strictness,

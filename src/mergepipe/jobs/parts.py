@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -186,7 +185,8 @@ class _PartRun:
         made = MadeParts(parts, self._plan, planned.output, store.ledger)
         inputs = self._worker_of(planned, parts, store, Observer()).with_shared_facts(read_missing=False)
         settings = replace(self._settings, resume=Resume.NEVER)
-        with closing(CatalogLink(settings.home)) as link, published_but(self._out):
+        with published_but(self._out):
+            link = CatalogLink(settings.home)
             self._merge = MergeRun(inputs, self._plan, settings, store, link).publish(made=made)
             parts.remove()
 

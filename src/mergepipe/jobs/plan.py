@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -299,8 +298,7 @@ def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path)
     """Plan a recipe."""
     store = Stores()
     inputs = open_inputs(recipe, store, request.allow_dropped, strictness=request.strictness)
-    with closing(CatalogLink(home, required=True)) as link:
-        return make_plan(store, inputs, request, link)
+    return make_plan(store, inputs, request, CatalogLink(home, required=True))
 
 
 def read_plan(store: Store, path: Location) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -150,9 +149,9 @@ def replay_snapshot(path: Location, settings: MergeSettings) -> MergeReport:
         shard_bytes=shard_bytes_of(manifest, path),
         base_model_ids=BaseModelIds.recorded(manifest),
     )
-    with closing(CatalogLink(settings.home)) as link, IntermediateWriter(settings, store) as intermediates:
+    with IntermediateWriter(settings, store) as intermediates:
         inputs = open_recorded(manifest, store, intermediates.write)
-        run = MergeRun(inputs, recorded_plan(manifest), settings, store, link)
+        run = MergeRun(inputs, recorded_plan(manifest), settings, store, CatalogLink(settings.home))
         return run.publish(lambda made, _: _check_same(manifest, made, settings.place))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -111,8 +110,7 @@ class _Sweep:
         )
 
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:
-        with closing(CatalogLink(self._home, required=True)) as link:
-            return make_plan(self._store, inputs, request, link)
+        return make_plan(self._store, inputs, request, CatalogLink(self._home, required=True))
 
     def _point(
         self, inputs: Inputs, full: Checkpoint, norms: tuple[float, float], budget: str, request: PlanRequest

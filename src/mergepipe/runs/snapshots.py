@@ -1,18 +1,16 @@
 """Look up snapshots for users: list, show, find by path or sid, trace lineage. Writes nothing.
 
-A missing catalog counts as empty and is not created.
+A missing catalog counts as empty and is not made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import CATALOG_NAME
 from mergepipe.catalog.snapshots import (
     CatalogStats,
     LineageNode,
@@ -40,14 +38,12 @@ from mergepipe.storage.stores import Stores
 if TYPE_CHECKING:
     from mergepipe.storage.contract import Store
 
-T = TypeVar("T")
-
 
 def list_snapshots(
     home: Path, *, contained: str | None, operator: str | None, since: date | None
 ) -> tuple[SnapshotReport, ...]:
     """List the snapshots in the catalog, newest first; see `api.list_snapshots`."""
-    rows = _with_catalog(home, lambda catalog: catalog.snapshots()) or ()
+    rows = Catalog(home).snapshots()
     if contained is not None:
         rows = containing(rows, contained)
     return tuple(
@@ -60,7 +56,7 @@ def list_snapshots(
 def show_snapshot(reference: str, home: Path) -> SnapshotReport:
     """Describe one snapshot from the catalog, else from its own manifest."""
     try:
-        return _report(_recorded(reference, home), is_recorded=True)
+        return _report(Catalog(home).snapshot(reference), is_recorded=True)
     except NotFoundError:
         path = Path(reference)
         if not _has_manifest(path):
@@ -74,23 +70,21 @@ def show_snapshot(reference: str, home: Path) -> SnapshotReport:
 def trace_lineage(reference: str, home: Path, *, down: bool) -> tuple[LineageNode, ...]:
     """List everything that went into a catalogued snapshot, or with `down` came of it, as a tree in preorder."""
     try:
-        row = _recorded(reference, home)
+        return Catalog(home).lineage(reference, down=down)
     except NotFoundError:
         if not _has_manifest(Path(reference)):
             raise
         read_manifest(Stores(), Path(reference))  # which says so where it is no snapshot's
         hint = f"run `mergepipe catalog rebuild {reference}`"
         raise NotFoundError.of("snapshot.not-found", reference, "a snapshot that is not in the catalog", hint) from None
-    return _with_catalog(home, lambda catalog: catalog.lineage(row.path, down=down)) or ()
 
 
 def catalog_statistics(home: Path) -> CatalogStats:
     """Counts and bytes of the catalog."""
-    statistics = _with_catalog(home, lambda catalog: catalog.stats())
-    if statistics is None:
+    if not home.exists():
         hint = "`mergepipe analyze` or a merge makes one; --home names another place"
-        raise NotFoundError.of("catalog.not-found", home / CATALOG_NAME, "there is no catalog", hint)
-    return statistics
+        raise NotFoundError.of("catalog.not-found", home, "there is no catalog", hint)
+    return Catalog(home).stats()
 
 
 def find_snapshot_path(reference: str, home: Path) -> Path:
@@ -105,7 +99,7 @@ def find_snapshot_path(reference: str, home: Path) -> Path:
             message = f"holds no {MANIFEST_NAME}: not a snapshot"
             raise NotFoundError.of("snapshot.not-found", path, message, "give a snapshot, its sid, or a plan")
         return path
-    return _recorded(reference, home).path
+    return Catalog(home).snapshot(reference).path
 
 
 def find_snapshot(reference: str, home: Path) -> Location:
@@ -135,35 +129,15 @@ def with_inputs_found(manifest: Manifest, store: Store, home: Path | None) -> Ma
     A manifest names inputs relative to its snapshot, so they are lost where the snapshot alone is moved. The catalog
     recorded where they were when it was made.
     """
-    if home is None or not (home / CATALOG_NAME).exists():
+    if home is None or all(_is_there(record.path, store) for record in manifest.inputs):
         return manifest
-    if all(_is_there(record.path, store) for record in manifest.inputs):
-        return manifest
-    with Catalog.open(home) as catalog:
-        rows = [row for row in catalog.snapshots() if row.sid == manifest.sid]
-    for row in rows:
-        if [source.model for source in row.inputs] == [record.model for record in manifest.inputs]:
+    for row in Catalog(home).snapshots():
+        names = [source.model for source in row.inputs]
+        if row.sid == manifest.sid and names == [record.model for record in manifest.inputs]:
             places = [source.path for source in row.inputs]
             pairs = zip(manifest.inputs, places, strict=True)
             manifest = replace(manifest, inputs=tuple(_at_one_of(record, path, store) for record, path in pairs))
     return manifest
-
-
-def _with_catalog(home: Path, action: Callable[[Catalog], T]) -> T | None:
-    if not (home / CATALOG_NAME).exists():
-        return None
-    with Catalog.open(home) as catalog:
-        return action(catalog)
-
-
-def _recorded(reference: str, home: Path) -> SnapshotRow:
-    row = _with_catalog(home, lambda catalog: catalog.snapshot(reference))
-    if row is None:
-        message = f"no snapshot is known by that name: there is no catalog in {home}"
-        raise NotFoundError.of(
-            "snapshot.not-found", reference, message, "give its directory, or the catalog's with --home"
-        )
-    return row
 
 
 def _has_manifest(path: Path) -> bool:

@@ -13,8 +13,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import is_catalog_error
+from mergepipe.catalog.catalog import Catalog, is_catalog_error
 from mergepipe.catalog.statistics_file import STATISTICS_NAME, StatisticsFile, parse_statistics, statistics_path
 from mergepipe.checkpoints.codes import Requantised
 from mergepipe.checkpoints.content_id import content_digest, content_id
@@ -171,7 +170,6 @@ class CatalogLink:
         self.notices: list[str] = []
         self._home = home
         self._required = required
-        self._catalog: Catalog | None = None
 
     @property
     def home(self) -> Path | None:
@@ -179,26 +177,17 @@ class CatalogLink:
         return self._home
 
     def use(self, action: Callable[[Catalog], T]) -> T | None:
-        """Call `action` with the catalog, opening it on first use; return None where no catalog is usable."""
+        """Call `action` with the catalog; return None where no catalog is usable."""
         if self._home is None:
             return None
         try:
-            if self._catalog is None:
-                self._catalog = Catalog.open(self._home)
-            return action(self._catalog)
+            return action(Catalog(self._home))
         except MergePipeError as error:
             if self._required or not is_catalog_error(error):
                 raise
             self.notices.append(f"the catalog is not used: {error}")
-            self.close()
+            self._home = None
             return None
-
-    def close(self) -> None:
-        """Close the catalog; nothing is recorded afterwards."""
-        self._home = None
-        if self._catalog is not None:
-            catalog, self._catalog = self._catalog, None
-            catalog.close()
 
 
 _NOTHING: Mapping[str, TensorStatistics] = {}

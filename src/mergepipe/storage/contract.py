@@ -56,6 +56,7 @@ BLOCK_TABLE_BYTES: Final = 1024 * _MIB  # 16 bytes a block of 256 KiB or so: 10*
 STORE_HEADER_BYTES: Final = 64 * _MIB  # one record a tensor
 WORK_LOG_BYTES: Final = 256 * _MIB  # one digest a block
 STATISTICS_BYTES: Final = 256 * _MIB  # 0.025 % of the experts: those of 10**12 bytes
+CATALOG_RECORD_BYTES: Final = 16 * _MIB  # of a snapshot, with one line an input
 OWNER_BYTES: Final = 64 * _KIB  # four short values
 
 _TEMPLATE_NAMES = ("chat_template.json",)

@@ -40,7 +40,7 @@ def rebuild(
 ) -> Displayed:
     """Make the catalog again from the manifests under ROOT and where snapshots were.
 
-    A damaged catalog is moved aside. Statistics are files of their own and stay.
+    Damaged records are removed, and listed. Digests and statistics stay.
     """
     return api.rebuild_catalog(roots or (), home=home)
 
