@@ -246,7 +246,7 @@ def read_loopback(family: FamilyPaths, connections: int, link: Link) -> Loopback
 
 def read_everything(addresses: Sequence[str], connections: int) -> tuple[float, float, int]:
     """Read files through the store of web servers; return bytes a second, processor seconds, and bytes."""
-    store = open_store("http", Ledger(), RemoteSettings(connections))
+    store = open_store(Ledger(), RemoteSettings(connections))
     cpu_seconds = _cpu_seconds(resource.getrusage(resource.RUSAGE_SELF))
     started, total, lock = time.perf_counter(), 0, threading.Lock()
     pieces = []

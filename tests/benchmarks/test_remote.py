@@ -66,7 +66,7 @@ def test_mapped_server__is_no_faster_than_its_link_and_counts_what_it_sends(tmp_
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").rename(tmp_path / "folder" / "file")
     with MappedServer(tmp_path, [tmp_path / "folder"], Link(0.0, 4e6)) as server:
-        store = open_store("http", Ledger(), RemoteSettings(2))
+        store = open_store(Ledger(), RemoteSettings(2))
         file = store.open(Location.parse(f"{server.url}/bucket/folder/file"))
         started = time.monotonic()
         assert file.read_into(0, memoryview(bytearray(1_000_000)), Purpose.EXPERT) == 1_000_000

@@ -198,8 +198,7 @@ def test_merge__records_no_statistics_that_a_plan_would_depend_on(tmp_path: Path
     home = tmp_path / "merged"
     for number, budget in enumerate((None, "40%")):
         session.merge(recipe, tmp_path / f"out-{number}", budget=budget, options=MergeOptions(home=home, threads=2))
-    catalog = Catalog(home)
-    stats = catalog.stats()
+    stats = Catalog(home).stats()
     assert (stats.snapshots, stats.digests, stats.statistics) == (2, 0, 0)
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.snapshots import SnapshotRow
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import BF16, BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, Cut, TensorStatistics
@@ -133,9 +131,3 @@ def publish(directory: Path, inputs: tuple[Path, ...] = ()) -> Manifest:
     manifest = make_manifest(directory.name, inputs)
     (directory / MANIFEST_NAME).write_bytes(manifest.to_json())
     return manifest
-
-
-def snapshots_of(home: Path) -> tuple[SnapshotRow, ...]:
-    """What a catalog lists."""
-    catalog = Catalog(home)
-    return catalog.snapshots()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, publish, snapshots_of
+from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, publish
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,7 +77,7 @@ def test_catalog__a_damaged_record_is_refused_and_a_rebuild_removes_that_one(tmp
     report = rebuild(home, [tmp_path / "results"])
     assert [(problem.code, problem.where) for problem in report.unreadable] == [("catalog.damaged", str(path))]
     assert len(report.missing) == 2
-    assert len(snapshots_of(home)) == 3
+    assert len(Catalog(home).snapshots()) == 3
     assert not path.exists()
 
 

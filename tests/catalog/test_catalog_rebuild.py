@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from catalog_cases import NOON, WEIGHTS_NAME, fingerprint_of, make_checkpoint, make_manifest, publish, snapshots_of
+from catalog_cases import NOON, WEIGHTS_NAME, fingerprint_of, make_checkpoint, make_manifest, publish
 
 from mergepipe.catalog.catalog import Catalog, rebuild
 from mergepipe.checkpoints.content_id import with_digests
@@ -36,10 +36,10 @@ def family(tmp_path: Path, n_models: int = 2) -> None:
 
 def test_rebuild__of_a_sound_catalog_changes_nothing(tmp_path: Path) -> None:
     family(tmp_path)
-    before = snapshots_of(tmp_path / "home")
+    before = Catalog(tmp_path / "home").snapshots()
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
     assert (report.snapshots, report.missing, report.unreadable) == (1, (), ())
-    assert snapshots_of(tmp_path / "home") == before
+    assert Catalog(tmp_path / "home").snapshots() == before
     catalog = Catalog(tmp_path / "home")
     assert catalog.stats().digests == 2
 
@@ -64,7 +64,7 @@ def test_rebuild__leaves_out_training_composites_and_names_them(tmp_path: Path) 
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
     assert (report.snapshots, report.composites, report.unreadable, report.missing) == (1, (composite,), (), ())
     assert f"{composite}: a training checkpoint" in report_text(report)
-    (row,) = snapshots_of(tmp_path / "home")
+    (row,) = Catalog(tmp_path / "home").snapshots()
     assert row.path == tmp_path / "out" / "one"
 
 
@@ -91,11 +91,11 @@ def test_rebuild__tells_which_manifests_cannot_be_read_and_takes_the_others(tmp_
 
 def test_rebuild__a_snapshot_that_is_gone_keeps_its_row_and_is_told(tmp_path: Path) -> None:
     family(tmp_path)
-    before = snapshots_of(tmp_path / "home")
+    before = Catalog(tmp_path / "home").snapshots()
     shutil.rmtree(tmp_path / "out" / "one")
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
     assert report.missing == (tmp_path / "out" / "one",)
-    assert snapshots_of(tmp_path / "home") == before
+    assert Catalog(tmp_path / "home").snapshots() == before
 
 
 @pytest.mark.parametrize("leave_link", [False, True])
@@ -110,7 +110,7 @@ def test_rebuild__a_moved_snapshot_moves_with_all_that_was_known(tmp_path: Path,
         (tmp_path / "out" / "two").symlink_to(tmp_path / "out" / "moved")
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
     assert report.missing == (tmp_path / "out" / "one",)
-    assert {row.path.name for row in snapshots_of(tmp_path / "home")} == {"one", "moved"}
+    assert {row.path.name for row in Catalog(tmp_path / "home").snapshots()} == {"one", "moved"}
     catalog = Catalog(tmp_path / "home")
     moved = catalog.snapshot(tmp_path / "out" / "moved")
     assert moved.inputs == known.inputs

@@ -19,7 +19,7 @@ from mergepipe.planning.plan import Plan
 from mergepipe.reports import PackReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote.bucket_folder import BucketFolder
+from mergepipe.storage.remote.objects import BucketFolder
 from support.bucket_outputs import (
     Killed,
     Requests,
@@ -101,7 +101,7 @@ def kill_at(requests: Requests, number: int, error: type[BaseException] = Killed
     requests.error = error
 
 
-SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (8, 16, 20, 24, 28)]
+SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (8, 16, 20, 24, 25)]
 
 
 @pytest.mark.parametrize("number", [12, *SLOW])

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import obstore
 import pytest
 
 import mergepipe
@@ -18,10 +19,16 @@ from mergepipe.reports import MergeReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote.bucket_folder import BucketFolder
-from mergepipe.storage.remote.objects import BucketWriter
-from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
-from support.bucket_outputs import Requests, bucket_server, files_below, new_prefix, objects_below, watch_buckets
+from mergepipe.storage.remote.objects import BucketFolder
+from support.bucket_outputs import (
+    Requests,
+    bucket_server,
+    files_below,
+    ignore_conditions,
+    new_prefix,
+    objects_below,
+    watch_buckets,
+)
 from support.families import FamilyShape, write_family
 from support.refusals import refuses
 from support.s3_server import S3Server
@@ -202,14 +209,14 @@ def test_merge__of_two_into_one_prefix_publishes_one_whole(
 ) -> None:
     """Two commands claim it at once."""
     local = {method: bench.local(method) for method in ("ties", "linear")}
-    both, create = threading.Barrier(2), BucketWriter.create
+    both, create = threading.Barrier(2), BucketFolder.create
 
-    def create_at_once(writer: BucketWriter, key: str, content: bytes | Path, digest: str) -> None:
-        if key.endswith(MARKER_NAME):
+    def create_at_once(folder: BucketFolder, name: str, content: bytes | Path, digest: str = "") -> bool:
+        if name == MARKER_NAME:
             both.wait(60)
-        create(writer, key, content, digest)
+        return create(folder, name, content, digest)
 
-    monkeypatch.setattr(BucketWriter, "create", create_at_once)
+    monkeypatch.setattr(BucketFolder, "create", create_at_once)
     homes = {method: MergeOptions(home=bench.folder / f"home-{method}", shard_bytes=SHARD_BYTES)
              for method in local}  # fmt: skip
     with ThreadPoolExecutor(2) as threads:
@@ -226,14 +233,14 @@ def test_upload__whose_record_meets_a_conflict_of_no_other_is_published(
     out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S3 answers 409 to a conditional put beside another request for the key: it says that nothing was written."""
-    create, conflicts = BucketWriter.create, [RequestFailed(Failure(FailureKind.STATUS, "409 Conflict", 409))]
+    put, conflicts = obstore.put, [OSError("Generic S3 error: status code: 409 Conflict")]
 
-    def create_beside(writer: BucketWriter, key: str, content: bytes | Path, digest: str) -> None:
+    def put_beside(store: object, key: str, *arguments: object, **options: object) -> object:
         if key.endswith(MANIFEST_NAME) and conflicts:
             raise conflicts.pop()
-        create(writer, key, content, digest)
+        return put(store, key, *arguments, **options)
 
-    monkeypatch.setattr(BucketWriter, "create", create_beside)
+    monkeypatch.setattr(obstore, "put", put_beside)
     with ObjectUpload(BucketFolder(Location.parse(out))) as upload:
         upload.commit(b"manifest", {})
     assert objects_below(out) == {MANIFEST_NAME: b"manifest"}
@@ -284,7 +291,7 @@ def test_upload__with_a_missing_object_is_not_published(out: str) -> None:
 def test_merge__into_a_store_that_ignores_conditions_is_refused(
     bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BucketWriter, "create", BucketWriter.overwrite)
+    ignore_conditions(monkeypatch)
     with refuses(UnsupportedError, "output.unsupported"):
         bench.merge(out)
     assert objects_below(out) == {}

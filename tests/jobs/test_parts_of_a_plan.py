@@ -49,9 +49,8 @@ from mergepipe.snapshots.parts_places import FolderParts, parts_directory, parts
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import Owner
-from mergepipe.storage.remote.bucket_folder import BucketFolder
-from mergepipe.storage.remote.objects import BucketWriter
-from support.bucket_outputs import bucket_server, files_below, new_prefix, objects_below
+from mergepipe.storage.remote.objects import BucketFolder
+from support.bucket_outputs import bucket_server, files_below, ignore_conditions, new_prefix, objects_below
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import DiskFamily, make_models, write_family
 from support.s3_server import S3Server
@@ -349,16 +348,16 @@ def test_create__takes_a_record_back_that_came_after_the_end(
     plan = cases(BUDGETED).plan
     bucket.part(plan, (1, 3))
     folder = parts_folder(BucketFolder(Location.of(bucket.out)), plan.digest)
-    create = BucketWriter.create
+    create = BucketFolder.create
     late: list[str] = []
 
-    def ended(self: BucketWriter, key: str, content: bytes | Path, digest: str) -> None:
-        if "/done-" in key:
+    def ended(self: BucketFolder, name: str, content: bytes | Path, digest: str = "") -> bool:
+        if name.startswith("done-"):
             folder.delete(JOB_NAME)
-            late.append(key)
-        create(self, key, content, digest)
+            late.append(name)
+        return create(self, name, content, digest)
 
-    monkeypatch.setattr(BucketWriter, "create", ended)
+    monkeypatch.setattr(BucketFolder, "create", ended)
     before = set(bucket.files())
     with pytest.raises(ConflictError, match="finished or removed by somebody else"):
         bucket.part(plan, (2, 3))
@@ -552,11 +551,11 @@ def test_run_part__and_a_merge_refuse_the_place_of_each_other(cases: Cases, buck
     plan = cases(BUDGETED).plan
     bucket.part(plan, (1, 3))
     before = bucket.files()
-    with pytest.raises(OutputError, match="no unfinished output"):
+    with pytest.raises(OutputError, match="not of this output"):
         mergepipe.run(cases(PLAIN).plan, bucket.out, options=replace(OPTIONS, home=tmp_path / "home"))
     assert bucket.files() == before
     other = Place(f"{bucket.out}-other", tmp_path / "home")
-    with pytest.raises(ConflictError, match="makes an output"), ObjectUpload(BucketFolder(Location.of(other.out))):
+    with pytest.raises(ConflictError, match="is being made"), ObjectUpload(BucketFolder(Location.of(other.out))):
         other.part(plan, (1, 3))
     assert other.files() == {}
 
@@ -564,7 +563,7 @@ def test_run_part__and_a_merge_refuse_the_place_of_each_other(cases: Cases, buck
 def test_run_part__never_writes_among_objects_of_others(cases: Cases, bucket: Place) -> None:
     plan = cases(PLAIN).plan
     BucketFolder(Location.of(bucket.out)).create("notes.txt", b"mine")
-    with pytest.raises(OutputError, match="not of this job"):
+    with pytest.raises(OutputError, match="not of this output"):
         bucket.part(plan, (1, 2))
     assert bucket.files() == {"notes.txt": b"mine"}
     published = Place(f"{bucket.out}-published", bucket.home)
@@ -578,7 +577,7 @@ def test_run_part__never_writes_among_objects_of_others(cases: Cases, bucket: Pl
 def test_run_part__into_a_store_that_ignores_conditions_is_refused(
     cases: Cases, bucket: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BucketWriter, "create", BucketWriter.overwrite)
+    ignore_conditions(monkeypatch)
     with pytest.raises(UnsupportedError, match="ignores conditional puts"):
         bucket.part(cases(PLAIN).plan, (1, 2))
     assert bucket.files() == {}

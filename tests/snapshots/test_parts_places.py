@@ -17,7 +17,7 @@ from mergepipe.snapshots.work_log import usage_of
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import Owner
-from mergepipe.storage.remote.bucket_folder import BucketFolder
+from mergepipe.storage.remote.objects import BucketFolder
 from support.bucket_outputs import bucket_server, new_prefix
 from support.s3_server import S3Server
 

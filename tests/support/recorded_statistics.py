@@ -15,8 +15,7 @@ from mergepipe.storage.location import Location
 
 def opened_with_digests(home: Path, place: Path, base: Checkpoint | None = None) -> Checkpoint:
     """A model with the digests of its files that the home folder knows."""
-    catalog = Catalog(home)
-    return catalog.with_known_digests(open_path(LocalStore(), Location.local(place), base))
+    return Catalog(home).with_known_digests(open_path(LocalStore(), Location.local(place), base))
 
 
 def statistics_on_record(home: Path, base: Path, expert: Path) -> StatisticsFile | None:

@@ -202,5 +202,5 @@ def _missing(path: Location) -> MergePipeError:
 @contextmanager
 def memory_scheme(store: InMemoryStore) -> Iterator[None]:
     """Serve all locations of the scheme `memory` from a store, for as long as the context lasts."""
-    with patch.dict(OPENERS, memory=lambda _scheme, ledger, _settings: store.charging(ledger)):
+    with patch.dict(OPENERS, memory=lambda ledger, _settings: store.charging(ledger)):
         yield

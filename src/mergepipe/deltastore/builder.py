@@ -45,7 +45,7 @@ from mergepipe.storage.contract import FileId, Store, sidecar_limit
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import os_error
-from mergepipe.storage.remote.bucket_folder import BucketFolder
+from mergepipe.storage.remote.objects import BucketFolder
 
 # --- copy the files that a delta store holds unchanged: read in parts, written durably ---
 

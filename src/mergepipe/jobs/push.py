@@ -25,14 +25,11 @@ from mergepipe.snapshots.manifest import (
     with_changed_paths,
 )
 from mergepipe.snapshots.object_upload import HubUpload, ObjectContent, ObjectUpload, OutputContent, Upload
-from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Digested, Store, files_below
 from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
-from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.hub_commit import HubRepository
+from mergepipe.storage.remote.objects import BucketFolder
 from mergepipe.storage.stores import Stores
-
-_LAST_NAMES = ("config.json", INDEX_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +106,9 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
             raise CorruptError.of("snapshot.damaged", folder / record.name, message, "`mergepipe repair` the snapshot")
     small = {name: file_without_paths(name, raw) for name, raw in small.items()}
     sidecars = tuple(Digested.of(record.name, small[record.name]) for record in manifest.sidecars)
-    names = sorted(small, key=lambda name: (name in _LAST_NAMES, name))
     files = zip(manifest.in_folder().files, manifest.files, strict=True)
     objects = {to.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for to, file in files}
-    objects |= {name: ObjectContent(small[name], len(small[name]), small_digest(small[name])) for name in names}
+    objects |= {name: ObjectContent(small[name], len(small[name]), small_digest(small[name])) for name in sorted(small)}
     copy = replace(manifest.in_folder(), sidecars=sidecars)
     copy = with_changed_paths(copy, lambda text: relative_reference(text, None))
     output = OutputContent(MANIFEST_NAME, copy.to_json(), objects)

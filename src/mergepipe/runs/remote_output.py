@@ -13,23 +13,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
-from typing import Final
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.engine.work import OutputPlan
 from mergepipe.runs.progress import MergeProgress
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
-from mergepipe.snapshots.object_upload import HubUpload, ObjectUpload, Upload, check_apart
-from mergepipe.snapshots.shards import INDEX_NAME, TensorDigest, file_digest_of
+from mergepipe.snapshots.object_upload import LAST_NAMES, HubUpload, ObjectUpload, Upload, check_apart
+from mergepipe.snapshots.shards import TensorDigest, file_digest_of
 from mergepipe.snapshots.staging import SPARE_BYTES, Staging
 from mergepipe.storage import owned
 from mergepipe.storage.location import HUB_SCHEME, Location
-from mergepipe.storage.remote.bucket_folder import BucketFolder
-from mergepipe.storage.remote.objects import open_writer
+from mergepipe.storage.remote.objects import BucketFolder
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
-
-_LAST_NAMES: Final = (CONFIG_NAME, INDEX_NAME)  # what loaders look for first
 
 
 class RemoteOutput:
@@ -49,8 +44,7 @@ class RemoteOutput:
         if location.scheme == HUB_SCHEME:
             self._upload = HubUpload(location, force=force)
         else:
-            folder = BucketFolder(location, open_writer(location, self._check_stop))
-            self._upload = ObjectUpload(folder, completes_parts=is_made)
+            self._upload = ObjectUpload(BucketFolder(location, self._check_stop), completes_parts=is_made)
         self._is_made = is_made
         self._shards = output.shards
         self._sizes = {shard.name: shard.file_bytes for shard in output.shards}
@@ -103,7 +97,7 @@ class RemoteOutput:
         self._wait()
         folder = self._staging.path
         small = (*manifest.sidecars, manifest.blocks)
-        for record in sorted(small, key=lambda record: (record.name in _LAST_NAMES, record.name)):
+        for record in sorted(small, key=lambda record: (record.name in LAST_NAMES, record.name)):
             self._upload.send(record.name, owned.read_file(folder / record.name, record.size_bytes), record.blake3)
         sizes = {file.name: file.size_bytes for file in manifest.files}
         sizes |= {record.name: record.size_bytes for record in small}

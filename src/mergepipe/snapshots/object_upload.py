@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import mergepipe
 from mergepipe.checkpoints.directory import STORE_HEADER_NAME
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.outcome import note_committed
 from mergepipe.core.records import RecordFormat
 from mergepipe.core.strict_json import digest_of
@@ -40,19 +41,17 @@ from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.owner import SILENCE_SECONDS as STAGING_SILENCE_SECONDS
 from mergepipe.storage.owner import Owner, is_alive, this_process
-from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
 from mergepipe.storage.remote.hub_commit import HubRepository
+from mergepipe.storage.remote.objects import BucketFolder, ObjectFacts
 from mergepipe.storage.stores import Stores
-
-if TYPE_CHECKING:
-    from mergepipe.storage.remote.objects import ObjectFacts
-
 
 MARKER_NAME: Final = ".mergepipe-upload.json"
 UPLOADS_NAME: Final = "uploads"
 """The folder of the catalog's home in which outputs for buckets are staged."""
 SILENCE_SECONDS: Final = 24 * 3600.0
 """A process of another machine is taken for dead after so long without a new object."""
+LAST_NAMES: Final = (CONFIG_NAME, INDEX_NAME)
+"""What loaders look for first is sent last."""
 _RECORD_ATTEMPTS: Final = 3
 _PROBE_PREFIX: Final = ".mergepipe-probe-"
 _active: set[str] = set()  # the uploads of this process
@@ -90,7 +89,7 @@ class ObjectContent:
 
 @dataclass(frozen=True, slots=True)
 class OutputContent:
-    """A finished output as others get it: its record, its other objects by name in the order in which they are sent."""
+    """A finished output as others get it: its record, and its other objects by name."""
 
     record_name: str
     record: bytes
@@ -107,7 +106,7 @@ class OutputContent:
 
     def send_by(self, upload: Upload, advance: Callable[[int], None] = lambda _: None) -> None:
         """Publish it, calling `advance` with the bytes of each object; raises as the methods of the upload."""
-        for name, content in self.objects.items():
+        for name, content in sorted(self.objects.items(), key=lambda entry: entry[0] in LAST_NAMES):
             upload.send(name, content.source, content.digest)
             advance(content.size_bytes)
         upload.commit(self.record, self.sizes_bytes)
@@ -141,7 +140,7 @@ class ObjectUpload:
                 silence_seconds = STAGING_SILENCE_SECONDS if self.completes_parts else SILENCE_SECONDS
                 _take_over(self._folder, self._marker, silence_seconds)
             elif not self.completes_parts:
-                self._check_empty()
+                self._check_alone()
             else:
                 self._check_unpublished()  # another process may have published between the first look and the claim
         except BaseException as error:
@@ -160,7 +159,7 @@ class ObjectUpload:
 
     def _check_unpublished(self) -> None:
         if self._folder.look(self._record_name) is not None:
-            raise self._exists()
+            raise _exists(self._folder, self._record_name)
 
     def has(self, name: str, digest: str, size_bytes: int) -> bool:
         """Whether an object of this digest is there."""
@@ -232,21 +231,13 @@ class ObjectUpload:
         if is_ignored:
             raise no_conditions(self._folder.location)
 
-    def _check_empty(self) -> None:
+    def _check_alone(self) -> None:
         """Refuse a prefix under which something else lies."""
-        listing = self._folder.list_all()
-        strangers = [name for name in listing if name != MARKER_NAME and not name.startswith(_PROBE_PREFIX)]
-        if not strangers:
-            return
-        self._folder.delete(MARKER_NAME)
-        if self._record_name in strangers:
-            raise self._exists()
-        raise OutputError.of(
-            "output.not-ours",
-            self._folder.location,
-            f"holds {len(strangers)} objects that are no unfinished output, {strangers[0]} among them",
-            "choose another prefix",
-        )
+        try:
+            check_unused(self._folder, (MARKER_NAME, _PROBE_PREFIX), self._record_name)
+        except MergePipeError:
+            self._folder.delete(MARKER_NAME)
+            raise
 
     def _check_ours(self) -> None:
         content = self._folder.read(MARKER_NAME, OWNER_BYTES)
@@ -270,11 +261,6 @@ class ObjectUpload:
         except MergePipeError:
             return
         error.add_note("what is uploaded stays: the same command continues; to give up, delete the prefix")
-
-    def _exists(self) -> MergePipeError:
-        kind = "snapshot" if self._record_name == MANIFEST_NAME else "packed expert"
-        message = f"holds a {kind} already, and one in a bucket is never replaced"
-        return OutputError.of("output.exists", self._folder.location, message, "choose another prefix")
 
     def _appeared(self, message: str) -> MergePipeError:
         hint = "use what is there, or choose another prefix"
@@ -327,11 +313,29 @@ def _take_over(folder: BucketFolder, marker: _Marker, silence_seconds: float) ->
         message = f"its {MARKER_NAME} is no record of an upload"
         raise OutputError.of("output.not-ours", folder.location, message, "choose another prefix, or remove it")
     listing, now = folder.list_all(), datetime.now(UTC)
-    silent_seconds = min((age_seconds(listing[name], now) for name in _own_names(listing)), default=0.0)
+    silent_seconds = min((listing[name].age_seconds(now) for name in _own_names(listing)), default=0.0)
     if earlier.may_be_alive(silent_seconds, silence_seconds):
         raise _busy(folder, str(earlier.owner))
     if not folder.exchange(MARKER_NAME, marker.to_record(), facts):
         raise _busy(folder, "another process")
+
+
+def check_unused(folder: BucketFolder, own_starts: tuple[str, ...], record_name: str = MANIFEST_NAME) -> None:
+    """Refuse a prefix at which something lies whose name does not begin as those of our own objects do."""
+    strangers = [name for name in folder.list_all() if not name.startswith(own_starts)]
+    if record_name in strangers:
+        raise _exists(folder, record_name)
+    if MARKER_NAME in strangers:
+        raise _busy(folder, "another process")
+    if strangers:
+        message = f"holds {len(strangers)} objects that are not of this output, {strangers[0]} among them"
+        raise OutputError.of("output.not-ours", folder.location, message, "choose another prefix")
+
+
+def _exists(folder: BucketFolder, record_name: str) -> MergePipeError:
+    kind = "snapshot" if record_name == MANIFEST_NAME else "packed expert"
+    message = f"holds a {kind} already, and one in a bucket is never replaced"
+    return OutputError.of("output.exists", folder.location, message, "choose another prefix")
 
 
 def _busy(folder: BucketFolder, who: str) -> MergePipeError:

@@ -19,9 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from mergepipe.errors import ConflictError, MergePipeError, OutputError
-from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.object_upload import MARKER_NAME, no_conditions
+from mergepipe.errors import MergePipeError
+from mergepipe.snapshots.object_upload import check_unused, no_conditions
 from mergepipe.snapshots.parts import JOB_NAME, PartsJob, PartsPlace, content_of, gone, parse_job
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage import owned
@@ -29,7 +28,7 @@ from mergepipe.storage.contract import WORK_LOG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.ranges import os_error
-from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
+from mergepipe.storage.remote.objects import BucketFolder
 
 _REMOVALS: Final = 5  # another worker may write to the place, or remove it too, until it sees the output
 _BELOW_PARTS: Final = re.compile(rf"((?:.*/)?){re.escape(PARTS_MARK)}([0-9a-f]{{32}})/[^/]*")
@@ -200,31 +199,17 @@ class BucketParts(PartsPlace):
     def begin(self, raw_job: bytes) -> None:
         if self.exists:
             return
-        self._check_unused()
+        own = (f"{self.path.name}/",)
+        check_unused(self._output, own)
         if not self._records.create(JOB_NAME, raw_job):
             return
         try:
             if self._records.create(JOB_NAME, raw_job):
                 raise no_conditions(self._output.location)
-            self._check_unused()  # of two that begin something else at once, each sees the other
+            check_unused(self._output, own)  # of two that begin something else at once, each sees the other
         except MergePipeError:
             self._records.delete(JOB_NAME)
             raise
-
-    def _check_unused(self) -> None:
-        """Refuse a prefix at which something lies that is not of this job."""
-        prefix = f"{self.path.name}/"
-        strangers = [name for name in self._output.list_all() if not name.startswith(prefix)]
-        if not strangers:
-            return
-        if MARKER_NAME in strangers and MANIFEST_NAME not in strangers:
-            hint = "wait for it, or choose another prefix"
-            raise ConflictError.of("output.busy", self.out, "another process makes an output there", hint)
-        message = f"holds {len(strangers)} objects that are not of this job, {strangers[0]} among them"
-        if MANIFEST_NAME in strangers:
-            message = "holds a snapshot already, and one in a bucket is never replaced"
-            raise OutputError.of("output.exists", self.out, message, "choose another prefix")
-        raise OutputError.of("output.not-ours", self.out, message, "choose another prefix")
 
     def write_new(self, name: str, raw: bytes) -> bool:
         nonce = uuid.uuid4().hex  # tells whose it is when the store's answer was lost and the request repeated
@@ -250,7 +235,7 @@ class BucketParts(PartsPlace):
 
     def age_seconds(self, name: str) -> float:
         facts = self._records.look(name)
-        return 0.0 if facts is None else age_seconds(facts, datetime.now(UTC))
+        return 0.0 if facts is None else facts.age_seconds(datetime.now(UTC))
 
     def has_file(self, shard: int, digests: Sequence[TensorDigest]) -> bool:
         name, nbytes = self.job.shards[shard]

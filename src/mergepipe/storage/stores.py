@@ -22,13 +22,13 @@ from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 
-OpenStore: TypeAlias = Callable[[str, Ledger, RemoteSettings], Store]
+OpenStore: TypeAlias = Callable[[Ledger, RemoteSettings], Store]
 """Makes the store of a scheme, which charges a ledger."""
 
 EXTRA: Final = "mergepipe[remote]"
 _REMOTE = "mergepipe.storage.remote"
 OPENERS: Final[dict[str, str | OpenStore]] = {
-    "": lambda _scheme, ledger, _settings: LocalStore(ledger),
+    "": lambda ledger, _settings: LocalStore(ledger),
     **dict.fromkeys(("s3", "gs", "az"), f"{_REMOTE}.objects:open_store"),
     **dict.fromkeys(("http", "https"), f"{_REMOTE}.web:open_store"),
     "hf": f"{_REMOTE}.hub:open_store",
@@ -71,7 +71,7 @@ class Stores(Store):
         """The store of a location."""
         with self._lock:
             if location.scheme not in self._members:
-                self._members[location.scheme] = _opener(location)(location.scheme, self.ledger, self._settings)
+                self._members[location.scheme] = _opener(location)(self.ledger, self._settings)
             return self._members[location.scheme]
 
     def terms(self, location: Location) -> StoreTerms:

@@ -42,7 +42,6 @@ from mergepipe.snapshots.object_upload import (
     open_upload,
     staging_place,
 )
-from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.snapshots.staging import SPARE_BYTES, Staging, check_free_space, check_target
 from mergepipe.storage.contract import TRAINER_JSON_BYTES, Digested, FileId, Store, is_file, sidecar_limit
 from mergepipe.storage.ledger import Purpose
@@ -61,7 +60,6 @@ from mergepipe.tailor.self_check import ResultCheck
 
 OnProgress = Callable[[str, int, int], None]
 _COMPARED_BYTES = 16 << 20
-_LAST_NAMES = ("config.json", INDEX_NAME)
 _HEAD_BYTES = 4096
 _TAIL_BYTES = 64 << 10
 
@@ -362,7 +360,7 @@ def published_composite(store: Store, path: Path) -> tuple[CompositeManifest, Ou
             is_same = file_digest(store, place, size_bytes) == (size_bytes, file.blake3)
         if not is_same:
             raise CorruptError.of("snapshot.damaged", place, "is not what was written", "make it again")
-    files = sorted(record.files, key=lambda file: (file.name in _LAST_NAMES, file.name))
+    files = sorted(record.files, key=lambda file: file.name)
     objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in files}
     for name in filter(lambda name: name.endswith(".json"), objects):
         raw = store.read_small(folder / name, TRAINER_JSON_BYTES)

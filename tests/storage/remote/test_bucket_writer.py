@@ -14,9 +14,7 @@ import pytest
 
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote import objects
-from mergepipe.storage.remote.bucket_folder import BucketFolder
-from mergepipe.storage.remote.objects import open_writer
-from mergepipe.storage.remote.retry import RequestFailed
+from mergepipe.storage.remote.objects import BucketFolder
 from support.bucket_outputs import bucket_server, new_prefix
 from support.remote_stores import set_environment
 
@@ -111,9 +109,9 @@ def test_file__larger_than_a_request_is_sent_in_bounded_memory(
         file.truncate(LARGE_BYTES)
     with sink() as url:
         set_environment(monkeypatch, url)
-        writer = open_writer(Location.parse("s3://bucket/a"))
+        folder = BucketFolder(Location.parse("s3://bucket/a"))
         with largest_growth() as growth:
-            getattr(writer, how)("a/large", large, "")
+            getattr(folder, how)("large", large)
     assert Sink.received_bytes == LARGE_BYTES
     assert Sink.largest_bytes <= 16 << 20
     assert growth[0] < HELD_BYTES
@@ -150,10 +148,7 @@ def test_file__that_appears_while_its_parts_are_sent_stays(monkeypatch: pytest.M
             other.start()
             other.join()
 
-        writer = open_writer(location, put_theirs)
-        with pytest.raises(RequestFailed) as caught:
-            writer.create(f"{location.key}/a", large, "")
-        assert caught.value.failure.status == 412
+        assert not BucketFolder(location, put_theirs).create("a", large)
         assert folder.read("a", 100) == b"theirs"
         for _ in range(100):
             if not (left := server.unfinished("bucket", f"{location.key}/")):

@@ -415,4 +415,4 @@ def test_open_store__reads_the_environment(hub: HubServer, tmp_path: Path, monke
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "token").write_text("hf_right")
     hub.private.add("org/name")
-    assert read(open_store("hf", Ledger(), RemoteSettings()), FILE, 0, 10) == WEIGHTS[:10]
+    assert read(open_store(Ledger(), RemoteSettings()), FILE, 0, 10) == WEIGHTS[:10]

@@ -237,12 +237,9 @@ def test_connections__bound_what_is_in_flight_from_all_threads(kind: str, server
     assert store.counts.requests >= 8
 
 
-def test_open_store__keeps_its_terms_and_refuses_other_schemes() -> None:
-    store = objects.open_store("s3", Ledger(), RemoteSettings(connections=7))
+def test_open_store__keeps_its_terms() -> None:
+    store = objects.open_store(Ledger(), RemoteSettings(connections=7))
     assert store.terms(WHERE) == StoreTerms(1, 7, REQUEST_COST_BYTES)
     assert store.pin(WHERE) == WHERE
     store.close()
-    web.open_store("https", Ledger(), RemoteSettings()).close()
-    for module in (objects, web):
-        with pytest.raises(ValueError, match="has the scheme"):
-            module.open_store("ftp", Ledger(), RemoteSettings())
+    web.open_store(Ledger(), RemoteSettings()).close()

@@ -22,7 +22,7 @@ from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.storage.contract import Entry, FileStatus, RangeFile, RemoteSettings, StoreTerms, version_of
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile
-from mergepipe.storage.location import HUB_SCHEME, Location, bare_name
+from mergepipe.storage.location import Location, bare_name
 from mergepipe.storage.ranges import open_regular, stop_read_ahead
 from mergepipe.storage.remote.hub_api import HubApi, HubSettings, HubSource, hub_settings, is_unreachable, offline
 from mergepipe.storage.remote.hub_listing import COMMIT, GIT, SHA256, HubFile, ModelListing, changed, is_contained
@@ -35,10 +35,8 @@ _REFERENCE_LIMIT_BYTES: Final = 1 << 10
 _KIND_OF_LENGTH: Final = {64: SHA256, 40: GIT}
 
 
-def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> HubStore:
+def open_store(ledger: Ledger, settings: RemoteSettings) -> HubStore:
     """Make the store of `hf://` locations with the settings of the environment."""
-    if scheme != HUB_SCHEME:
-        raise ValueError(f"not a scheme of the Hub: {scheme}")
     return HubStore(hub_settings(), Transfers(ledger, connections=settings.connections))
 
 

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -25,7 +26,7 @@ from types import ModuleType
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
-from mergepipe.errors import MergePipeError, NotFoundError, StorageError, UnsupportedError
+from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError, UnsupportedError
 from mergepipe.storage.contract import Entry, FileKind, FileStatus, RemoteSettings
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
@@ -37,8 +38,9 @@ SIGNED_FOR: Final = timedelta(minutes=15)
 _CHUNK_BYTES: Final = 1 << 20
 _PART_BYTES: Final = 16 << 20
 _PARTS_AT_ONCE: Final = 8
-_NOT_FOUND: Final = 404
 _EXISTS: Final = 412
+_IS_THERE: Final = (409, _EXISTS)
+_OWN_MARK: Final = ".mergepipe-"  # of objects that no user named
 _DIGEST_ATTRIBUTE: Final = "mergepipedigest"  # Azure takes names of letters and digits only
 _NO_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 0}
 _WRITE_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 8, "retry_timeout": timedelta(minutes=5)}
@@ -78,10 +80,8 @@ _KINDS: Final = (
 # --- reading ---
 
 
-def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> ObjectStore:
+def open_store(ledger: Ledger, settings: RemoteSettings) -> ObjectStore:
     """Return the store of all buckets of a scheme; a bucket's client is made when it is first named."""
-    if scheme not in ("s3", "gs", "az"):
-        raise ValueError(f"no object store has the scheme {scheme}")
     return ObjectStore(Transfers(ledger, connections=settings.connections))
 
 
@@ -170,12 +170,15 @@ class _ObjectSource:
 class ObjectFacts:
     """An object as it is now: `digest` is what its writer said of its content, empty for none."""
 
-    key: str
     size_bytes: int
     modified: datetime
     etag: str
     version: str
     digest: str = ""
+
+    def age_seconds(self, now: datetime) -> float:
+        """Return how long ago it was written."""
+        return max(0.0, (now - self.modified).total_seconds())
 
 
 class ObjectClient:
@@ -224,81 +227,97 @@ class ObjectClient:
             raise RequestFailed(Failure(FailureKind.CUT, "the connection ended before the answer did"), done)
 
 
-class BucketWriter:
-    """Writes to one bucket, by the same credentials as `ObjectClient`. Its requests are retried by obstore.
+class BucketFolder:
+    """The objects below a prefix, read and written as they are now, by the same credentials as `ObjectClient`.
 
-    A file is sent in parts, of which `_PARTS_AT_ONCE` are in memory: it may be larger than memory, and than what a
-    store takes in one request. What `on_bytes` raises while it is sent ends the transfer, and the parts are given up.
-    Every method raises RequestFailed.
+    Requests are retried by obstore. A file is sent in parts, of which `_PARTS_AT_ONCE` are in memory: it may be larger
+    than memory, and than what a store takes in one request. What `on_bytes` raises while it is sent ends the transfer,
+    and the parts are given up. Every method raises NotFoundError where there is no such bucket, and StorageError where
+    the store refuses or cannot be reached.
     """
 
-    def __init__(self, store: object, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        self._store = store
+    def __init__(self, location: Location, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        """Open the folder; makes no request. Raises as `open_bucket` does."""
+        self.location = location
         self._on_bytes = on_bytes
+        self._store = _opened(location, _Connections(_WRITE_STALL_SECONDS, _WRITE_RETRIES, _LONGEST_WRITE)).store
 
-    def create(self, key: str, content: bytes | Path, digest: str) -> None:
-        """Write an object of which there is none; a refusal for one that is there has the status 412.
+    def create(self, name: str, content: bytes | Path, digest: str = "") -> bool:
+        """Write an object of which there is none; False where there is one, which stays.
 
         That is the store's own condition for what one request takes. obstore puts no condition on parts: before a
         larger file is sent, and again before its parts are joined, it is looked whether something is there.
         """
         if isinstance(content, Path) and content.stat().st_size > _PART_BYTES:
-            self._refuse_if_there(key)
-            self._put_parts(key, content, digest, is_new=True)
-        else:
-            self._put(key, content if isinstance(content, bytes) else content.read_bytes(), digest, "create")
+            return self.look(name) is None and self._put_parts(name, content, digest, is_new=True)
+        raw = content if isinstance(content, bytes) else content.read_bytes()
+        return self._put(name, raw, digest, mode="create", use_multipart=False)
 
-    def overwrite(self, key: str, content: bytes | Path, digest: str) -> None:
+    def overwrite(self, name: str, content: bytes | Path, digest: str = "") -> None:
         """Write an object, whatever is there."""
         if isinstance(content, Path):
-            self._put_parts(key, content, digest, is_new=False)
+            is_sent = self._put_parts(name, content, digest, is_new=False)
         else:
-            self._put(key, content, digest, "overwrite")
+            is_sent = self._put(name, content, digest, mode="overwrite", use_multipart=False)
+        if not is_sent:
+            raise ConflictError.of("output.changed", self.location / name, "was written meanwhile", "run again")
 
-    def exchange(self, facts: ObjectFacts, content: bytes, digest: str) -> None:
-        """Replace an object if it is the one that `facts` describe, else fail with the status 412."""
+    def exchange(self, name: str, content: bytes, facts: ObjectFacts) -> bool:
+        """Replace an object if it is still the one that `facts` describe; False where it is not."""
         conditions = {"e_tag": facts.etag, "version": facts.version}
-        self._put(facts.key, content, digest, {name: value for name, value in conditions.items() if value})
+        mode = {condition: value for condition, value in conditions.items() if value}
+        return self._put(name, content, "", mode=mode, use_multipart=False)
 
-    def look(self, key: str) -> ObjectFacts | None:
+    def look(self, name: str) -> ObjectFacts | None:
         """Describe an object; None where there is none."""
-        try:
-            with _failures():
-                answer = _obstore().get(self._store, key, options={"head": True})
-                return _facts(answer.meta, str(answer.attributes.get(_DIGEST_ATTRIBUTE, "")))
-        except RequestFailed as error:
-            if error.failure.status == _NOT_FOUND:
-                return None
-            raise
+        with suppress(NotFoundError), self._errors(name):
+            answer = _obstore().get(self._store, self._key(name), options={"head": True})
+            return _facts(answer.meta, str(answer.attributes.get(_DIGEST_ATTRIBUTE, "")))
+        return None
 
-    def read(self, key: str, limit_bytes: int) -> bytes:
-        """The first bytes of an object, at most `limit_bytes` of them."""
-        with _failures():
-            answer = _obstore().get(self._store, key)  # one request: it may be replaced at any moment
+    def read(self, name: str, limit_bytes: int) -> bytes | None:
+        """The first bytes of an object, at most `limit_bytes` of them; None where there is none."""
+        with suppress(NotFoundError), self._errors(name):
+            answer = _obstore().get(self._store, self._key(name))  # one request: it may be replaced at any moment
             if answer.meta["size"] <= limit_bytes:
                 return bytes(answer.bytes())
-            return bytes(_obstore().get_range(self._store, key, start=0, end=limit_bytes))
+            return bytes(_obstore().get_range(self._store, self._key(name), start=0, end=limit_bytes))
+        return None
 
-    def list_all(self, prefix: str) -> tuple[ObjectFacts, ...]:
-        """All objects below a prefix, at any depth; their digests are not told."""
-        with _failures():
-            chunks = _obstore().list(self._store, prefix or None)
-            return tuple(_facts(item) for item in chain.from_iterable(chunks))
+    def list_all(self) -> dict[str, ObjectFacts]:
+        """All objects by name, at any depth; their digests are not told."""
+        with self._errors():
+            chunks = _obstore().list(self._store, self.location.key or None)
+            start = len(self.location.key) + 1 if self.location.key else 0
+            return {item["path"][start:]: _facts(item) for item in chain.from_iterable(chunks)}
 
-    def delete(self, key: str) -> None:
+    def delete(self, name: str) -> None:
         """Delete an object; it may be gone already."""
-        with _failures(), suppress(FileNotFoundError):
-            _obstore().delete(self._store, key)
+        with self._errors(name), suppress(FileNotFoundError):
+            _obstore().delete(self._store, self._key(name))
 
-    def _refuse_if_there(self, key: str) -> None:
-        if self.look(key) is not None:
-            raise RequestFailed(Failure(FailureKind.STATUS, "an object of that name is there", _EXISTS))
+    def below(self, name: str) -> BucketFolder:
+        """A folder below this one."""
+        folder = copy(self)
+        folder.location = self.location / name
+        return folder
 
-    def _put(self, key: str, content: bytes, digest: str, mode: object) -> None:
-        with _failures():
-            _obstore().put(self._store, key, content, attributes=_attributes(digest), mode=mode, use_multipart=False)
+    def _key(self, name: str) -> str:
+        return (self.location / name).key
 
-    def _put_parts(self, key: str, path: Path, digest: str, *, is_new: bool) -> None:
+    def _put(self, name: str, content: bytes | Iterator[bytes], digest: str, **how: object) -> bool:
+        """Send an object; False where the condition on what is there does not hold."""
+        try:
+            with _failures():
+                attributes = {_DIGEST_ATTRIBUTE: digest} if digest else {}
+                _obstore().put(self._store, self._key(name), content, attributes=attributes, **how)
+        except RequestFailed as error:
+            if error.failure.status in _IS_THERE:
+                return False
+            raise self._error(error.failure, name) from None
+        return True
+
+    def _put_parts(self, name: str, path: Path, digest: str, *, is_new: bool) -> bool:
         """Send a file in parts; what is raised while they are read gives them up."""
 
         def parts() -> Iterator[bytes]:
@@ -308,23 +327,35 @@ class BucketWriter:
                     yield part
             if is_new:  # in a thread of its own: this one waits for obstore, which waits for the next part
                 with ThreadPoolExecutor(1) as pool:
-                    pool.submit(self._refuse_if_there, key).result()
+                    if pool.submit(self.look, name).result() is not None:
+                        raise RequestFailed(Failure(FailureKind.STATUS, "an object of that name is there", _EXISTS))
 
-        with _failures():
-            _obstore().put(
-                self._store, key, parts(), attributes=_attributes(digest), use_multipart=True, chunk_size=_PART_BYTES,
-                max_concurrency=_PARTS_AT_ONCE,
-            )  # fmt: skip
+        how = {"use_multipart": True, "chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
+        return self._put(name, parts(), digest, **how)
 
+    @contextmanager
+    def _errors(self, name: str = "") -> Iterator[None]:
+        try:
+            with _failures():
+                yield
+        except RequestFailed as error:
+            raise self._error(error.failure, name) from None
 
-def _attributes(digest: str) -> dict[str, str]:
-    return {_DIGEST_ATTRIBUTE: digest} if digest else {}
-
-
-def open_writer(location: Location, on_bytes: Callable[[int], None] = lambda _: None) -> BucketWriter:
-    """Return what writes to the bucket of `location`. Raises as `open_bucket` does."""
-    connections = _Connections(_WRITE_STALL_SECONDS, _WRITE_RETRIES, _LONGEST_WRITE)
-    return BucketWriter(_opened(location, connections).store, on_bytes)
+    def _error(self, failure: Failure, name: str) -> MergePipeError:
+        is_named = bool(name) and not name.startswith(_OWN_MARK)
+        place = self.location / name if is_named else self.location
+        detail = failure.detail
+        if failure.kind is FailureKind.STATUS and failure.status == 404:  # missing objects are no errors here
+            bucket, hint = f"{self.location.scheme}://{self.location.root}", "check the name, or create it"
+            return NotFoundError.of("storage.not-found", bucket, f"there is no such bucket: {detail}", hint)
+        if failure.status == 401:
+            message = f"credentials are needed, or those in use are not valid: {detail}"
+            return StorageError.of("storage.credentials", place, message, "log in as the store's own tools ask for")
+        if failure.status == 403:
+            message = f"writing there is not allowed: {detail}"
+            return StorageError.of("storage.permission", place, message, "check the credentials and their permissions")
+        message = f"could not be written: {detail}"
+        return StorageError.of("storage.unavailable", place, message, "run again: what is uploaded already stays")
 
 
 def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> ObjectClient:
@@ -404,7 +435,7 @@ class _Connections:
 
 def _facts(item: Mapping[str, Any], digest: str = "") -> ObjectFacts:
     modified: datetime = item["last_modified"]
-    return ObjectFacts(item["path"], item["size"], modified, item["e_tag"] or "", item["version"] or "", digest)
+    return ObjectFacts(item["size"], modified, item["e_tag"] or "", item["version"] or "", digest)
 
 
 def _options(endpoint: str, connections: _Connections) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from urllib.parse import quote
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
 from mergepipe.storage.contract import WEIGHT_INDEX_BYTES, Entry, FileKind, FileStatus, RemoteSettings
 from mergepipe.storage.ledger import Ledger
-from mergepipe.storage.location import WEB_SCHEMES, Location
+from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import Address, HeadAnswer, HttpClient, Pin
 from mergepipe.storage.remote.pinned_store import PinnedStore, status_of
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, Source, Transfers
@@ -45,10 +45,8 @@ _NO_VERSION: Final = "its server names no version of the file (ETag or Last-Modi
 _UNCLEAR: Final = frozenset({403, 405, 501})  # also said of folders, and of missing files where listing is forbidden
 
 
-def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> WebStore:
+def open_store(ledger: Ledger, settings: RemoteSettings) -> WebStore:
     """Return the store of all hosts of a scheme."""
-    if scheme not in WEB_SCHEMES:
-        raise ValueError(f"no web server has the scheme {scheme}")
     return WebStore(Transfers(ledger, connections=settings.connections))
 
 
