@@ -17,7 +17,6 @@ from mergepipe.operators.base import (
     ColumnGram,
     InnerProducts,
     MagnitudeCut,
-    Measure,
     Reduced,
     ReductionRequest,
     RowGram,
@@ -75,8 +74,8 @@ def make_reduction(
             return RowGrams(n_elements, n_experts, row_elements)
         case ColumnGram(n_columns, cell_elements):
             return ColumnGrams(n_elements, n_experts, n_columns, cell_elements)
-        case RowSums(measure, row_elements):
-            return MeasureSums(measure, n_elements, row_elements)
+        case RowSums():
+            return MeasureSums(request, n_elements)
         case ScoreCut(score, ranks, share):
             return ScoreRanks(score, n_ranked, ranks, share)
         case SoftmaxDivergence(row_elements):
@@ -244,28 +243,28 @@ class MeasureSums(OnePass):
     none.
     """
 
-    def __init__(self, measure: Measure, n_elements: int, row_elements: int) -> None:
+    def __init__(self, request: RowSums, n_elements: int) -> None:
         from mergepipe.kernels.merge import MARK_BYTES, MARK_ELEMENTS
         from mergepipe.kernels.products import count_atoms
 
-        self._measure, self._n_elements, self._row_elements = measure, n_elements, row_elements
-        self._sums_AK = np.zeros((count_atoms(n_elements, row_elements), measure.n_sums), np.float64)
+        self._request, self._n_elements = request, n_elements
+        self._sums_AK = np.zeros((count_atoms(n_elements, request.row_elements), request.n_sums), np.float64)
         row_bytes = -(-n_elements // MARK_ELEMENTS) * MARK_BYTES
-        is_small = measure.mark_rows * row_bytes <= MOST_MARK_BYTES
+        is_small = request.mark_rows * row_bytes <= MOST_MARK_BYTES
         self._mark_elements = MARK_ELEMENTS
-        self._marks_MB = np.zeros((measure.mark_rows if is_small else 0, row_bytes), np.uint8)
+        self._marks_MB = np.zeros((request.mark_rows if is_small else 0, row_bytes), np.uint8)
 
     def accumulate(self, block: RawBlock) -> None:
         if len(self._marks_MB) and block.first_element % self._mark_elements:
             raise ValueError(
                 f"a block starts at element {block.first_element}, inside a group of {self._mark_elements} marks"
             )
-        self._measure(block, self._row_elements, self._sums_AK, self._marks_MB)
+        self._request.measure(block, self._request.row_elements, self._sums_AK, self._marks_MB)
 
     def result(self) -> Reduced:
         from mergepipe.kernels.products import join_atoms
 
-        sums = join_atoms(self._sums_AK, self._n_elements, self._row_elements)
+        sums = join_atoms(self._sums_AK, self._n_elements, self._request.row_elements)
         return Reduced(sums=(sums,), marks_MB=self._marks_MB if self._marks_MB.size else None)
 
 

@@ -124,46 +124,31 @@ class ColumnGram(Request):
         return True
 
 
-class Measure(Protocol):
-    """Sums of functions of an element, its base and its deltas.
+Sums = NDArray[np.float64]
+Marks = NDArray[np.uint8]
+Measure = Callable[[RawBlock, int, Sums, Marks], None]
+"""Adds sums of functions of an element, its base and its deltas, of rows of so many elements.
 
-    One that selects elements marks those that survive it, so that they need not be chosen again.
-    """
-
-    @property
-    def n_sums(self) -> int:
-        """Return the number of sums."""
-        ...
-
-    @property
-    def mark_rows(self) -> int:
-        """Return how many rows of marks there are: one for each expert or one for all; 0 where none can be made."""
-        ...
-
-    def __call__(
-        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
-    ) -> None:
-        """Add the block's sums to those of its atoms (see `kernels.products`); nothing else of `sums_AK` is touched.
-
-        Its marks are set, if there are any rows of them.
-        """
-        ...
+They are added to the sums of the block's atoms (see `kernels.products`); nothing else is touched. A measure that
+selects elements marks those that survive it, if there are any rows of marks, so that they need not be chosen again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSums(RowRequest):
-    """Wanted: the measure's sums for each row of `row_elements`, and its marks where they are small enough to keep."""
+    """Wanted: the `n_sums` of the measure for each row of `row_elements`, and its marks if small enough to keep.
+
+    There are `mark_rows` of them: one for each expert or one for all; 0 where none can be made.
+    """
 
     measure: Measure
+    n_sums: int
     row_elements: int
+    mark_rows: int = 0
 
 
-class Score(Protocol):
-    """A float32 per element that is not negative (or NaN, which counts as larger than all)."""
-
-    def __call__(self, block: RawBlock, scores_N: NDArray[np.float32]) -> None:
-        """Write the scores of the block's elements."""
-        ...
+Score = Callable[[RawBlock, NDArray[np.float32]], None]
+"""Writes a float32 for each element of a block that is not negative (or NaN, which counts as larger than all)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,17 @@ from mergepipe.operators.base import (
     NOTHING_REDUCED,
     AllAlike,
     BlockFunction,
+    Marks,
+    Measure,
     Operator,
     OperatorInput,
     Reduced,
     ReductionRequest,
     RowSums,
+    Score,
     ScoreCut,
     SoftmaxDivergence,
+    Sums,
 )
 from mergepipe.operators.elementwise import ElementwiseRule, Keep, row_rule
 from mergepipe.operators.spec import CHANGED, INT8_MASK, BaseRole, OperatorSpec, ParameterSpec, Scope, shared
@@ -32,73 +36,6 @@ INFINITY_BITS = 0x7F800000
 _QUARTERS = (0.25, 0.5, 0.75)
 _RAM = "arXiv 2601.13572"
 _NO_MARKS = np.empty(0, np.uint8)
-
-
-# --- sums and scores that these rules need of a whole tensor ---
-
-
-@dataclass(frozen=True, slots=True)
-class Variance:
-    """A score: the population variance of an element's deltas."""
-
-    n_experts: int
-
-    def __call__(self, block: RawBlock, scores_N: NDArray[np.float32]) -> None:
-        from mergepipe.kernels.select import variance_scores
-
-        variance_scores(block, self.n_experts, scores_N)
-
-
-@dataclass(frozen=True, slots=True)
-class SelectedEnergies:
-    """Per expert the sum of delta^2 over the elements whose variance reaches a cut, which are marked."""
-
-    n_sums: int
-    cut: Cut
-
-    @property
-    def mark_rows(self) -> int:
-        return int(self.cut.bits > 0)
-
-    def __call__(
-        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
-    ) -> None:
-        from mergepipe.kernels.select import add_selected_energies
-
-        cut_3, marks = np.array(self.cut, np.uint32), marks_MB[0] if len(marks_MB) else _NO_MARKS
-        add_selected_energies(block, self.n_sums, cut_3, row_elements, sums_AK, marks)
-
-
-@dataclass(frozen=True, slots=True)
-class Overlaps:
-    """Per expert how many elements it changes by more than `epsilon` with others (even places) and alone (odd)."""
-
-    n_sums: int
-    epsilon: float
-    mark_rows: int = 0
-
-    def __call__(
-        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
-    ) -> None:
-        from mergepipe.kernels.select import add_overlaps
-
-        add_overlaps(block, np.float32(self.epsilon), row_elements, sums_AK)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Importance:
-    """A score: |delta| times the weight of its row (float32, not negative)."""
-
-    row_elements: int
-    weight_R: NDArray[np.float32]
-
-    def __call__(self, block: RawBlock, scores_N: NDArray[np.float32]) -> None:
-        from mergepipe.kernels.select import importance_scores
-
-        importance_scores(block, self.row_elements, self.weight_R, scores_N)
-
-
-# --- the rules ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +69,11 @@ class Sce(AllAlike):
         n_experts, whole = len(inputs.experts), max(1, inputs.n_elements)
         selects = float(inputs.globals["select_topk"]) < 1.0
         if selects and reduced.score_cuts_R3 is None:
-            return ScoreCut(Variance(n_experts), share=float(inputs.globals["select_topk"]))
-        if selects and self._kept(inputs, reduced) == 0:
+            return ScoreCut(_variance(n_experts), share=float(inputs.globals["select_topk"]))
+        if (selects and self._kept(inputs, reduced) == 0) or len(reduced.sums) == 1 + selects:
             return None
-        if len(reduced.sums) < 1 + selects:
-            return RowSums(SelectedEnergies(n_experts, _variance_cut(reduced)), whole)
-        return None
+        cut = _variance_cut(reduced)
+        return RowSums(_selected_energies(n_experts, cut), n_experts, whole, int(cut.bits > 0))
 
     @staticmethod
     def _kept(inputs: OperatorInput, reduced: Reduced) -> int:
@@ -158,6 +94,29 @@ class Sce(AllAlike):
             normalize=True,
             least_divisor=SMALLEST_DIVISOR,
         )
+
+
+def _variance(n_experts: int) -> Score:
+    """Score elements by the population variance of their deltas."""
+
+    def score(block: RawBlock, scores_N: NDArray[np.float32]) -> None:
+        from mergepipe.kernels.select import variance_scores
+
+        variance_scores(block, n_experts, scores_N)
+
+    return score
+
+
+def _selected_energies(n_experts: int, cut: Cut) -> Measure:
+    """Sum delta^2 by expert over the elements whose variance reaches a cut, and mark these."""
+
+    def measure(block: RawBlock, row_elements: int, sums_AK: Sums, marks_MB: Marks) -> None:
+        from mergepipe.kernels.select import add_selected_energies
+
+        marks = marks_MB[0] if len(marks_MB) else _NO_MARKS
+        add_selected_energies(block, n_experts, np.array(cut, np.uint32), row_elements, sums_AK, marks)
+
+    return measure
 
 
 def _variance_cut(reduced: Reduced) -> Cut:
@@ -217,8 +176,15 @@ class RamPlus(AllAlike):
     )
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
-        overlaps = Overlaps(2 * len(inputs.experts), float(inputs.globals["epsilon"]))
-        return None if reduced.sums else RowSums(overlaps, max(1, inputs.n_elements))
+        epsilon = np.float32(inputs.globals["epsilon"])
+
+        def count_overlaps(block: RawBlock, row_elements: int, sums_AK: Sums, _: Marks) -> None:
+            """Count by expert the elements that it changes with others (even places) and alone (odd places)."""
+            from mergepipe.kernels.select import add_overlaps
+
+            add_overlaps(block, epsilon, row_elements, sums_AK)
+
+        return None if reduced.sums else RowSums(count_overlaps, 2 * len(inputs.experts), max(1, inputs.n_elements))
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         epsilon = float(inputs.globals["epsilon"])
@@ -299,9 +265,14 @@ class ArceeFusion(AllAlike):
         if not reduced.sums:
             return SoftmaxDivergence(inputs.row_elements)
         if reduced.score_cuts_R3 is None:
-            n = inputs.n_elements
-            ranks = tuple(n - math.floor(share * (n - 1)) for share in _QUARTERS)
-            return ScoreCut(Importance(inputs.row_elements, _divergence_R(reduced)), ranks)
+            n, row_elements, divergence_R = inputs.n_elements, inputs.row_elements, _divergence_R(reduced)
+
+            def importance(block: RawBlock, scores_N: NDArray[np.float32]) -> None:
+                from mergepipe.kernels.select import importance_scores
+
+                importance_scores(block, row_elements, divergence_R, scores_N)
+
+            return ScoreCut(importance, tuple(n - math.floor(share * (n - 1)) for share in _QUARTERS))
         return None
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:

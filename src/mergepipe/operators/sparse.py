@@ -20,6 +20,7 @@ from mergepipe.operators.base import (
     BlockFunction,
     Influence,
     MagnitudeCut,
+    Marks,
     Operator,
     OperatorInput,
     Plain,
@@ -27,6 +28,7 @@ from mergepipe.operators.base import (
     Reduced,
     ReductionRequest,
     RowSums,
+    Sums,
 )
 from mergepipe.operators.elementwise import ElementwiseRule, Keep, nonzero_sum
 from mergepipe.operators.spec import (
@@ -154,30 +156,16 @@ def _sums_to_rescale(inputs: OperatorInput, reduced: Reduced) -> ReductionReques
     """Sums of magnitudes before and after trimming, where they are wanted and not known."""
     if not inputs.globals["rescale"] or reduced.sums or reduced.cuts_E3 is None:
         return None
-    upper_E3 = reduced.upper_cuts_E3
-    if upper_E3 is None:
-        upper_E3 = np.array([NOTHING_KEPT] * len(inputs.experts), np.uint32)
-    return RowSums(KeptMagnitudes(reduced.cuts_E3, upper_E3), max(1, inputs.n_elements))
+    n_experts, lower_E3, upper_E3 = len(inputs.experts), reduced.cuts_E3, reduced.upper_cuts_E3
+    upper_E3 = np.array([NOTHING_KEPT] * n_experts, np.uint32) if upper_E3 is None else upper_E3
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeptMagnitudes:
-    """Per expert the sum of |delta| (even places), and of what lies between two cuts (odd places)."""
-
-    cuts_E3: NDArray[np.uint32]
-    upper_cuts_E3: NDArray[np.uint32]
-    mark_rows: int = 0
-
-    @property
-    def n_sums(self) -> int:
-        return 2 * len(self.cuts_E3)
-
-    def __call__(
-        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
-    ) -> None:
+    def add_magnitudes(block: RawBlock, row_elements: int, sums_AK: Sums, _: Marks) -> None:
+        """Sum |delta| by expert (even places), and what of it lies between two cuts (odd places)."""
         from mergepipe.kernels.select import add_kept_magnitudes
 
-        add_kept_magnitudes(block, self.cuts_E3, self.upper_cuts_E3, row_elements, sums_AK)
+        add_kept_magnitudes(block, lower_E3, upper_E3, row_elements, sums_AK)
+
+    return RowSums(add_magnitudes, 2 * n_experts, max(1, inputs.n_elements))
 
 
 @np.errstate(all="ignore")
@@ -249,7 +237,8 @@ class Ranked(Drawn):
                 raise RecipeError.of("recipe.value", "epsilon", conflict, "choose a smaller epsilon")
         if not inputs.globals["rescale"] or reduced.sums or bool((_densities_E(inputs) >= 1.0).all()):
             return None
-        return RowSums(SurvivingMagnitudes(survival_of(inputs)), inputs.row_elements)
+        survival = survival_of(inputs)
+        return RowSums(survival.add_magnitudes, 2 * len(inputs.experts), inputs.row_elements, survival.mark_rows)
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         """Drop by rank, where marks do not say what survives."""
@@ -296,6 +285,24 @@ class Survival:
         if block.first_element % self.row_elements and bool((self.lowest_E < 1.0).any()):
             raise ValueError(f"a block starts at element {block.first_element}, inside a row of {self.row_elements}")
 
+    @property
+    def mark_rows(self) -> int:
+        """Rows of marks of what survives: none where rows are not whole groups of marks."""
+        from mergepipe.kernels.merge import MARK_ELEMENTS
+
+        return 0 if self.row_elements % MARK_ELEMENTS else len(self.lowest_E)
+
+    def add_magnitudes(self, block: RawBlock, row_elements: int, sums_AK: Sums, marks_MB: Marks) -> None:
+        """Sum |delta| by expert (even places), and what survives (odd places), and mark that."""
+        from mergepipe.kernels.ranked import add_survivors
+
+        self.check_rows(block)
+        for place, e in enumerate(block.present_E):
+            add_survivors(
+                block, place, row_elements, self.stream_keys_E[e], float(self.lowest_E[e]), float(self.spread_E[e]),
+                sums_AK[:, 2 * e : 2 * e + 2], marks_MB[e] if len(marks_MB) else _NO_MARKS,
+            )  # fmt: skip
+
     def parts(self, block: RawBlock) -> Iterator[RawBlock]:
         """The block in pieces, of whole rows where anything is dropped, about `SCRATCH_ELEMENTS` long."""
         self.check_rows(block)
@@ -341,36 +348,6 @@ class RankedRule:
                 codes_E=np.full(n_present, F32.kernel_code | DELTA_FLAG, np.int64),
             )
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SurvivingMagnitudes:
-    """A measure of survivors: per expert the sum of |delta| (even places), and of what survives (odd places)."""
-
-    survival: Survival
-
-    @property
-    def n_sums(self) -> int:
-        return 2 * len(self.survival.lowest_E)
-
-    @property
-    def mark_rows(self) -> int:
-        from mergepipe.kernels.merge import MARK_ELEMENTS
-
-        return 0 if self.survival.row_elements % MARK_ELEMENTS else len(self.survival.lowest_E)
-
-    def __call__(
-        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
-    ) -> None:
-        from mergepipe.kernels.ranked import add_survivors
-
-        self.survival.check_rows(block)
-        survival = self.survival
-        for place, e in enumerate(block.present_E):
-            add_survivors(
-                block, place, row_elements, survival.stream_keys_E[e], float(survival.lowest_E[e]),
-                float(survival.spread_E[e]), sums_AK[:, 2 * e : 2 * e + 2], marks_MB[e] if len(marks_MB) else _NO_MARKS,
-            )  # fmt: skip
 
 
 # --- the rules ---

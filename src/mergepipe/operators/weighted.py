@@ -19,6 +19,7 @@ from mergepipe.operators.base import (
     AllAlike,
     BlockFunction,
     Influence,
+    Marks,
     Operator,
     OperatorInput,
     Plain,
@@ -27,6 +28,7 @@ from mergepipe.operators.base import (
     ReductionRequest,
     RowSums,
     ScoreCut,
+    Sums,
 )
 from mergepipe.operators.elementwise import ElementwiseRule, Shares, nonzero_sum
 from mergepipe.operators.sparse import SMALLEST_SUM
@@ -171,8 +173,6 @@ class _Resolved:
     numbers: _Numbers
     epsilon: float
     cuts_23: NDArray[np.uint32]
-    n_sums: int = 2
-    mark_rows: int = 0
 
     @classmethod
     def of(cls, inputs: OperatorInput, reduced: Reduced) -> _Resolved:
@@ -187,9 +187,7 @@ class _Resolved:
         deltas, weights, factors = self.numbers.places(block)
         resolved_scores(block, deltas, weights, factors, np.float32(self.epsilon), scores_N)
 
-    def __call__(
-        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
-    ) -> None:
+    def add_magnitudes(self, block: RawBlock, row_elements: int, sums_AK: Sums, _: Marks) -> None:
         """Sum magnitudes before and after the cut."""
         from mergepipe.kernels.weigh import add_resolved
 
@@ -238,7 +236,8 @@ class Sar(AllAlike):
         if reduced.score_cuts_R3 is None:
             return ScoreCut(_Resolved.of(inputs, reduced).magnitudes, share=share)
         wants_sums = inputs.globals["rescale"] and len(reduced.sums) == 1
-        return RowSums(_Resolved.of(inputs, reduced), max(1, inputs.n_elements)) if wants_sums else None
+        measure = _Resolved.of(inputs, reduced).add_magnitudes
+        return RowSums(measure, 2, max(1, inputs.n_elements)) if wants_sums else None
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         resolved, scale = _Resolved.of(inputs, reduced), float(inputs.globals["lambda"])
