@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import GRAIN_ELEMENTS, BlockGrid, RawBlock, itemsize_of_code
 from mergepipe.engine.block_reductions import join_products
 from mergepipe.engine.jobs import Job, TensorWork
-from mergepipe.engine.order_statistics import RankSearch, TieSearch
+from mergepipe.engine.order_statistics import RankSearch
 from mergepipe.engine.pipeline import Pipeline
 from mergepipe.engine.segments import (
     HoldLimits,
@@ -178,8 +178,7 @@ class BlockSummaries:
 class TensorSummary:
     """Gathers `TensorStatistics` per expert; a `Reduction`. Blocks must be shown whole, cut on the grid.
 
-    Where elements at some cut are tied, one more look decides. Memory: per expert 320 KiB, half a byte an element,
-    256 KiB per density while refining, what `TieSearch` takes, and the statistics.
+    Memory: per expert what `RankSearch` takes for the densities, half a byte an element, and the statistics.
     """
 
     def __init__(self, grid: BlockGrid, n_experts: int, densities: Sequence[float] = COMMON_DENSITIES) -> None:
@@ -192,7 +191,6 @@ class TensorSummary:
         self._cells_EC2 = np.zeros((n_experts, n_cells, 2), np.float64)
         self._summaries_E = [BlockSummaries(grid.n_blocks) for _ in range(n_experts)]
         self._fine_E = [FineMagnitudes(grid.n_elements) for _ in range(n_experts)]
-        self._ties_E: list[TieSearch] = []
 
     def survey(self, block: RawBlock) -> None:
         """Ignore samples: what one pass cannot decide, a second one decides."""
@@ -231,21 +229,13 @@ class TensorSummary:
 
     def refine(self, block: RawBlock) -> None:
         for place, e in enumerate(block.present_E):
-            if not self._ties_E:
+            if self._search_E[int(e)].is_open:
                 self._search_E[int(e)].count_fine(block, place)
-            elif self._ties_E[int(e)].is_open:
-                self._ties_E[int(e)].count(block, place)
 
     def finish(self) -> bool:
-        if self._ties_E:
-            decided = [ties.decide() for ties in self._ties_E]
-            return all(decided)
         searches = zip(self._search_E, self._fine_E, strict=True)
         decided = [search.decide(fine.take_sorted()) for search, fine in searches]
-        if not all(decided):
-            return False
-        self._ties_E = [TieSearch(search.places) for search in self._search_E]
-        return not any(ties.is_open for ties in self._ties_E)
+        return all(decided)
 
     def result(self) -> Reduced:
         """Nothing is reduced for a merge: `statistics` are the result."""
@@ -254,7 +244,7 @@ class TensorSummary:
     def statistics(self, e: int) -> TensorStatistics:
         """Return the statistics of one expert, after `finish` returned True."""
         n = self._grid.n_elements
-        cuts = [self._ties_E[e].cut(rank_of_density(density, n)) for density in self._densities]
+        cuts = [self._search_E[e].cut(rank_of_density(density, n)) for density in self._densities]
         densities_D, cuts_D3 = merged_cuts(
             np.array(self._densities, np.float64), np.array(cuts, np.uint32), self._search_E[e].histogram(), n
         )

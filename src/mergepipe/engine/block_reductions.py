@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, F32, GRAIN_ELEMENTS, RawBlock
-from mergepipe.engine.order_statistics import BRACKET_ELEMENTS, BracketedRanks, BracketedScores, RankSearch, TieSearch
+from mergepipe.engine.order_statistics import BRACKET_ELEMENTS, BracketedRanks, BracketedScores, RankSearch
 from mergepipe.operators.base import (
     NUMBERS_OF,
     CalibratedDelta,
@@ -26,7 +26,6 @@ from mergepipe.operators.base import (
     SoftmaxDivergence,
 )
 from mergepipe.operators.spec import SVC
-from mergepipe.operators.statistics import Cut
 
 SCORED_ELEMENTS = 64 * 1024
 MOST_MARK_BYTES = 128 << 20  # of one tensor
@@ -87,14 +86,13 @@ def make_reduction(
 class MagnitudeCuts:
     """Per expert the cut that exactly `kept_E[e]` elements reach by |delta|, and that of `dropped_E[e]`, if wanted.
 
-    Where elements at a cut are tied, one more look decides. Memory: see `BracketedRanks` and `TieSearch`, per expert.
+    Memory: see `BracketedRanks`, per expert.
     """
 
     def __init__(self, kept_E: Sequence[int], n_elements: int, dropped_E: Sequence[int] = ()) -> None:
         self._kept_E, self._dropped_E = tuple(kept_E), tuple(dropped_E)
         ranks = zip(self._kept_E, self._dropped_E or self._kept_E, strict=True)
         self._search_E = [BracketedRanks(set(both), n_elements) for both in ranks]
-        self._ties_E: list[TieSearch] = []
 
     def survey(self, block: RawBlock) -> None:
         _look(self._search_E, block, BracketedRanks.survey)
@@ -107,37 +105,24 @@ class MagnitudeCuts:
         _look(self._search_E, block, BracketedRanks.accumulate)
 
     def refine(self, block: RawBlock) -> None:
-        if self._ties_E:
-            _look(self._ties_E, block, TieSearch.count)
-        else:
-            _look(self._search_E, block, BracketedRanks.refine)
+        _look(self._search_E, block, BracketedRanks.refine)
 
     def finish(self) -> bool:
-        searches: Sequence[Search] = self._ties_E or self._search_E
-        decided = [search.decide() for search in searches]  # each one, so that all open ones start refining
-        if self._ties_E or not all(decided):
-            return all(decided)
-        self._ties_E = [TieSearch(search.places) for search in self._search_E]
-        return not any(ties.is_open for ties in self._ties_E)
+        decided = [search.decide() for search in self._search_E]  # each one, so that all open ones start refining
+        return all(decided)
 
     def result(self) -> Reduced:
-        upper_E3 = cuts_of(self._ties_E, self._dropped_E) if self._dropped_E else None
-        return Reduced(cuts_E3=cuts_of(self._ties_E, self._kept_E), upper_cuts_E3=upper_E3)
+        upper_E3 = self._cuts(self._dropped_E) if self._dropped_E else None
+        return Reduced(cuts_E3=self._cuts(self._kept_E), upper_cuts_E3=upper_E3)
+
+    def _cuts(self, rank_E: Sequence[int]) -> NDArray[np.uint32]:
+        cuts = [search.cut(rank) for search, rank in zip(self._search_E, rank_E, strict=True)]
+        return np.array(cuts, np.uint32).reshape(-1, 3)
 
 
-class Search(Protocol):
-    """A search in one expert's deltas, which some looks at the blocks decide."""
-
-    @property
-    def is_open(self) -> bool: ...
-
-    def decide(self) -> bool: ...
-
-
-S = TypeVar("S", bound=Search)
-
-
-def _look(search_E: Sequence[S], block: RawBlock, step: Callable[[S, RawBlock, int], None]) -> None:
+def _look(
+    search_E: Sequence[BracketedRanks], block: RawBlock, step: Callable[[BracketedRanks, RawBlock, int], None]
+) -> None:
     """Run a step for every open expert, starting at another one for each block: threads seldom contend."""
     shift = block.first_element // GRAIN_ELEMENTS
     n = len(block.present_E)
@@ -146,11 +131,6 @@ def _look(search_E: Sequence[S], block: RawBlock, step: Callable[[S, RawBlock, i
         search = search_E[int(block.present_E[place])]
         if search.is_open:
             step(search, block, place)
-
-
-def cuts_of(ties_E: Sequence[TieSearch], rank_E: Sequence[int]) -> NDArray[np.uint32]:
-    """The cut (E, 3) of each expert at its rank."""
-    return np.array([ties.cut(rank) for ties, rank in zip(ties_E, rank_E, strict=True)], np.uint32).reshape(-1, 3)
 
 
 class OnePass:
@@ -272,17 +252,15 @@ class ScoreRanks:
     """The exact scores of some ranks; or the cut that a share of those that are not zero reach, and how many they are.
 
     The first look at a large tensor is into brackets. Where one misses, or a sample was shown, histograms are counted.
-    Where scores at the cut are tied, one more look decides.
     Memory: see `RankSearch` and `BracketedScores`, and 512 KiB a thread.
     """
 
     def __init__(self, score: Score, n_elements: int, ranks: Sequence[int] = (), share: float | None = None) -> None:
         self._score, self._n_elements, self._share = score, n_elements, share
         self._ranks = tuple(ranks)
-        self._search = RankSearch(set(ranks), n_elements)
+        self._search = RankSearch(set(ranks), n_elements, orders_ties=share is not None)
         self._brackets = BracketedScores() if n_elements >= BRACKET_ELEMENTS else None
         self._has_missed = False
-        self._ties: TieSearch | None = None
         self._n_nonzero = 0
         self._lock = threading.Lock()
 
@@ -310,24 +288,12 @@ class ScoreRanks:
 
     def refine(self, block: RawBlock) -> None:
         for scores in scores_of(self._score, block):
-            if self._ties is not None:
-                self._ties.count(scores, 0)
-            elif self._has_missed:
+            if self._has_missed:
                 self._search.count_coarse(scores, 0)
             else:
                 self._search.count_fine(scores, 0)
 
     def finish(self) -> bool:
-        if self._ties is not None:
-            return self._ties.decide()
-        if not self._find_ranks():
-            return False
-        if self._share is None:
-            return True
-        self._ties = TieSearch(self._search.places)
-        return not self._ties.is_open
-
-    def _find_ranks(self) -> bool:
         if self._share is not None and not self._ranks:
             self._ranks = (int(self._n_nonzero * self._share),)
             self._search.seek(self._ranks[0])
@@ -336,16 +302,14 @@ class ScoreRanks:
             self._brackets, self._has_missed = None, answers is None
             for rank, place in (answers or {}).items():
                 self._search.answer(rank, place)
-            return answers is not None
+            return self._search.settle()
         self._has_missed = False
         return self._search.decide()
 
     def result(self) -> Reduced:
-        if self._ties is not None:
-            cuts, counts = [self._ties.cut(rank) for rank in self._ranks], [np.array([[self._n_nonzero]], np.float64)]
-        else:
-            cuts, counts = [Cut(self._search.places[rank].bits) for rank in self._ranks], []
-        return Reduced(sums=tuple(counts), score_cuts_R3=np.array(cuts, np.uint32))
+        counts = () if self._share is None else (np.array([[self._n_nonzero]], np.float64),)
+        cuts = [self._search.cut(rank) for rank in self._ranks]
+        return Reduced(sums=counts, score_cuts_R3=np.array(cuts, np.uint32))
 
     def _look_into_brackets(self, brackets: BracketedScores, scores_N: NDArray[np.float32]) -> None:
         with self._lock:

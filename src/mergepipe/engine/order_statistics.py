@@ -48,17 +48,20 @@ class Place:
 
 
 class RankSearch:
-    """Finds the bit patterns of the k-th largest |delta| for some ranks k. Safe to feed from many threads.
+    """Finds the cuts that the k largest |delta| reach, for some ranks k. Safe to feed from many threads.
 
     Level one counts the upper 15 magnitude bits, level two the lower 16 bits in the bins that hold a wanted rank. A
     sample, if one is shown first, lets level two run along in a window of bins around the expected ones. The bit
-    pattern of a non-negative float32 orders as its value does; NaN sorts above infinity.
+    pattern of a non-negative float32 orders as its value does; NaN sorts above infinity. Where elements at a cut are
+    tied, one more look decides, unless only bits are asked for and `orders_ties` is False.
 
-    Memory: 320 KiB, and 256 KiB per watched bin.
+    Memory: 320 KiB, 256 KiB per watched bin, and what `TieSearch` takes.
     """
 
-    def __init__(self, ranks: Iterable[int], n_elements: int) -> None:
+    def __init__(self, ranks: Iterable[int], n_elements: int, *, orders_ties: bool = True) -> None:
         self._n_elements = n_elements
+        self._orders_ties = orders_ties
+        self._ties: TieSearch | None = None
         self._answers: dict[int, Place | None] = {rank: self._trivial(rank) for rank in ranks}
         self._watched: Watched | None = None
         self._lock = threading.Lock()
@@ -80,20 +83,22 @@ class RankSearch:
 
     @property
     def is_open(self) -> bool:
-        """Whether some rank is still unknown."""
-        return None in self._answers.values()
+        """Whether some cut is still unknown."""
+        return None in self._answers.values() or (self._ties is not None and self._ties.is_open)
 
     @property
     def open_ranks(self) -> list[int]:
-        """The ranks that are still unknown."""
+        """The ranks of which not even the bits are known."""
         return [rank for rank, answer in self._answers.items() if answer is None]
 
     @property
     def places(self) -> dict[int, Place]:
-        """The answers by rank."""
-        if self.is_open:
-            raise ValueError(f"ranks {self.open_ranks} are not decided")
+        """The magnitudes at the ranks that are known."""
         return {rank: place for rank, place in self._answers.items() if place is not None}
+
+    def cut(self, rank: int) -> Cut:
+        """The cut that exactly `rank` elements reach, after `decide` returned True."""
+        return Cut(self.places[rank].bits) if self._ties is None else self._ties.cut(rank)
 
     def histogram(self) -> NDArray[np.int64]:
         """Return the counts by upper magnitude bits, after `decide`."""
@@ -115,10 +120,12 @@ class RankSearch:
             count_magnitudes(block, place, shown.start, len(shown), self._coarse_B)
 
     def count_fine(self, block: RawBlock, place: int) -> None:
-        """Add what is watched of a block."""
+        """Add what is watched of a block, or look at its ties."""
         from mergepipe.kernels.reduce import count_watched
 
-        if self._watched is not None:
+        if self._ties is not None:
+            self._ties.count(block, place)
+        elif self._watched is not None:
             with self._lock:
                 count_watched(block, place, self._watched)
 
@@ -179,11 +186,13 @@ class RankSearch:
         return True
 
     def decide(self, fine: NDArray[np.uint32] | None = None) -> bool:
-        """Answer the ranks that are decided; if any is left, watch the bins it needs and return False.
+        """Answer the ranks that are decided, or watch the bins that they need; return whether all cuts are known.
 
         `fine`, where they are known, are the magnitudes of all elements with nonzero lower 16 bits, rising: with the
         coarse counts they decide every rank.
         """
+        if self._ties is not None:
+            return self.settle()
         self._coarse_B[0] += self._n_elements - self._coarse_B.sum()  # what was not shown equals the base
         missing: set[int] = set()
         from_top = _FromTop(self._coarse_B)
@@ -198,7 +207,16 @@ class RankSearch:
             else:
                 self._answers[rank] = _place_in_bin(rank, bin_index, self._watched.counts_RB[row], total, rank_inside)
         self.watch(missing)
-        return not missing
+        return self.settle()
+
+    def settle(self) -> bool:
+        """Return whether all cuts are known; once all ranks are, the next look is at what is tied."""
+        if not self.open_ranks and self._orders_ties:
+            if self._ties is None:
+                self._ties = TieSearch(self.places)
+            else:
+                self._ties.decide()
+        return not self.is_open
 
 
 def _place_among(rank: int, fine: NDArray[np.uint32], bin_index: int, total: int, rank_inside: int) -> Place:
@@ -277,11 +295,10 @@ class TieSearch:
                 tie.n_below += int(counts_R2[r, 0])
                 tie.collected.append(hashes_RN[r, : counts_R2[r, 1]].copy())
 
-    def decide(self) -> bool:
-        """Whether all cuts are known after a look at every element; if not, another one is needed."""
+    def decide(self) -> None:
+        """Decide what can be after a look at every element; if some tie is open then, another one is needed."""
         for _, tie in self._open_ties():
             tie.decide()
-        return not self.is_open
 
     def cut(self, rank: int) -> Cut:
         """The cut that exactly `rank` elements reach."""
@@ -354,7 +371,7 @@ class Stage(Enum):
 
 
 class BracketedRanks:
-    """Finds the bit patterns of the k-th largest |delta| for some ranks k. Safe to feed from many threads.
+    """Finds the cuts that the k largest |delta| reach, for some ranks k. Safe to feed from many threads.
 
     A sample suggests a bracket for each rank: of runs of the first block, or what `survey` is shown. The first look at
     the blocks counts the elements from each of its edges on, and all bit patterns in its middle; only a rank that lies
@@ -373,13 +390,12 @@ class BracketedRanks:
 
     @property
     def is_open(self) -> bool:
-        """Whether some rank is still unknown."""
+        """Whether some cut is still unknown."""
         return self._search.is_open
 
-    @property
-    def places(self) -> dict[int, Place]:
-        """The answers by rank, after `decide` returned True."""
-        return self._search.places
+    def cut(self, rank: int) -> Cut:
+        """The cut that exactly `rank` elements reach, after `decide` returned True."""
+        return self._search.cut(rank)
 
     def survey(self, block: RawBlock, place: int) -> None:
         """Add a block of a sample."""
@@ -407,18 +423,18 @@ class BracketedRanks:
             self._search.count_fine(block, place)
 
     def decide(self) -> bool:
-        """Answer the ranks that are decided; return whether all are."""
+        """Answer the ranks that are decided; return whether all cuts are known."""
         match self._stage:
             case Stage.EDGES:
                 self._stage = self._enclose()
-                return not self.is_open
             case Stage.INTERVALS:
                 for rank, (bins, rank_inside) in self._intervals.items():
                     self._search.decide_inside(rank, bins, rank_inside)
-                return True
+                self._intervals.clear()
             case _:
                 self._stage = Stage.RANKS
                 return self._search.decide()
+        return self._search.settle()
 
     def _suggest_edges(self, block: RawBlock, place: int) -> None:
         """Watch around the bins that the ranks have in runs of a block."""
