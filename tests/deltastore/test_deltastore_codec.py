@@ -20,8 +20,17 @@ from packing_cases import as_bytes, decoded, deltas_at, deltas_of, weights
 from mergepipe.checkpoints.contract import BaseBytes
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
 from mergepipe.deltastore.codec.arrays import KEPT_BYTES, scratch
-from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, RawBytes, decode_block, encode_block
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, HEAD_DENSITY, RECORDED_LEVELS, Codec, Level, Piece
+from mergepipe.deltastore.codec.block import BlockContext, decode_block, encode_block
+from mergepipe.deltastore.codec.levels import (
+    BLOCK_ELEMENTS,
+    HEAD_DENSITY,
+    RECORDED_LEVELS,
+    Codec,
+    EncodedBlock,
+    Level,
+    Piece,
+    RawBytes,
+)
 from mergepipe.deltastore.codec.planes import (
     FORM_COMPRESSED,
     FORM_PLAIN,

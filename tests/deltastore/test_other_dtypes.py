@@ -13,8 +13,8 @@ from packing_cases import as_bytes, decoded, deltas_at, deltas_of
 
 import mergepipe
 from mergepipe.core.blocks import BF16, F16, F32, DType
-from mergepipe.deltastore.codec.block import BlockContext, RawBytes, convert, encode_block, encode_converted
-from mergepipe.deltastore.codec.levels import Codec, Level
+from mergepipe.deltastore.codec.block import BlockContext, convert, encode_block, encode_converted
+from mergepipe.deltastore.codec.levels import Codec, Level, RawBytes
 from mergepipe.deltastore.encode_pass import choose_cut
 from mergepipe.testing.contracts import SPECIAL
 from support.rounding import decode, encode

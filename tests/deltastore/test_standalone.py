@@ -15,8 +15,8 @@ import mergepipe
 from mergepipe.cli import main
 from mergepipe.core.blocks import BF16, DTYPES, F16, DType
 from mergepipe.deltastore.codec.bands import encode_bands
-from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, decode_block, encode_block
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
+from mergepipe.deltastore.codec.block import BlockContext, decode_block, encode_block
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, EncodedBlock, Piece
 from mergepipe.deltastore.codec.planes import encode_planes
 from mergepipe.deltastore.encode_pass import cut_of, sample_of
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError

@@ -21,15 +21,13 @@ from mergepipe.deltastore.checkpoint import open_store
 from mergepipe.deltastore.codec.bands import MANTISSA_BITS, encode_bands
 from mergepipe.deltastore.codec.block import (
     BlockContext,
-    EncodedBlock,
-    RawBytes,
     decode_block,
     decode_deltas,
     encode_block,
     encode_converted,
     raw_block,
 )
-from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, Codec, Level, Piece
+from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, Codec, EncodedBlock, Level, Piece, RawBytes
 from mergepipe.deltastore.encode_pass import choose_cut
 from mergepipe.deltastore.index import HEADER_NAME, INDEX_NAME, PIECE_NAMES, ROW_BYTES, StoreIndex, index_digest
 from mergepipe.deltastore.tensor import PackedTensor, StandaloneTensor

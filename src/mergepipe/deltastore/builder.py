@@ -23,8 +23,7 @@ from mergepipe.checkpoints.stacked_experts import pieces_of
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.checkpoint import OpenedStore, read_store
-from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
-from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, can_be_base_of
+from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, EncodedBlock, RawBytes, can_be_base_of
 from mergepipe.deltastore.index import (
     HEADER_FORMAT,
     HEADER_NAME,

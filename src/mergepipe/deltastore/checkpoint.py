@@ -16,8 +16,7 @@ from mergepipe.checkpoints.safetensors import parse_header
 from mergepipe.core.blocks import DType, Span
 from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.codec.arrays import corrupt
-from mergepipe.deltastore.codec.block import RawBytes
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece, RawBytes
 from mergepipe.deltastore.index import (
     HEADER_FORMAT,
     HEADER_NAME,

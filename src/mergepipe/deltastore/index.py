@@ -23,14 +23,15 @@ from mergepipe.core.blocks import DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.records import AsText, RecordFormat, Size
 from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.codec.arrays import corrupt
-from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
 from mergepipe.deltastore.codec.levels import (
     BLOCK_ELEMENTS,
     PIECES_OF,
     RECORDED_LEVELS,
     Codec,
+    EncodedBlock,
     Level,
     Piece,
+    RawBytes,
     can_be_base_of,
 )
 from mergepipe.storage.contract import Digested, Store

@@ -12,8 +12,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.records import decode
-from mergepipe.deltastore.codec.block import RawBytes
-from mergepipe.deltastore.codec.levels import Codec, Piece
+from mergepipe.deltastore.codec.levels import Codec, Piece, RawBytes
 from mergepipe.deltastore.index import (
     HEADER_FORMAT,
     HEADER_NAME,

@@ -41,8 +41,7 @@ from mergepipe.deltastore.checkpoint import (
     read_store,
 )
 from mergepipe.deltastore.codec.arrays import corrupt
-from mergepipe.deltastore.codec.block import RawBytes
-from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec
+from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec, RawBytes
 from mergepipe.deltastore.encode_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.deltastore.index import HEADER_NAME, HEADERS_NAME, PackedEntry, digest
 from mergepipe.deltastore.job import check_names, doubt_about, is_done, job_of, match_base, open_base

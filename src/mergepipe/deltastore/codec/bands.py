@@ -8,14 +8,13 @@ base, which is known without a byte being read: ranges of exponents are the *con
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from mergepipe.core.blocks import BF16, F16, DType
 from mergepipe.deltastore.codec.arrays import copied_to_layout, corrupt, in_layout, scratch
-from mergepipe.deltastore.codec.levels import Piece
+from mergepipe.deltastore.codec.levels import Codec, EncodedBlock, Piece
 from mergepipe.deltastore.codec.symbols import (
     MAX_CONTEXTS,
     N_STATES,
@@ -42,16 +41,7 @@ _MESSAGE = "the coded numbers of a block in bands are not valid"
 _NO_VALUES, _NO_DELTAS = np.empty(0, np.uint16), np.empty(0, np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class BandedBlock:
-    """One encoded block: its pieces, the squared errors at NOTHING and HEAD, how many deltas HEAD has."""
-
-    pieces: dict[Piece, Bytes]
-    errors: tuple[float, float]
-    count: int
-
-
-def encode_bands(base: Bits16, expert: Bits16, cut: float, dtype: DType) -> BandedBlock | None:
+def encode_bands(base: Bits16, expert: Bits16, cut: float, dtype: DType) -> EncodedBlock | None:
     """Encode one block; deltas from `cut` on are in HEAD. None where a delta is not finite."""
     n, mantissa_bits = len(base), MANTISSA_BITS[dtype]
     base, expert = copied_to_layout("encode-base", base), copied_to_layout("encode-expert", expert)
@@ -66,7 +56,7 @@ def encode_bands(base: Bits16, expert: Bits16, cut: float, dtype: DType) -> Band
     head_end, rest_end = _encode_pieces(base, mantissa_bits, lows, len(lows), head, rest, rows, symbols, words, content)
     contexts = np.array([len(lows), *lows], np.uint8)
     pieces = {Piece.HEAD: np.concatenate([contexts, content[:head_end]]), Piece.REST: content[head_end:rest_end].copy()}
-    return BandedBlock(pieces, (float(squares[0]), float(squares[1])), int(count))
+    return EncodedBlock(Codec.BANDS, pieces, (float(squares[0]), float(squares[1])), int(count))
 
 
 def decode_band_values(pieces: Mapping[Piece, Bytes], base: Bits16, dtype: DType, where: str, out: Bits16) -> None:

@@ -19,40 +19,22 @@ from mergepipe.deltastore.codec.bands import MANTISSA_BITS, decode_band_deltas, 
 from mergepipe.deltastore.codec.levels import (
     BANDED_FROM_ELEMENTS,
     BYTES_TRIED_BELOW,
+    NO_ERRORS,
     PIECES_OF,
-    RECORDED_LEVELS,
     Codec,
+    EncodedBlock,
     Level,
     Piece,
+    RawBytes,
 )
 from mergepipe.deltastore.codec.planes import decode_planes, encode_planes
 from mergepipe.kernels.codec import decode_all, decode_tile, encode_all
 from mergepipe.kernels.compiled import Floats
 from mergepipe.kernels.merge import take_delta
 
-RawBytes = NDArray[np.uint8]
-_NO_ERRORS = (0.0,) * len(RECORDED_LEVELS)
 _ALONE_FROM_SHARE = 0.5
 """Blocks that are no larger than this share relative to their base are not encoded without it."""
 _MAX_SQUARED_ERROR = float(np.finfo(np.float32).max)
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedBlock:
-    """One block as stored; absent pieces are empty.
-
-    `errors`: squared error left at each of `RECORDED_LEVELS`; deltas that are not finite do not count.
-    `count`: elements whose deltas are in HEAD; 0 for codecs without levels.
-    """
-
-    codec: Codec
-    pieces: Mapping[Piece, RawBytes]
-    errors: tuple[float, ...] = _NO_ERRORS
-    count: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(content) for content in self.pieces.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +101,7 @@ def _candidates(base: RawBytes, expert: RawBytes, dtype: DType, cut: float | Non
     candidates = []
     if cut is not None and dtype in MANTISSA_BITS and len(expert) >= BANDED_FROM_ELEMENTS * dtype.itemsize:
         banded = encode_bands(base.view(np.uint16), expert.view(np.uint16), cut, dtype)
-        if banded is not None:
-            candidates.append(EncodedBlock(Codec.BANDS, banded.pieces, banded.errors, banded.count))
+        candidates.extend([] if banded is None else [banded])
     if not candidates or candidates[0].nbytes >= len(expert) or len(expert) < BYTES_TRIED_BELOW * dtype.itemsize:
         candidates.append(EncodedBlock(Codec.BYTES, {Piece.WHOLE: encode_planes(base, expert, dtype)}))
     return candidates
@@ -131,14 +112,14 @@ def _plain_errors(
 ) -> tuple[float, ...]:
     """Squared errors of a block without levels: the whole delta at NOTHING, 0 from HEAD on."""
     if base is None or dtype.kind is not DTypeKind.FLOAT:
-        return _NO_ERRORS
+        return NO_ERRORS
     deltas = _deltas(base, expert, dtype, base_dtype or dtype)
     squares = scratch("squares", len(deltas), np.float64)
     np.multiply(deltas, deltas, out=squares, dtype=np.float64)
     total = float(squares.sum())
     if not math.isfinite(total):
         total = float(squares[np.isfinite(squares)].sum())
-    return (min(total, _MAX_SQUARED_ERROR), *_NO_ERRORS[1:])
+    return (min(total, _MAX_SQUARED_ERROR), *NO_ERRORS[1:])
 
 
 def _deltas(base: RawBytes, expert: RawBytes, dtype: DType, base_dtype: DType) -> Floats:

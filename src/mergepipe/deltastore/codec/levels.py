@@ -1,11 +1,16 @@
-"""Codecs, pieces and levels of packed blocks, and which pieces each level reads.
+"""Codecs, pieces and levels of packed blocks, which pieces each level reads, and a block as it is stored.
 
 Format: the table of files, "Index row" and "Levels" in docs/internals/formats/delta-store.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F16, F32, DType
 
@@ -69,3 +74,25 @@ LADDERS: dict[Level, tuple[Level, ...]] = {
     Level.LOSSLESS: (Level.HEAD, Level.LOSSLESS),
 }
 """Levels that lead to each level: every one reads all pieces of the one before it, and has a smaller error."""
+
+
+RawBytes = NDArray[np.uint8]
+NO_ERRORS = (0.0,) * len(RECORDED_LEVELS)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """One block as stored; absent pieces are empty.
+
+    `errors`: squared error left at each of `RECORDED_LEVELS`; deltas that are not finite do not count.
+    `count`: elements whose deltas are in HEAD; 0 for codecs without levels.
+    """
+
+    codec: Codec
+    pieces: Mapping[Piece, RawBytes]
+    errors: tuple[float, ...] = NO_ERRORS
+    count: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(content) for content in self.pieces.values())
