@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -39,11 +38,9 @@ from mergepipe.snapshots.manifest import file_without_paths, relative_reference
 from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
 from mergepipe.snapshots.staging import Staging, kept_note
 from mergepipe.snapshots.work_log import WORTH_KEEPING, WorkLog
-from mergepipe.storage import owned
 from mergepipe.storage.contract import FileId, Store, sidecar_limit
-from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import os_error
+from mergepipe.storage.output import OutputFile, make_folders
 from mergepipe.storage.remote.objects import BucketFolder
 
 # --- copy the files that a delta store holds unchanged: read in parts, written durably ---
@@ -58,20 +55,13 @@ def file_parts(store: Store, path: Location, size_bytes: int) -> Iterator[bytes]
         yield store.read_metadata(path, start, min(_PART_BYTES, size_bytes - start))
 
 
-def write_kept(store: Store, target: Path, parts: Iterable[bytes], size_bytes: int, doing: str) -> None:
-    """Write a new file durably, with its folders; `size_bytes` are charged as output, `doing` is for the error."""
-    try:
-        owned.make_folders(target.parent)
-        descriptor = owned.create_file(target)
-        try:
-            for part in parts:
-                owned.write_all(descriptor, part)
-            owned.sync_file(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise os_error(error, target, doing) from error
-    store.ledger.charge(str(target), Purpose.OUTPUT, size_bytes)
+def write_kept(store: Store, target: Path, parts: Iterable[bytes], size_bytes: int) -> None:
+    """Write a new file of `size_bytes` durably, with its folders."""
+    make_folders(target.parent)
+    with OutputFile(target, size_bytes, store.ledger) as output:
+        for part in parts:
+            output.append(part)
+        output.close()
 
 
 # --- describe a packed expert of this machine as others get it: its files by digests that its header implies ---
@@ -446,5 +436,5 @@ class StoreBuilder:
                 hasher.update(part)
                 yield part
 
-        write_kept(self._store, target, hashed(), size, f"copying {source}")
+        write_kept(self._store, target, hashed(), size)
         return KeptFile(name, size, hasher.hexdigest(16))

@@ -30,7 +30,7 @@ from mergepipe.snapshots.work_log import LoggedWork, WorkLog, content_identity, 
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.output import sync_directory, write_durably
-from mergepipe.storage.ranges import os_error, read_head, start_writing_back
+from mergepipe.storage.ranges import os_errors, read_head, start_writing_back
 
 # --- write the files of one store sequentially, with bounded memory ---
 
@@ -49,15 +49,13 @@ class DurableStore:
 
 
 class StoreWriter:
-    """The files of a store in the staging directory `directory`, which belongs to the caller. A context manager.
+    """The files of a store in the staging directory `directory`, which belongs to the caller.
 
-    Blocks are appended in the order of rows. Memory: `chunk_bytes` for each of five files, a byte a row.
+    Blocks are appended in the order of rows. Memory: 1 MiB and a block for each of five files, a byte a row.
     With `durable` it resumes an earlier writer, whose files were truncated to these sizes.
     """
 
-    def __init__(
-        self, directory: Path, ledger: Ledger, durable: DurableStore | None = None, chunk_bytes: int = CHUNK_BYTES
-    ) -> None:
+    def __init__(self, directory: Path, ledger: Ledger, durable: DurableStore | None) -> None:
         self._directory = directory
         self._ledger = ledger
         self._files: dict[str, _GrowingFile] = {}
@@ -72,7 +70,7 @@ class StoreWriter:
                 self._codecs += np.frombuffer(rows, ROW)["codec"].tobytes()
             for name in GROWING_FILES:
                 start = None if durable is None else durable.file_bytes[name]
-                self._files[name] = _GrowingFile(directory / name, start, chunk_bytes)
+                self._files[name] = _GrowingFile(directory / name, start)
         except BaseException:  # also on an interrupt: no other code closes them
             self.close()
             raise
@@ -120,70 +118,47 @@ class StoreWriter:
             file.close()
 
     def _write(self, name: str, content: RawBytes) -> None:
-        file = self._files[name]
-        file.append(content)
-        self._ledger.charge(file.charged_name, Purpose.OUTPUT, len(content))
-
-    def __enter__(self) -> StoreWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._files[name].append(content)
+        self._ledger.charge(str(self._directory / name), Purpose.OUTPUT, len(content))
 
 
 class _GrowingFile:
     """A file appended to in chunks: a new one, or one that already has `start_bytes`."""
 
-    def __init__(self, path: Path, start_bytes: int | None, chunk_bytes: int) -> None:
+    def __init__(self, path: Path, start_bytes: int | None) -> None:
         self._path = path
-        self.charged_name = str(path)
-        self._chunk = np.empty(chunk_bytes, np.uint8)
-        self._filled = 0
+        self._unwritten = bytearray()
         self._written = start_bytes or 0
         self._is_synced = False
-        try:
-            make = owned.create_file if start_bytes is None else owned.open_file
+        make = owned.create_file if start_bytes is None else owned.open_file
+        with os_errors(path, "creating it"):
             self._descriptor = make(path, flags=os.O_WRONLY | os.O_APPEND)
-        except OSError as error:
-            raise os_error(error, path, "creating it") from error
 
     @property
     def size_bytes(self) -> int:
         """Bytes appended, including those still in memory."""
-        return self._written + self._filled
+        return self._written + len(self._unwritten)
 
     def append(self, content: RawBytes) -> None:
-        done = 0
-        while done < len(content):
-            count = min(len(self._chunk) - self._filled, len(content) - done)
-            self._chunk[self._filled : self._filled + count] = content[done : done + count]
-            self._filled += count
-            done += count
-            if self._filled == len(self._chunk):
-                self._flush()
+        self._unwritten += content.data
+        if len(self._unwritten) >= CHUNK_BYTES:
+            self._flush()
 
     def _flush(self) -> None:
-        unwritten = self._chunk.data[: self._filled]
-        try:
-            while unwritten:
-                unwritten = unwritten[os.write(self._descriptor, unwritten) :]
-        except OSError as error:
-            raise os_error(error, self._path, f"writing at byte {self._written}") from error
-        start_writing_back(self._descriptor, self._written, self._filled)  # so that little is left when it is synced
-        self._written += self._filled
-        self._filled = 0
+        with os_errors(self._path, f"writing at byte {self._written}"):
+            owned.write_all(self._descriptor, self._unwritten)
+        start_writing_back(self._descriptor, self._written, len(self._unwritten))  # so that a sync has little left
+        self._written += len(self._unwritten)
+        self._unwritten.clear()
         self._is_synced = False
 
     def sync(self) -> None:
-        if self._filled:
+        if self._unwritten:
             self._flush()
-        if self._is_synced:
-            return
-        try:
-            owned.sync_file(self._descriptor)
-        except OSError as error:
-            raise os_error(error, self._path, "making it durable") from error
-        self._is_synced = True
+        if not self._is_synced:
+            with os_errors(self._path, "making it durable"):
+                owned.sync_file(self._descriptor)
+            self._is_synced = True
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -193,8 +168,7 @@ class _GrowingFile:
 
 def read_rows(directory: Path, n_rows: int) -> bytes:
     """Read the first rows of a store's index; fewer if it ends before."""
-    path = directory / INDEX_NAME
-    return read_head(path, n_rows * ROW_BYTES)
+    return read_head(directory / INDEX_NAME, n_rows * ROW_BYTES)
 
 
 # --- log which part of an unfinished store is durable, and read that to resume the store ---
@@ -232,10 +206,8 @@ def find_progress(directory: Path, key: str) -> PackProgress | None:
     ):
         forget_work_log(directory)
         return None
-    try:
+    with os_errors(directory, "resuming it"):
         owned.keep_only(directory / CONTENT_NAME, progress.durable.file_bytes)
-    except OSError as error:
-        raise os_error(error, directory, "resuming it") from error
     return progress
 
 

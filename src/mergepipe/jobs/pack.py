@@ -276,7 +276,7 @@ def unpack_store(
         _write_weights(reader, files, staging.path, store, progress)
         for file in opened.header.kept:
             parts = _kept_parts(opened, file.name, file.size_bytes, file.blake3, store)
-            write_kept(store, staging.path / file.name, parts, file.size_bytes, "writing it")
+            write_kept(store, staging.path / file.name, parts, file.size_bytes)
         check_unchanged(store, (*bases, checkpoint))
         staging.publish()
     return UnpackReport(root, bases[0].path if bases else None, out, tensor_bytes, time.perf_counter() - started)

@@ -133,7 +133,7 @@ def reserve(descriptor: int, size_bytes: int) -> None:
         os.ftruncate(descriptor, size_bytes)
 
 
-def write_all(descriptor: int, content: bytes) -> None:
+def write_all(descriptor: int, content: bytes | bytearray) -> None:
     """Write at the end of an open file."""
     rest = memoryview(content)
     while rest:
