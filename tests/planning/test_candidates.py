@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.operators.statistics import COMMON_DENSITIES, N_OCTAVES, OCTAVE_SHARES
-from mergepipe.planning.budget import AdjustPolicy, PlanningChoices, Policy, ShareBudget
+from mergepipe.planning.budget import PlanningChoices, Policy, ShareBudget
 from mergepipe.planning.candidates import find_candidates, octave_position
 from mergepipe.planning.planner import adjusted_density, rank_blocks
 from mergepipe.planning.problem import sample_cost_bytes
@@ -134,7 +134,7 @@ def test_plan__uses_the_adjusted_density_and_says_so(
     operator: str, density: float, share: Fraction, adjusted: float
 ) -> None:
     given = make(operator, parameters={"weight": 1.0, "density": density}).with_content_ids()
-    ranking = rank_blocks(given.problem, ShareBudget(share), Policy.NORM, PlanningChoices(adjust=AdjustPolicy(0.1)))
+    ranking = rank_blocks(given.problem, ShareBudget(share), Policy.NORM, PlanningChoices(min_density=0.1))
     plan = ranking.plan(ranking.budget_bytes)
     densities = [
         float(each["density"]) for tensor in plan.tensors for each in plan.parameters[tensor.parameters].experts
@@ -157,9 +157,9 @@ def test_plan__adjusts_nothing_unless_asked() -> None:
 
 
 @pytest.mark.parametrize("density", [0.0, -0.1, 1.5])
-def test_adjust_policy__refuses_what_is_no_density(density: float) -> None:
+def test_planning_choices__refuse_what_is_no_density(density: float) -> None:
     with pytest.raises(ValueError, match="not a density"):
-        AdjustPolicy(density)
+        PlanningChoices(min_density=density)
 
 
 class CountingFile:

@@ -15,7 +15,6 @@ from mergepipe.core.blocks import BlockGrid
 from mergepipe.errors import LimitError
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH, NOTHING_KEPT, Cut
 from mergepipe.planning.budget import (
-    AdjustPolicy,
     BudgetRequest,
     ByteBudget,
     PlanningChoices,
@@ -320,7 +319,7 @@ def test_plan__of_no_expert_is_empty(operator: str) -> None:
 
 
 def test_plan__says_that_there_was_nothing_to_adjust() -> None:
-    options = PlanningChoices(adjust=AdjustPolicy(0.1))
+    options = PlanningChoices(min_density=0.1)
     plan = plan_of(make().problem, ShareBudget(Fraction(1, 4)), options=options)
     assert [each.decision for each in plan.adjustments] == ["nothing adjusted"]
 

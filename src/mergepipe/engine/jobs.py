@@ -24,7 +24,6 @@ SAMPLED_PIECE_ELEMENTS = 64 * 1024
 HARMLESS_CHANGE = 0.02
 """The relative length of a change from which on a sample of it is scaled less; measured for decision 032."""
 BASE_ALONE = ElementwiseRule(np.zeros(0, np.float32))
-_NONE: frozenset[int] = frozenset()
 
 
 class Stage(Enum):
@@ -36,13 +35,6 @@ class Stage(Enum):
     MERGE = auto()
 
 
-class Afterwards(Enum):
-    """The fate of a buffer after the stage, where it is not held for the next pass."""
-
-    RELEASE = auto()
-    WRITE = auto()
-
-
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One stage over some segments: `unread` are read first, the others are held from the pass before."""
@@ -50,9 +42,9 @@ class Pass:
     stage: Stage
     segments: tuple[SegmentShape, ...]
     unread: tuple[SegmentShape, ...]
-    held: frozenset[int]  # numbers of the segments whose bytes are needed by the next pass
-    afterwards: Afterwards
-    last_reads: bool  # no later pass of this job reads anything
+    held: frozenset[int] = frozenset()  # numbers of the segments whose bytes are needed by the next pass
+    writes: bool = False
+    last_reads: bool = True  # no later pass of this job reads anything
     repeated: bool = False  # it reads what was read before: on top of the one pass that every merge makes, or spilled
 
     @property
@@ -171,7 +163,7 @@ class Job:
         if not any(work.reduction for work in self._works.values()):
             self._conclude()
             if self._writes:
-                yield Pass(Stage.MERGE, segments, segments, _NONE, Afterwards.WRITE, last_reads=True)
+                yield Pass(Stage.MERGE, segments, segments, writes=True)
         elif self._is_streamed:
             yield from self._passes_streaming()
         else:
@@ -180,12 +172,11 @@ class Job:
     def _passes_in_memory(self) -> Iterator[Pass]:
         segments = self.shape.segments
         everything = _numbers(segments)
-        yield Pass(Stage.ACCUMULATE, segments, segments, everything, Afterwards.RELEASE, last_reads=True)
+        yield Pass(Stage.ACCUMULATE, segments, segments, everything)
         while not self._finish_reductions():
-            yield Pass(Stage.REFINE, segments, (), everything, Afterwards.RELEASE, last_reads=True)
+            yield Pass(Stage.REFINE, segments, (), everything)
         self._conclude()
-        last = Afterwards.WRITE if self._writes else Afterwards.RELEASE
-        yield Pass(Stage.MERGE, segments, (), _NONE, last, last_reads=True)
+        yield Pass(Stage.MERGE, segments, (), writes=self._writes)
 
     def _passes_streaming(self) -> Iterator[Pass]:
         segments = self.shape.segments
@@ -194,19 +185,19 @@ class Job:
         rest = tuple(s for s in segments if s.number not in sampled)
         held = _numbers((*sample, *rest)[: self._limits.part_of_tensor])
         again = tuple(s for s in segments if s.number not in held)
-        yield Pass(Stage.SURVEY, sample, sample, sampled, Afterwards.RELEASE, last_reads=False)
+        yield Pass(Stage.SURVEY, sample, sample, sampled, last_reads=False)
         for work in self._works.values():
             if work.reduction:
                 work.reduction.narrow()
-        yield Pass(Stage.ACCUMULATE, segments, rest, held, Afterwards.RELEASE, last_reads=False)
+        yield Pass(Stage.ACCUMULATE, segments, rest, held, last_reads=False)
         while not self._finish_reductions():
-            yield Pass(Stage.REFINE, segments, again, held, Afterwards.RELEASE, last_reads=False, repeated=True)
+            yield Pass(Stage.REFINE, segments, again, held, last_reads=False, repeated=True)
         self._conclude()
         if self._writes:
-            yield Pass(Stage.MERGE, segments, again, _NONE, Afterwards.WRITE, last_reads=True, repeated=True)
+            yield Pass(Stage.MERGE, segments, again, writes=True, repeated=True)
         elif held:
             kept = tuple(s for s in segments if s.number in held)
-            yield Pass(Stage.MERGE, kept, (), _NONE, Afterwards.RELEASE, last_reads=True)
+            yield Pass(Stage.MERGE, kept, ())
 
     def _finish_reductions(self) -> bool:
         finished = [work.reduction.finish() for work in self._works.values() if work.reduction]

@@ -23,7 +23,7 @@ from mergepipe.checkpoints.contract import (
     LeveledTensor,
     Turns,
 )
-from mergepipe.engine.jobs import Afterwards, Job, Pass, Stage
+from mergepipe.engine.jobs import Job, Pass, Stage
 from mergepipe.engine.segments import (
     BufferSizes,
     Computation,
@@ -109,19 +109,8 @@ class _Step(Enum):
     WRITTEN = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """A success reported by a worker thread."""
-
-    step: _Step
-    filled: _Filled
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """A failure reported by a worker thread."""
-
-    error: BaseException
+_Event = tuple[_Step, _Filled] | BaseException
+"""A success or a failure reported by a worker thread."""
 
 
 class Pipeline:
@@ -158,7 +147,7 @@ class Pipeline:
         if self._is_dear:  # 3/4 of all buffers at most
             ahead = max(self._lookahead_buffers, self._pool.limit * 3 // 4)
             self._lookahead_buffers = min(REMOTE_LOOKAHEAD_BUFFERS, ahead)
-        self._events: SimpleQueue[_Done | _Failed] = SimpleQueue()
+        self._events: SimpleQueue[_Event] = SimpleQueue()
         self._read_queue: SimpleQueue[tuple[_Filled, Read | Computation] | None] = SimpleQueue()
         self._compute_queue: SimpleQueue[tuple[_Filled, Stage] | None] = SimpleQueue()
         self._write_queue: SimpleQueue[_Filled | None] = SimpleQueue()
@@ -283,11 +272,11 @@ class Pipeline:
         for order in orders:
             self._read_queue.put((filled, order))
 
-    def _handle(self, event: _Done | _Failed) -> None:
-        if isinstance(event, _Failed):
-            raise event.error
-        filled = event.filled
-        match event.step:
+    def _handle(self, event: _Event) -> None:
+        if isinstance(event, BaseException):
+            raise event
+        step, filled = event
+        match step:
             case _Step.FILLED:
                 filled.orders_left -= 1
                 if filled.orders_left == 0:
@@ -304,11 +293,11 @@ class Pipeline:
             running.n_held += not filled.is_held
             filled.is_held = True
             running.held.append(filled)
-        elif running.current.afterwards is Afterwards.RELEASE:
-            self._release(filled)
-        else:
+        elif running.current.writes:
             self._ready[number] = filled
             self._hand_to_writer()
+        else:
+            self._release(filled)
         running.pending -= 1
         if running.pending == 0:
             following = next(running.passes, None)
@@ -351,7 +340,7 @@ class Pipeline:
         try:
             loop()
         except BaseException as error:  # every failure is raised again by the coordinating thread
-            self._events.put(_Failed(error))
+            self._events.put(error)
 
     def _read_loop(self) -> None:
         while (entry := self._read_queue.get()) is not None and not self._stopping.is_set():
@@ -360,19 +349,19 @@ class Pipeline:
                 _read(order, filled.buffer, filled.job.files)
             else:
                 filled.job.opened[order.key](order, filled.buffer, filled.bases)
-            self._events.put(_Done(_Step.FILLED, filled))
+            self._events.put((_Step.FILLED, filled))
 
     def _compute_loop(self) -> None:
         while (order := self._compute_queue.get()) is not None and not self._stopping.is_set():
             filled, stage = order
             with self._turns:
                 filled.job.job.compute(stage, filled.layout, filled.buffer)
-            self._events.put(_Done(_Step.COMPUTED, filled))
+            self._events.put((_Step.COMPUTED, filled))
 
     def _write_loop(self) -> None:
         while (filled := self._write_queue.get()) is not None and not self._stopping.is_set():
             self._sink.write_segment(filled.job.job.results(filled.layout), filled.buffer)
-            self._events.put(_Done(_Step.WRITTEN, filled))
+            self._events.put((_Step.WRITTEN, filled))
 
     def _stop(self, workers: Sequence[threading.Thread]) -> None:
         self._stopping.set()

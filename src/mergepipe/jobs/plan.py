@@ -15,7 +15,6 @@ from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import PlanOptions
 from mergepipe.planning.budget import (
-    AdjustPolicy,
     BudgetRequest,
     OnOmit,
     PlanningChoices,
@@ -95,12 +94,10 @@ def plan_request(budget: str | float | None, options: PlanOptions, *, everything
         budget = "100%"
     if budget is None:
         raise RecipeError.of("option.missing", "--budget", "no budget is given", "give one, such as 25%")
-    density = options.min_density
-    adjusting = None if density is None else AdjustPolicy(density)
     return PlanRequest(
         parse_budget(budget),
         _wanted_policy(options, everything=everything),
-        PlanningChoices(OnOmit(options.where_omitted), adjusting, options.seed),
+        PlanningChoices(OnOmit(options.where_omitted), options.min_density, options.seed),
         options.block_elements,
         options.allow_dropped,
         Strictness(options.strict, options.lenient),

@@ -146,20 +146,16 @@ class OnOmit(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class AdjustPolicy:
-    """Allows densities to fall under a tight budget, never below `min_density`; see `planner.adjust_densities`."""
-
-    min_density: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.min_density <= 1:
-            raise ValueError(f"not a density: {self.min_density}")
-
-
-@dataclass(frozen=True, slots=True)
 class PlanningChoices:
-    """Choices beside budget and policy. `selection_seed` is what the policies `sample` and `random` draw with."""
+    """Choices beside budget and policy. `selection_seed` is what the policies `sample` and `random` draw with.
+
+    With a `min_density` densities fall under a tight budget, never below it; see `planner.adjust_densities`.
+    """
 
     on_omit: OnOmit = OnOmit.KEEP
-    adjust: AdjustPolicy | None = None
+    min_density: float | None = None
     selection_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.min_density is not None and not 0 < self.min_density <= 1:
+            raise ValueError(f"not a density: {self.min_density}")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mergepipe.core.records import encode
 from mergepipe.core.strict_json import canonical_json
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
-from mergepipe.planning.budget import AdjustPolicy, BudgetRequest, OnOmit, PlanningChoices, Policy
+from mergepipe.planning.budget import BudgetRequest, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.candidates import Candidates, find_candidates
 from mergepipe.planning.plan import (
     ALL,
@@ -24,7 +24,6 @@ from mergepipe.planning.plan import (
     Plan,
     PlannedModel,
     PlannedTensor,
-    Runs,
 )
 from mergepipe.planning.problem import Columns, PlanningModel, PlanningProblem
 from mergepipe.planning.selection import (
@@ -67,9 +66,9 @@ def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy
         message = f"{budget_bytes} bytes do not hold the indices of packed experts: {side_bytes} bytes, read to plan"
         raise LimitError.of("budget.too-small", "--budget", message, "raise --budget")
     adjustments: tuple[Fallback, ...] = ()
-    if options.adjust is not None:
+    if options.min_density is not None:
         held = min(1.0, budget_bytes / max(1, full_bytes))
-        problem, adjustments = adjust_densities(problem, options.adjust, held, needs_cut=candidates.trims)
+        problem, adjustments = adjust_densities(problem, options.min_density, held, needs_cut=candidates.trims)
         candidates = find_candidates(problem, samples=samples)
     order = _order(problem, candidates, policy, options.selection_seed)
     return Ranking(problem, policy, options, budget_bytes, candidates, order, adjustments)
@@ -245,46 +244,23 @@ def _is_omitted(e: int, t: int, candidates: Candidates, selection: Selection) ->
 
 def _accesses(e: int, candidates: Candidates, selection: Selection, free_B: NDArray[np.bool_]) -> list[Access]:
     columns, level_B = candidates.columns, selection.level_EB[e]
-    read, free = (_runs(mask_B, columns) for mask_B in (level_B > 0, free_B))
-    is_partial_B = (level_B > 0) & (level_B < ALL)
-    levels = _leveled_runs(is_partial_B, level_B.astype(np.int16), columns)
-    return [Access(*runs) for runs in zip(read, free, levels, strict=True)]
+    values = (np.minimum(level_B, np.int8(1)), free_B.astype(np.int8), np.where(level_B < ALL, level_B, np.int8(0)))
+    return [
+        Access(tuple(run[:2] for run in blocks), tuple(run[:2] for run in free), levels)
+        for blocks, free, levels in zip(*(_runs(value_B, columns) for value_B in values), strict=True)
+    ]
 
 
-def _runs(mask_B: NDArray[np.bool_], columns: Columns) -> list[Runs]:
-    """Return per tensor the half-open runs of True, counted from the tensor's first block."""
-    start_R, stop_R, cut_T = _edges(mask_B, np.zeros(len(mask_B), np.int16), columns)
-    pairs = list(zip(start_R.tolist(), stop_R.tolist(), strict=True))
-    return [tuple(pairs[a:b]) for a, b in pairwise(cut_T)]
-
-
-def _leveled_runs(mask_B: NDArray[np.bool_], level_B: NDArray[np.int16], columns: Columns) -> list[LeveledRuns]:
-    if not mask_B.any():
-        return [()] * len(columns.tasks)
-    start_R, stop_R, cut_T = _edges(mask_B, level_B, columns)
-    first_R = np.flatnonzero(mask_B & _begins(mask_B, level_B, columns))
-    triples = list(zip(start_R.tolist(), stop_R.tolist(), level_B[first_R].tolist(), strict=True))
-    return [tuple(triples[a:b]) for a, b in pairwise(cut_T)]
-
-
-def _begins(mask_B: NDArray[np.bool_], value_B: NDArray[np.int16], columns: Columns) -> NDArray[np.bool_]:
-    """Mark the blocks that begin a run: their mask or value differs from the block before."""
-    begins_B = np.ones(len(mask_B), np.bool_)
-    begins_B[1:] = (mask_B[1:] != mask_B[:-1]) | (value_B[1:] != value_B[:-1])
-    begins_B[1:] |= columns.tensor_B[1:] != columns.tensor_B[:-1]
-    return begins_B
-
-
-def _edges(
-    mask_B: NDArray[np.bool_], value_B: NDArray[np.int16], columns: Columns
-) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
-    """Return starts and stops of runs inside their tensors, and the index of each tensor's first run."""
-    begins_B = _begins(mask_B, value_B, columns)
-    start_R = np.flatnonzero(mask_B & begins_B)
-    stop_R = np.flatnonzero(mask_B & np.append(begins_B[1:], True)) + 1
-    cut_T = np.searchsorted(start_R, columns.first_T).tolist()
+def _runs(value_B: NDArray[np.int8], columns: Columns) -> list[LeveledRuns]:
+    """Return per tensor the half-open runs of equal values above 0, counted from the tensor's first block."""
+    begins_B = np.ones(len(value_B), np.bool_)
+    begins_B[1:] = (value_B[1:] != value_B[:-1]) | (columns.tensor_B[1:] != columns.tensor_B[:-1])
+    start_R = np.flatnonzero((value_B > 0) & begins_B)
+    stop_R = np.flatnonzero((value_B > 0) & np.append(begins_B[1:], True)) + 1
     first_R = columns.first_T[columns.tensor_B[start_R]]
-    return start_R - first_R, stop_R - first_R, cut_T
+    parts = ((start_R - first_R).tolist(), (stop_R - first_R).tolist(), value_B[start_R].tolist())
+    runs = list(zip(*parts, strict=True))
+    return [tuple(runs[a:b]) for a, b in pairwise(np.searchsorted(start_R, columns.first_T).tolist())]
 
 
 def _planned_models(problem: PlanningProblem, candidates: Candidates, selection: Selection) -> tuple[PlannedModel, ...]:
@@ -392,16 +368,43 @@ def _starved_fallbacks(
 
 
 def adjust_densities(
-    problem: PlanningProblem, policy: AdjustPolicy, held: float, *, needs_cut: bool
+    problem: PlanningProblem, min_density: float, held: float, *, needs_cut: bool
 ) -> tuple[PlanningProblem, tuple[Fallback, ...]]:
     """Lower the problem's densities to what `held` allows; return the new problem and every decision."""
-    densities_E = [_known_densities(problem, e) if needs_cut else None for e in range(len(problem.experts))]
-    adjuster = _Adjuster(problem, policy, held, densities_E)
-    tasks = tuple(adjuster.adjusted(task) for task in problem.resolution.tasks)
-    decisions = tuple(adjuster.decisions) or (
-        Fallback(f"operator '{problem.operator}'", "nothing adjusted", NO_DENSITY),
+    known_E = [_known_densities(problem, e) if needs_cut else None for e in range(len(problem.experts))]
+    expert_of = {model: e for e, model in enumerate(problem.resolution.expert_models)}
+    adjusted: dict[tuple[int, float], float] = {}
+    made: dict[tuple[int, tuple[int, ...]], TensorParameters] = {}  # each distinct set of parameters is adjusted once
+
+    def with_densities(task: MergeTask) -> MergeTask:
+        if task.action is not Action.MERGE or not any("density" in expert for expert in task.parameters.experts):
+            return task
+        key = (id(task.parameters), task.expert_models)  # the problem keeps the parameters alive
+        if key not in made:
+            pairs = [
+                (expert_of[model], float(parameters["density"]))
+                for model, parameters in zip(task.expert_models, task.parameters.experts, strict=True)
+            ]
+            for e, density in pairs:
+                adjusted.setdefault((e, density), adjusted_density(density, min_density, held, known_E[e]))
+            experts = zip(task.parameters.experts, pairs, strict=True)
+            made[key] = replace(
+                task.parameters, experts=tuple({**expert, "density": adjusted[pair]} for expert, pair in experts)
+            )
+        return replace(task, parameters=made[key])
+
+    tasks = tuple(with_densities(task) for task in problem.resolution.tasks)
+    reason = f"the budget holds {100 * held:.4g} % of everything; not below {min_density:g}"
+    decisions = tuple(
+        Fallback(
+            f"expert '{problem.experts[e].text}'",
+            f"density stays at {density:g}" if new == density else f"density {density:g} -> {new:g}",
+            reason,
+        )
+        for (e, density), new in adjusted.items()
     )
-    return replace(problem, resolution=replace(problem.resolution, tasks=tasks)), decisions
+    nothing = Fallback(f"operator '{problem.operator}'", "nothing adjusted", NO_DENSITY)
+    return replace(problem, resolution=replace(problem.resolution, tasks=tasks)), decisions or (nothing,)
 
 
 def adjusted_density(density: float, min_density: float, held: float, known_densities: Sequence[float] | None) -> float:
@@ -421,46 +424,3 @@ def _known_densities(problem: PlanningProblem, expert: int) -> list[float]:
     """Return the densities whose cut is known in every analysed tensor."""
     density_sets = [set(statistics.densities_D.tolist()) for statistics in problem.statistics[expert].values()]
     return sorted(set.intersection(*density_sets)) if density_sets else []
-
-
-class _Adjuster:
-    """Adjusts the tasks one by one; each distinct set of parameters is adjusted once."""
-
-    def __init__(
-        self,
-        problem: PlanningProblem,
-        policy: AdjustPolicy,
-        held: float,
-        known_densities: Sequence[Sequence[float] | None],
-    ) -> None:
-        self.decisions: list[Fallback] = []
-        self._texts = [model.text for model in problem.experts]
-        self._expert_of = {model: e for e, model in enumerate(problem.resolution.expert_models)}
-        self._policy = policy
-        self._held = held
-        self._known = known_densities
-        self._done: dict[tuple[int, tuple[int, ...]], TensorParameters] = {}
-        self._decided: set[tuple[int, float]] = set()
-
-    def adjusted(self, task: MergeTask) -> MergeTask:
-        if task.action is not Action.MERGE or not any("density" in expert for expert in task.parameters.experts):
-            return task
-        key = (id(task.parameters), task.expert_models)  # the problem keeps the parameters alive
-        if key not in self._done:
-            experts = tuple(
-                {**parameters, "density": self._density(self._expert_of[model], float(parameters["density"]))}
-                for model, parameters in zip(task.expert_models, task.parameters.experts, strict=True)
-            )
-            self._done[key] = replace(task.parameters, experts=experts)
-        return replace(task, parameters=self._done[key])
-
-    def _density(self, e: int, density: float) -> float:
-        adjusted = adjusted_density(density, self._policy.min_density, self._held, self._known[e])
-        if (e, density) not in self._decided:
-            self._decided.add((e, density))
-            decision = (
-                f"density stays at {density:g}" if adjusted == density else f"density {density:g} -> {adjusted:g}"
-            )
-            reason = f"the budget holds {100 * self._held:.4g} % of everything; not below {self._policy.min_density:g}"
-            self.decisions.append(Fallback(f"expert '{self._texts[e]}'", decision, reason))
-        return adjusted
