@@ -70,7 +70,7 @@ def test_passes__see_every_segment_and_read_exactly_what_the_pass_before_does_no
 ) -> None:
     segments = tuple(SegmentShape(i, (Run(0, Span(i, i + 1), (), ()),), 2) for i in range(n_segments))
     limits = HoldLimits(whole, max(0, whole - left))
-    work = TensorWork(task_of(n_segments, 1), Looks(looks), lambda _: None)
+    work = TensorWork(task_of(n_segments, 1), Looks(looks), lambda: None)
     held: frozenset[int] = frozenset()
     stages = []
     for step in Job(JobShape((0,), segments), (work,), limits, writes=writes).passes():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from blake3 import blake3
@@ -24,7 +25,6 @@ from mergepipe.engine.segments import (
     plan_jobs,
     uncut_blocks,
 )
-from mergepipe.engine.tensor_work import no_function
 from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, OnStatistics
 from mergepipe.operators.base import NOTHING_REDUCED, Reduced
 from mergepipe.operators.statistics import (
@@ -72,18 +72,14 @@ def _jobs(work: AnalysisWork, shapes: Iterator[JobShape], limits: HoldLimits, ob
         for task in (work.tasks[i] for i in shape.task_indices):
             grid = BlockGrid(task.base.n_elements, work.block_elements)
             summary = TensorSummary(grid, len(task.experts), work.densities)
-            works.append(TensorWork(task, summary, no_function, _reporter(task, summary, observer.on_statistics)))
+            works.append(TensorWork(task, summary, partial(_report, task, summary, observer.on_statistics)))
         yield Job(shape, works, limits, writes=False, tap=observer.tap)
 
 
-def _reporter(task: MergeTask, summary: TensorSummary, on_statistics: OnStatistics) -> Callable[[], None]:
-    """Return a function that passes on the statistics of every expert of a task."""
-
-    def report() -> None:
-        for e in range(len(task.experts)):
-            on_statistics(task, e, summary.statistics(e))
-
-    return report
+def _report(task: MergeTask, summary: TensorSummary, on_statistics: OnStatistics) -> None:
+    """Pass on the statistics of every expert of a task."""
+    for e in range(len(task.experts)):
+        on_statistics(task, e, summary.statistics(e))
 
 
 class _NoSink:

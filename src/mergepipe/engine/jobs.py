@@ -14,7 +14,7 @@ from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, RawBlock, has_rare, items
 from mergepipe.engine.block_reductions import Reduction
 from mergepipe.engine.segments import HoldLimits, JobShape, Piece, SegmentLayout, SegmentShape
 from mergepipe.engine.work import Tap
-from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Reduced
+from mergepipe.operators.base import BlockFunction
 from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.ranges import round_up
@@ -93,8 +93,8 @@ class TensorWork:
     """The work on one tensor: an optional reduction over all of it, then a function for each block.
 
     Args:
-        make_function: given what was reduced, the block function; None where nothing is written or bytes are copied.
-        on_reduced: told once when the reduction is finished, on the coordinating thread.
+        make_function: called once when the reduction is finished, on the coordinating thread; returns the block
+            function, or None where nothing is written or bytes are copied.
         sample: how the result of the function is scaled, where only a sample is read; None where nothing is scaled.
     """
 
@@ -102,8 +102,7 @@ class TensorWork:
         self,
         task: MergeTask,
         reduction: Reduction | None,
-        make_function: Callable[[Reduced], BlockFunction | None],
-        on_reduced: Callable[[], None] = lambda: None,
+        make_function: Callable[[], BlockFunction | None],
         sample: Sample | None = None,
     ) -> None:
         self.task = task
@@ -111,15 +110,10 @@ class TensorWork:
         self.reduction = reduction
         self.function: BlockFunction | None = None
         self._make_function = make_function
-        self._on_reduced = on_reduced
 
     def conclude(self) -> None:
         """Make the block function and release the reduction."""
-        reduced = NOTHING_REDUCED
-        if self.reduction is not None:
-            reduced = self.reduction.result()
-            self._on_reduced()
-        self.function = self._make_function(reduced)
+        self.function = self._make_function()
         self.reduction = None
 
     @property

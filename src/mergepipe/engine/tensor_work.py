@@ -93,7 +93,7 @@ class KnownQuantities:
         pairs = zip(request.kept_E, self._cuts(request.kept_E), strict=True)
         return MagnitudeCut(tuple(n_kept if cut is None else 0 for n_kept, cut in pairs))
 
-    def completed(self, request: ReductionRequest, gathered: Reduced) -> Reduced:
+    def completed(self, request: ReductionRequest | None, gathered: Reduced) -> Reduced:
         """Join what of a request was gathered with what is known of it."""
         if not isinstance(request, MagnitudeCut) or request.dropped_E or not self.experts or gathered.cuts_E3 is None:
             return gathered
@@ -183,57 +183,50 @@ def level_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int16]:
 # --- gather what an operator needs of a whole tensor in stages, each of which may depend on earlier ones ---
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """The stages of quantities that `operator` needs of a tensor, less those that are `known` without looking at it.
-
-    Of a sample only `sampled_elements` are looked at: ranks are those among them, sums are theirs.
-    """
-
-    operator: Operator
-    inputs: OperatorInput
-    known: KnownQuantities = KnownQuantities()
-    sampled_elements: int | None = None
-
-    def gather(self) -> tuple[Reduced, StagedReduction | None]:
-        """Return what is known without looking at the tensor, and the reduction that gathers the rest, if any."""
-        known, request = self.next(NOTHING_REDUCED)
-        return known, None if request is None else StagedReduction(self, request, known)
-
-    def reduction(self, request: ReductionRequest) -> Reduction:
-        """Make the reduction that gathers what is not known of `request`."""
-        n_elements, n_experts, request = self.inputs.n_elements, len(self.inputs.experts), self.known.lacking(request)
-        if self.sampled_elements is None:
-            return make_reduction(request, n_elements, n_experts)
-        request = request.among(self.sampled_elements, n_elements)
-        return make_reduction(request, n_elements, n_experts, self.sampled_elements)
-
-    def next(self, reduced: Reduced) -> tuple[Reduced, ReductionRequest | None]:
-        """Advance as far as known quantities allow; return them, and the next request to gather, if any."""
-        earlier: list[ReductionRequest] = []
-        while (request := self.operator.reduction(self.inputs, reduced)) is not None:
-            if request in earlier:
-                raise ValueError(f"{self.operator.spec.name} asks again for {request}")
-            earlier.append(request)
-            answer = self.known.answer(request)
-            if answer is None:
-                return reduced, request
-            reduced = reduced.joined(answer)
-        return reduced, None
-
-
 class StagedReduction:
-    """A `Reduction` that gathers one request after another. Memory: that of the largest of them.
+    """A `Reduction` that gathers what `operator` needs of a tensor, one request after another, while it `is_open`.
 
-    A stage that is done makes way for the next one, which sees every block as the other's refinement would.
+    What is `known` without looking at the tensor is not gathered. Of a sample only `n_sampled` elements are looked at:
+    ranks are those among them, sums are theirs. A stage that is done makes way for the next one, which sees every block
+    as the other's refinement would. Memory: that of the largest of them.
     """
 
-    def __init__(self, needs: Needs, request: ReductionRequest, reduced: Reduced) -> None:
-        self._needs = needs
-        self._reduced = reduced
-        self._request = request
-        self._current: Reduction | None = needs.reduction(request)
-        self._is_new = False  # the current stage has not seen the blocks yet
+    def __init__(
+        self,
+        operator: Operator,
+        inputs: OperatorInput,
+        known: KnownQuantities = KnownQuantities(),
+        n_sampled: int | None = None,
+    ) -> None:
+        self._operator, self._inputs, self._known, self._n_sampled = operator, inputs, known, n_sampled
+        self._begin(NOTHING_REDUCED)
+        self._is_new = False
+
+    def _begin(self, reduced: Reduced) -> None:
+        """Advance as far as known quantities allow, and begin to gather the next request, if any."""
+        earlier: list[ReductionRequest] = []
+        while (request := self._operator.reduction(self._inputs, reduced)) is not None:
+            if request in earlier:
+                raise ValueError(f"{self._operator.spec.name} asks again for {request}")
+            earlier.append(request)
+            answer = self._known.answer(request)
+            if answer is None:
+                break
+            reduced = reduced.joined(answer)
+        self._reduced, self._request = reduced, request
+        self._current = None if request is None else self._reduction(self._known.lacking(request))
+        self._is_new = True  # it has not seen the blocks yet
+
+    def _reduction(self, request: ReductionRequest) -> Reduction:
+        n_elements, n_experts, n_sampled = self._inputs.n_elements, len(self._inputs.experts), self._n_sampled
+        if n_sampled is not None:
+            request = request.among(n_sampled, n_elements)
+        return make_reduction(request, n_elements, n_experts, n_sampled)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the tensor has to be looked at."""
+        return self._current is not None
 
     def survey(self, block: RawBlock) -> None:
         if self._current:
@@ -259,13 +252,8 @@ class StagedReduction:
             return True
         if not self._current.finish():
             return False
-        gathered = self._needs.known.completed(self._request, self._current.result())
-        self._reduced, request = self._needs.next(self._reduced.joined(gathered))
-        if request is None:
-            self._current = None
-            return True
-        self._request, self._current, self._is_new = request, self._needs.reduction(request), True
-        return False
+        self._begin(self._reduced.joined(self._known.completed(self._request, self._current.result())))
+        return not self.is_open
 
     def result(self) -> Reduced:
         return self._reduced
@@ -277,28 +265,20 @@ class StagedReduction:
 def tensor_work(work: MergeWork, task: MergeTask) -> TensorWork:
     """Return the work on one tensor of a merge."""
     if task.action is Action.COPY or not task.base.n_elements:
-        return TensorWork(task, None, no_function)
+        return TensorWork(task, None, lambda: None)
     inputs, operator, access = operator_input(work, task), work.operator, work.access
     if not task.experts:
-        return TensorWork(task, None, lambda _: operator.block_function(inputs, NOTHING_REDUCED))
+        return TensorWork(task, None, lambda: operator.block_function(inputs, NOTHING_REDUCED))
     known = work.recorded.get(task.name, KnownQuantities()) if access is None else access.known(task.name)
     factor, n_sampled, sample = 1.0 if access is None else access.factor(task.name), None, None
     if access is not None and factor != 1.0:  # its quantities are those of the sample
         n_sampled = sum(run.span.n_elements for run in access.runs_of(0, task) if run.is_counted)
         if not n_sampled:
-            return TensorWork(task, None, lambda _: BASE_ALONE)
+            return TensorWork(task, None, lambda: BASE_ALONE)
         sample = Sample(factor, access.block_elements, operator.granularity(inputs))
-    reduced, staged = Needs(operator, inputs, known, n_sampled).gather()
-    return TensorWork(
-        task,
-        staged,
-        lambda gathered: operator.block_function(inputs, reduced if staged is None else gathered),
-        sample=sample,
-    )
-
-
-def no_function(_: Reduced = NOTHING_REDUCED) -> None:
-    """Return no block function: bytes are copied, or nothing is written."""
+    staged = StagedReduction(operator, inputs, known, n_sampled)
+    reduction = staged if staged.is_open else None
+    return TensorWork(task, reduction, lambda: operator.block_function(inputs, staged.result()), sample)
 
 
 def operator_input(work: MergeWork, task: MergeTask) -> OperatorInput:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, DELTA_FLAG, F32, GRAIN_ELEMENTS, DType, RawBlock, Span
 from mergepipe.engine.block_reductions import Reduction
-from mergepipe.engine.tensor_work import Needs
+from mergepipe.engine.tensor_work import StagedReduction
 from mergepipe.operators.base import BlockFunction, MagnitudeCut, Operator, OperatorInput, Reduced, Scalar
 from mergepipe.operators.spec import Scope
 
@@ -112,11 +112,10 @@ def apply_operator(
     """
     step = operator.granularity(inputs)
     cuts, grains = [cut // step * step for cut in cuts], [grain // step * step for grain in grains]
-    needs = Needs(operator, inputs)
-    reduced, staged = needs.gather()
-    if staged is not None:
-        reduced = run_reduction(staged, [tensor.block(span) for span in reversed(tensor.spans(grains))])
-    function = operator.block_function(inputs, reduced)
+    staged = StagedReduction(operator, inputs)
+    if staged.is_open:
+        run_reduction(staged, [tensor.block(span) for span in reversed(tensor.spans(grains))])
+    function = operator.block_function(inputs, staged.result())
     for span in reversed(tensor.spans(cuts)):
         function(tensor.block(span))
     return tensor.result
@@ -277,11 +276,10 @@ def _check_empty(
 
 
 def _block_function(operator: Operator, setting: _Setting, tensor: StoredTensor) -> BlockFunction:
-    needs = Needs(operator, setting.inputs)
-    reduced, staged = needs.gather()
-    if staged is not None:
-        reduced = run_reduction(staged, [tensor.block(span) for span in tensor.spans([])])
-    return operator.block_function(setting.inputs, reduced)
+    staged = StagedReduction(operator, setting.inputs)
+    if staged.is_open:
+        run_reduction(staged, [tensor.block(span) for span in tensor.spans([])])
+    return operator.block_function(setting.inputs, staged.result())
 
 
 def _merge(operator: Operator, setting: _Setting, cuts: Sequence[int] = (), grains: Sequence[int] = ()) -> NDArray[Any]:
