@@ -6,27 +6,32 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 from itertools import islice
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 import yaml
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import MODULES_NAME, PIPELINE_NAME
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
-from mergepipe.core.display import markdown_code, markdown_text, printable, yaml_scalar
-from mergepipe.core.units import format_bytes
+from mergepipe.core.display import as_line, markdown_code, markdown_text, yaml_scalar
+from mergepipe.core.units import format_bytes, plural
 from mergepipe.errors import CorruptError, NotFoundError, RecipeError
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.output_tensors import parsed_config
 from mergepipe.recipes.recipe import ModelInput, Recipe
 from mergepipe.recipes.references import reference_text, with_renamed
-from mergepipe.reports import BudgetVerdict
 from mergepipe.runs.budget import verdict_of
 from mergepipe.runs.inputs import Inputs
 from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, CACHED_MODEL, CARD_NAME, Manifest, is_relative_part
 from mergepipe.storage.contract import CARD_BYTES, Store
 from mergepipe.storage.location import HUB_SCHEME, Location
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _HUB_ID = re.compile(rf"(?:{_PART}/)?{_PART}")
@@ -192,122 +197,9 @@ def _texts(content: Mapping[str, object], key: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for text in texts if text and len(text) <= _MOST_CHARACTERS))
 
 
+# --- the card of an output ---
+
 _BACKTICKS = re.compile("`+")
-
-
-def metadata_lines(manifest: Manifest, origins: Origins, tags: Sequence[str]) -> Iterator[str]:
-    """Yield the metadata that the Hub reads, between its marks."""
-    card = origins.card
-    yield "---"
-    if origins.base_models:
-        yield "base_model:"
-        yield from (f"- {yaml_scalar(model)}" for model in origins.base_models)
-        yield "base_model_relation: merge"
-    licenses = ("license", card.license), ("license_name", card.license_name), ("license_link", card.license_link)
-    yield from (f"{key}: {yaml_scalar(value)}" for key, value in licenses if value)
-    if card.languages:
-        yield "language:"
-        yield from (f"- {yaml_scalar(language)}" for language in card.languages)
-    yield f"library_name: {yaml_scalar(origins.library)}"
-    if card.pipeline_tag:
-        yield f"pipeline_tag: {yaml_scalar(card.pipeline_tag)}"
-    yield "tags:"
-    yield from (f"- {yaml_scalar(tag)}" for tag in tags)
-    yield "merge:"
-    yield f"  method: {yaml_scalar(manifest.operator)}"
-    yield f"  tool: {yaml_scalar(f'mergepipe {manifest.version}')}"
-    yield f"  snapshot: {yaml_scalar(manifest.sid)}"
-    if manifest.plan is not None:
-        yield f"  plan: {yaml_scalar(str(manifest.plan_digest))}"
-        yield f"  budget: {yaml_scalar(_size(manifest.plan['budget_bytes']))}"
-    yield "---"
-
-
-def body_lines(manifest: Manifest, origins: Origins, verdict: BudgetVerdict | None) -> Iterator[str]:
-    """Yield what the card tells: inputs, usage, budget, recipe."""
-    n_models = len(manifest.inputs)
-    yield f"# {origins.title}"
-    yield ""
-    yield (
-        f"Made by MergePipe {manifest.version} from {n_models} model{'' if n_models == 1 else 's'}; "
-        f"snapshot `{manifest.sid}`."
-    )
-    yield ""
-    yield from _input_lines(manifest, origins)
-    yield ""
-    if origins.licenses:
-        yield "The models state different licences; this card states the base's:"
-        yield ""
-        yield from (f"- {markdown_code(name)}: {markdown_text(license_)}" for name, license_ in origins.licenses)
-        yield ""
-    if origins.usage:
-        yield "## Use"
-        yield ""
-        yield "```python"
-        yield from origins.usage
-        yield "```"
-        yield ""
-    if manifest.plan is not None:
-        planned, full = (_size(manifest.plan[key]) for key in ("planned_bytes", "full_cost_bytes"))
-        yield f"Made under a budget: plan `{manifest.plan_digest}` reads {planned} of the"
-        yield f"{full} that reading every expert in full takes."
-        yield ""
-    if verdict is not None:
-        yield from _verdict_lines(verdict)
-    rounding = f"{len(manifest.tensors)} tensors; arithmetic in float32, one rounding."
-    yield f"{rounding} Every input, digest and dropped tensor is"
-    yield "listed in `mergepipe.json`."
-    yield ""
-    yield from _recipe_lines(manifest, origins.recipe)
-
-
-def _input_lines(manifest: Manifest, origins: Origins) -> Iterator[str]:
-    has_revisions = any(origins.revisions)
-    yield "| role | model | revision |" if has_revisions else "| role | model |"
-    yield "|---|---|---|" if has_revisions else "|---|---|"
-    for record, name, revision in zip(manifest.inputs, origins.names, origins.revisions, strict=True):
-        last = f" {markdown_code(revision) if revision else ''} |" if has_revisions else ""
-        yield f"| {record.role} | {markdown_code(name)} |{last}"
-
-
-def _size(nbytes: object) -> str:
-    return format_bytes(nbytes) if isinstance(nbytes, int) else str(nbytes)
-
-
-def _verdict_lines(verdict: BudgetVerdict) -> Iterator[str]:
-    yield "## Budget"
-    yield ""
-    if verdict.is_full:
-        yield "Everything of the experts was read: this is the full merge."
-    else:
-        share = f"{_size(verdict.planned_bytes)} of {_size(verdict.full_bytes)}"
-        yield f"Read of the experts, by policy `{verdict.policy}`: {share}{verdict.moved}."
-        yield f"What such merges kept of a gain was measured in MergePipe's {verdict.measured}."
-        yield "Nothing is known of this one."
-    yield ""
-    yield "| expert | share of the blocks that it changes in the merge |"
-    yield "|---|---|"
-    yield from (f"| {markdown_code(expert.model)} | {100 * expert.share:.1f} % |" for expert in verdict.experts)
-    yield ""
-    for expert in verdict.unread:
-        yield f"Warning: nothing was read of {markdown_text(expert)}."
-        yield ""
-
-
-def _recipe_lines(manifest: Manifest, recipe: str) -> Iterator[str]:
-    yield "## Recipe"
-    yield ""
-    if "recipe_notices" in manifest.run:
-        yield "What has no effect in it, or another one than it asks for:"
-        yield ""
-        yield from (f"- {markdown_text(notice)}" for notice in str(manifest.run["recipe_notices"]).splitlines())
-        yield ""
-    fence = "`" * max(3, 1 + max(map(len, _BACKTICKS.findall(recipe)), default=0))
-    yield f"{fence}yaml"
-    yield from recipe.expandtabs().splitlines()
-    yield fence
-
-
 TAGS = ("merge", "mergepipe")
 _LIBRARY = "transformers"
 _LIBRARY_OF = {MODULES_NAME: "sentence-transformers", PIPELINE_NAME: "diffusers"}
@@ -317,54 +209,62 @@ _LOADERS = {  # of those: what to import from where, and how it is called
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Origins:
-    """Statements about the inputs in a card: their ids on the Hub, what the base's card lends, the recipe for others.
+def card_and_recipe(
+    inputs: Inputs,
+    store: Store,
+    manifest: Manifest,
+    plan: Plan | None,
+    cards: Sequence[InputCard],
+    files: Mapping[str, bytes],
+) -> tuple[bytes, str]:
+    """Write a model card in the Hub's form, and the recipe for others, in which models go by their ids on the Hub.
 
-    `names` shows each input of the manifest, a local one without its folders, `revisions` its commit on the Hub or
-    nothing. `licenses` are those that inputs state, if they state different ones. `usage` is Python that loads the
-    output; empty where that is not known. `title` says what was made.
+    `plan` is the manifest's, `cards` are those of the inputs, and `files` the small files of the output.
     """
-
-    base_models: tuple[str, ...]
-    names: tuple[str, ...]
-    revisions: tuple[str, ...]
-    card: InputCard
-    library: str
-    licenses: tuple[tuple[str, str], ...]
-    recipe: str
-    usage: tuple[str, ...]
-    title: str
-
-
-def origins_of(
-    inputs: Inputs, store: Store, manifest: Manifest, cards: Sequence[InputCard], files: Mapping[str, bytes]
-) -> Origins:
-    """Collect what the card says of the inputs and the small `files` of the output, by their content and places."""
-    leaves = tuple(inputs.leaves())
     by_name = _last_names([part for record in manifest.inputs for part in record.model.split("+")])
     shown = [
-        " + ".join(map(without_revision, record.hub_id.split("+")))
-        if record.hub_id
-        else _hub_name(record.model, by_name)
+        " + ".join(map(without_revision, (record.hub_id or "").split("+"))) or _hub_name(record.model, by_name)
         for record in manifest.inputs
     ]
-    for (_, model, _), record in zip(leaves, manifest.inputs, strict=True):
+    for (_, model, _), record in zip(inputs.leaves(), manifest.inputs, strict=True):
         by_name |= hub_names(model, record.hub_id, store)
-    base_card = cards[0]
+    recipe = with_renamed(manifest.recipe, lambda text: _hub_name(text, by_name)) if by_name else manifest.recipe
     listed = (library for name, library in _LIBRARY_OF.items() if name in inputs.base.sidecars)
-    library = base_card.library or next(listed, _LIBRARY)
-    return Origins(
+    library = cards[0].library or next(listed, _LIBRARY)
+    text = _template().render(
+        manifest=manifest,
+        card=cards[0],
         base_models=tuple(dict.fromkeys(_base_models(manifest, cards))),
-        names=tuple(shown),
-        revisions=tuple(_revision(record.hub_id) for record in manifest.inputs),
-        card=base_card,
         library=library,
-        licenses=_different_licenses(shown, cards),
-        recipe=with_renamed(manifest.recipe, lambda text: _hub_name(text, by_name)) if by_name else manifest.recipe,
-        usage=_usage(library, files),
+        tags=tuple(dict.fromkeys((*cards[0].tags, *TAGS))),
         title=_title(inputs.recipe),
+        inputs=[
+            {"role": record.role, "name": name, "revision": _revision(record.hub_id)}
+            for record, name in zip(manifest.inputs, shown, strict=True)
+        ],
+        licenses=_different_licenses(shown, cards),
+        usage=_usage(library, files),
+        verdict=None if plan is None else verdict_of(plan),
+        fence="`" * max(3, 1 + max(map(len, _BACKTICKS.findall(recipe)), default=0)),
+        recipe=recipe.expandtabs().splitlines(),
     )
+    return text.encode(), recipe
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined  # nothing that only checks needs templates
+
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True, autoescape=False, finalize=as_line
+    )
+    environment.filters |= {"code": markdown_code, "text": markdown_text, "yaml": yaml_scalar, "size": _size}
+    environment.globals["plural"] = plural
+    return environment.from_string(resources.files("mergepipe.runs").joinpath("card.md.j2").read_text("utf-8"))
+
+
+def _size(nbytes: object) -> str:
+    return format_bytes(nbytes) if isinstance(nbytes, int) else str(nbytes)
 
 
 def _title(recipe: Recipe) -> str:
@@ -405,14 +305,6 @@ def _usage(library: str, files: Mapping[str, bytes]) -> tuple[str, ...]:
         kinds["tokenizer"] = "AutoTokenizer"
     loads = (f"{variable} = {kind}.from_pretrained(name)" for variable, kind in kinds.items())
     return f"from transformers import {', '.join(kinds.values())}", "", name, *loads
-
-
-def model_card(manifest: Manifest, plan: Plan | None, origins: Origins) -> bytes:
-    """Write a model card in the Hub's form: metadata, inputs, recipe, budget, digests. `plan` is the manifest's."""
-    verdict = None if plan is None else verdict_of(plan)
-    tags = tuple(dict.fromkeys((*origins.card.tags, *TAGS)))
-    lines = (*metadata_lines(manifest, origins, tags), *body_lines(manifest, origins, verdict))
-    return "".join(f"{printable(line)}\n" for line in lines).encode()
 
 
 def _base_models(manifest: Manifest, cards: Sequence[InputCard]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import plural
 from mergepipe.errors import CorruptError, RecipeError, did_you_mean
 from mergepipe.recipes.output_tensors import parsed_config, text_sections, with_dtype, with_layers
-from mergepipe.runs.model_card import InputCard, read_input_card
+from mergepipe.runs.model_card import InputCard, card_and_recipe, read_input_card
 from mergepipe.snapshots.manifest import CARD_NAME, MANIFEST_NAME, LeftOutFile, Manifest, file_without_paths
 from mergepipe.storage.contract import SIDECARS_BYTES, FileKind, Store, concurrent_map, sidecar_limit
 from mergepipe.storage.location import Location
@@ -122,11 +122,8 @@ def sidecar_contents(
     planned: PlannedFiles, inputs: Inputs, store: Store, manifest: Manifest, plan: Plan | None
 ) -> dict[str, bytes]:
     """Add the files made from the manifest and its plan to the planned small files; not the manifest and the index."""
-    from mergepipe.runs.model_card import model_card, origins_of  # nothing that only checks needs templates
-
-    origins = origins_of(inputs, store, manifest, planned.cards, planned.contents)
-    made = {CARD_NAME: model_card(manifest, plan, origins), MERGEKIT_CONFIG_NAME: origins.recipe.encode()}
-    return {**planned.contents, **made}
+    card, recipe = card_and_recipe(inputs, store, manifest, plan, planned.cards, planned.contents)
+    return {**planned.contents, CARD_NAME: card, MERGEKIT_CONFIG_NAME: recipe.encode()}
 
 
 def _configuration(inputs: Inputs, config: bytes) -> bytes:
