@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe.checkpoints.embedding_rows import TokenRule
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
-from mergepipe.recipes.recipe import Case, Cases, EmbeddingSource, Recipe, Setting, TokenizerSource, value_at
+from mergepipe.recipes.recipe import Case, Cases, Recipe, Setting, value_at
 from mergepipe.recipes.recipe_files import load_recipes, reload_recipe, reload_recipes
 from mergepipe.recipes.references import reference_text
 from mergepipe.storage.local import LocalStore
@@ -178,27 +179,22 @@ def test_load_recipe__reads_the_tokenizer_that_is_wanted(folder: Path) -> None:
     recipe = load(folder, TOKENS)
     wanted = recipe.tokenizer
     assert wanted is not None
-    assert (wanted.source, wanted.model, wanted.pad_to_multiple_of) == (TokenizerSource.MODEL, 2, 64)
-    assert {token: (e.source, e.model, e.token, e.force) for token, e in wanted.tokens.items()} == {
-        "<|im_start|>": (EmbeddingSource.MODEL_TOKEN, 1, "<s>", True),
-        "<|im_end|>": (EmbeddingSource.MODEL, 2, None, False),
-        "<pad>": (EmbeddingSource.ZERO, None, None, False),
-        "x": (EmbeddingSource.USUAL, None, None, False),
+    assert (wanted.is_union, wanted.model, wanted.pad_to_multiple_of) == (False, 2, 64)
+    assert wanted.tokens == {
+        "<|im_start|>": TokenRule(1, "<s>", force=True),
+        "<|im_end|>": TokenRule(2),
+        "<pad>": TokenRule(),
+        "x": TokenRule(is_usual=True),
     }
     assert recipe.chat_template == "chatml"
 
 
-@pytest.mark.parametrize(
-    ("written", "source", "model"),
-    [("union", TokenizerSource.UNION, None), ("base", TokenizerSource.BASE, None), ("./a", TokenizerSource.MODEL, 1)],
-)
-def test_load_recipe__reads_a_tokenizer_source(
-    folder: Path, written: str, source: TokenizerSource, model: int | None
-) -> None:
+@pytest.mark.parametrize(("written", "is_union", "model"), [("union", True, 0), ("base", False, 0), ("./a", False, 1)])
+def test_load_recipe__reads_a_tokenizer_source(folder: Path, written: str, is_union: bool, model: int) -> None:
     text = TOKENS.split("tokenizer:")[0] + f"tokenizer_source: {written}\n"
     wanted = load(folder, text).tokenizer
     assert wanted is not None
-    assert (wanted.source, wanted.model) == (source, model)
+    assert (wanted.is_union, wanted.model) == (is_union, model)
 
 
 CHAIN = """\

@@ -95,16 +95,18 @@ def _ending(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A recipe's rule for one output row: row `row` of model `model` (zeros if None), or the usual rule.
+class TokenRule:
+    """A recipe's rule for the embedding of a token: the row of a token of `model`, zeros where that is None.
 
-    `force`: also for models that have the token.
+    The row is that of `token_id`, else of `token`, else of the same token. `is_usual`: as of any other token. `force`:
+    also for models that have the token.
     """
 
-    force: bool
-    is_usual: bool = False
     model: int | None = None
-    row: int = 0
+    token: str | None = None
+    token_id: int | None = None
+    is_usual: bool = False
+    force: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,9 +137,10 @@ class TokenRows:
         return TokenRows(np.where(self.row_MR < limit_M1, self.row_MR, -1), self.is_token_R)
 
 
-def fill_rows(rows: TokenRows, donors: Sequence[int], base: int | None, choices: Mapping[int, Given]) -> RowMap:
+def fill_rows(rows: TokenRows, donors: Sequence[int], base: int | None, choices: Mapping[int, TokenRule]) -> RowMap:
     """Choose rows for models that lack a token; origins are models. Only `donors` provide rows.
 
+    `choices` are the rules of single rows, with ids where they name a model.
     One donor has the token: its row. Several have it: the base's, else the mean of theirs. None has it: zeros.
     """
     n_rows = rows.is_token_R.size
@@ -156,7 +159,8 @@ def fill_rows(rows: TokenRows, donors: Sequence[int], base: int | None, choices:
         means.append(tuple(RowRange(donor, at := int(rows.row_MR[donor, row]), at + 1) for donor in having))
     for row, choice in choices.items():
         if not choice.is_usual:
-            origin_R[row], row_R[row] = (ZERO, 0) if choice.model is None else (choice.model, choice.row)
+            origin_R[row] = ZERO if choice.model is None else choice.model
+            row_R[row] = choice.token_id or 0
     return RowMap(origin_R, row_R, tuple(means))
 
 
@@ -166,7 +170,7 @@ def no_rows(n_rows: int) -> RowMap:
 
 
 def model_rows(
-    rows: TokenRows, model: int, fill: RowMap, padding: Sequence[tuple[int, int]], choices: Mapping[int, Given]
+    rows: TokenRows, model: int, fill: RowMap, padding: Sequence[tuple[int, int]], choices: Mapping[int, TokenRule]
 ) -> RowMap:
     """Choose the rows of one model's aligned embedding; origins are models.
 
@@ -258,9 +262,13 @@ def _token_notices(base: Vocabulary, base_name: str, other: Vocabulary, name: st
         )
     lost = [token for token in other.ids if token not in base.ids]
     if lost:
-        examples = ", ".join(map(shown, lost[:_MAX_EXAMPLES])) + (", ..." if len(lost) > _MAX_EXAMPLES else "")
         tokens = plural(len(lost), "token")
-        yield f"{tokens} of '{name}' not in the output's tokenizer: {examples}; {_ADVICE} adds them"
+        yield f"{tokens} of '{name}' not in the output's tokenizer: {examples_of(lost)}; {_ADVICE} adds them"
+
+
+def examples_of(tokens: Sequence[str]) -> str:
+    """List the first of some tokens."""
+    return ", ".join(map(shown, tokens[:_MAX_EXAMPLES])) + (", ..." if len(tokens) > _MAX_EXAMPLES else "")
 
 
 def _row_notices(first: Checkpoint, first_name: str, model: Checkpoint, name: str) -> list[str]:

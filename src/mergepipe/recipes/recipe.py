@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import TypeAlias
 
+from mergepipe.checkpoints.embedding_rows import TokenRule
 from mergepipe.core.blocks import DType
 from mergepipe.core.outcome import Notice
 from mergepipe.operators.spec import OperatorSpec
@@ -149,52 +149,23 @@ class OutputModule:
     where: str
 
 
-class TokenizerSource(StrEnum):
-    """The source of the output's tokenizer."""
-
-    UNION = "union"
-    BASE = "base"
-    MODEL = "model"
-
-
-class EmbeddingSource(StrEnum):
-    """The source of one token's embedding."""
-
-    USUAL = "usual"  # as for any other token
-    ZERO = "zero"
-    MODEL = "model"  # the same token in one model
-    MODEL_TOKEN = "model_token"  # another token in one model
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEmbedding:
-    """A recipe's rule for the embedding of one token. `model` is an index into `Recipe.inputs()`.
-
-    `force`: every model's row is taken from the source, even where the model has the token.
-    """
-
-    source: EmbeddingSource
-    model: int | None = None
-    token: str | None = None
-    token_id: int | None = None
-    force: bool = False
-
-
 MOST_ATOMS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerRequest:
-    """The requested tokenizer of the output. `model` is an index into `Recipe.inputs()`, for a single model's.
+    """The requested tokenizer of the output: that of `model`, an index into `Recipe.inputs()`.
 
-    `donor` is that model where it is not merged. `new_tokens` says how rows are made for tokens that no merged model
-    has, if not as zeros: of each model's rows, as the mean of those of the token's text (`subword`) or by orthogonal
-    matching pursuit of the donor's row over at most `n_atoms` tokens that both have (`omp`).
+    With `is_union` it has the tokens of all models, added to the first one's. `tokens` are the rules of single ones,
+    whose models are such indices, too. `donor` is the lender where it is not merged. `new_tokens` says how rows are
+    made for tokens that no merged model has, if not as zeros: of each model's rows, as the mean of those of the token's
+    text (`subword`) or by orthogonal matching pursuit of the donor's row over at most `n_atoms` tokens that both have
+    (`omp`).
     """
 
-    source: TokenizerSource
-    model: int | None = None
-    tokens: Mapping[str, TokenEmbedding] = field(default_factory=dict)
+    is_union: bool = False
+    model: int = 0
+    tokens: Mapping[str, TokenRule] = field(default_factory=dict)
     pad_to_multiple_of: int | None = None
     where: str = ""
     donor: ModelInput | None = None

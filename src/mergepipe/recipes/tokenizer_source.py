@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mergepipe.checkpoints.embedding_rows import TokenRule
 from mergepipe.errors import NotFoundError, RecipeError, did_you_mean
 from mergepipe.recipes.fields import DocumentReader, Findings
 from mergepipe.recipes.recipe import (
     MOST_ATOMS,
-    EmbeddingSource,
     ModelInput,
-    TokenEmbedding,
     TokenizerRequest,
-    TokenizerSource,
 )
 from mergepipe.recipes.references import read_model, read_reference
 from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
@@ -79,15 +77,16 @@ class _Tokenizer:
         self._reading.refuse("recipe.unknown-name", (*at, "new_tokens"), f"'{shortened(str(value))}' is unknown", hint)
         return ""
 
-    def _source(self, value: Value, at: KeyPath, new_tokens: str = "") -> tuple[TokenizerSource, int | None]:
+    def _source(self, value: Value, at: KeyPath, new_tokens: str = "") -> tuple[bool, int]:
+        """Return whether the tokenizer is a union of all, and the model that lends it."""
         if value == "union":
-            return TokenizerSource.UNION, None
+            return True, 0
         if value == "base":
             if not self._has_base:
                 message, hint = "there is no base_model", "name base_model, or give the model's path here"
                 self._reading.refuse("recipe.incomplete", at, message, hint)
-            return TokenizerSource.BASE, None
-        return TokenizerSource.MODEL, self._model(value, at, may_donate=bool(new_tokens))
+            return False, 0
+        return False, self._model(value, at, may_donate=bool(new_tokens)) or 0
 
     def _model(self, value: Value, at: KeyPath, *, may_donate: bool = False) -> int | None:
         """Return the index of a model among the recipe's inputs, behind which the donor stands."""
@@ -115,7 +114,7 @@ class _Tokenizer:
             return None
         return value
 
-    def _embedding(self, value: Value, at: KeyPath) -> TokenEmbedding | None:
+    def _embedding(self, value: Value, at: KeyPath) -> TokenRule | None:
         entry = self._reading.mapping(value, at, "write 'source: ...' under the token")
         if entry is None:
             return None
@@ -126,20 +125,20 @@ class _Tokenizer:
             return None
         return self._token_source(entry.get("source"), (*at, "source"), force=force)
 
-    def _token_source(self, value: Value, at: KeyPath, *, force: bool) -> TokenEmbedding | None:
+    def _token_source(self, value: Value, at: KeyPath, *, force: bool) -> TokenRule | None:
         if value is None:
-            return TokenEmbedding(EmbeddingSource.USUAL, force=force)
+            return TokenRule(is_usual=True, force=force)
         if not isinstance(value, dict) or "kind" not in value:
-            return TokenEmbedding(EmbeddingSource.MODEL, self._model(value, at), force=force)
+            return TokenRule(self._model(value, at), force=force)
         self._reading.unknown_keys(value, MODEL_TOKEN_KEYS, at)
         if value["kind"] == "zero":
-            return TokenEmbedding(EmbeddingSource.ZERO, force=force)
+            return TokenRule(force=force)
         if value["kind"] != "model_token":
             self._reading.wrong_kind(value["kind"], (*at, "kind"), "zero or model_token")
             return None
         return self._model_token(value, at, force=force)
 
-    def _model_token(self, value: dict[str, Value], at: KeyPath, *, force: bool) -> TokenEmbedding | None:
+    def _model_token(self, value: dict[str, Value], at: KeyPath, *, force: bool) -> TokenRule | None:
         token, token_id = value.get("token"), value.get("token_id")
         if (token is None) == (token_id is None):
             present_keys = "neither" if token is None else "both"
@@ -153,4 +152,4 @@ class _Tokenizer:
             self._reading.wrong_kind(token_id, (*at, "token_id"), "a whole number of at least 0")
             return None
         model = self._model(value.get("model"), (*at, "model"))
-        return TokenEmbedding(EmbeddingSource.MODEL_TOKEN, model, token, token_id, force)
+        return TokenRule(model, token, token_id, force=force)

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
 from mergepipe.checkpoints.embedding_rows import (
-    Given,
     TokenRows,
+    TokenRule,
     embedding_ending,
     embeddings_of,
+    examples_of,
     fill_rows,
     model_rows,
     no_rows,
@@ -43,20 +44,9 @@ from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import canonical_json, shown
 from mergepipe.core.units import plural
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
-from mergepipe.recipes.recipe import EmbeddingSource, TokenEmbedding, TokenizerRequest, TokenizerSource
+from mergepipe.recipes.recipe import TokenizerRequest
 from mergepipe.recipes.tokenizer_source import OMP, SUBWORD
 from mergepipe.storage.contract import Store
-
-_MAX_EXAMPLES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedTokens:
-    """Tokens of one model that the output's tokenizer lacks: how many, and the first of them."""
-
-    model: int
-    n_tokens: int
-    examples: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +55,24 @@ class Alignment:
 
     `checkpoints`: the given ones in order, their embeddings as aligned ones of `n_rows` rows; a tensor that already
     is aligned stays itself. `lender`: whose tokenizer the output has; `files` are those of its tokenizer files that
-    change, with their new content. `dropped`: tokens that the output does not have. `digest` (32 hex digits) is of
-    the output's tokens and of where every row comes from: tokenizer files may change where weights do not.
+    change, with their new content. `dropped`: by model its tokens that the output does not have.
+    `digest` (32 hex digits) is of the output's tokens and of where every row comes from: tokenizer files may change
+    where weights do not.
     """
 
     checkpoints: tuple[Checkpoint, ...]
     n_rows: int
     lender: int
     files: Mapping[str, bytes]
-    dropped: tuple[DroppedTokens, ...]
+    dropped: Mapping[int, tuple[str, ...]]
     digest: str
 
     def notices(self, names: Sequence[str]) -> tuple[str, ...]:
         """Format one line per model that loses tokens; `names` are the models' names."""
         return tuple(
-            f"{plural(dropped.n_tokens, 'token')} of '{names[dropped.model]}' not in the output's tokenizer, "
-            f"embeddings left out: "
-            f"{', '.join(map(shown, dropped.examples))}{', ...' if dropped.n_tokens > len(dropped.examples) else ''}"
-            for dropped in self.dropped
+            f"{plural(len(tokens), 'token')} of '{names[model]}' not in the output's tokenizer, "
+            f"embeddings left out: {examples_of(tokens)}"
+            for model, tokens in self.dropped.items()
         )
 
 
@@ -96,7 +86,7 @@ def align_vocabulary(
     embeddings are not aligned.
     """
     vocabularies = _vocabularies(models, store)
-    lender = request.model or 0
+    lender = request.model
     embeddings = [embeddings_of(model, vocab, store) for model, vocab in zip(models, vocabularies, strict=True)]
     n_ids_of_models = [
         min((tensor.shape[0] for tensor in named.values()), default=vocabulary.n_ids)
@@ -113,6 +103,8 @@ def align_vocabulary(
     for group in groups:
         for index, tensor in aligner.aligned(group, n_rows).items():
             replaced[index][group[index].name] = tensor
+    missing = [tuple(token for token in vocabulary.ids if token not in output.ids) for vocabulary in vocabularies]
+    dropped = {model: tokens for model, tokens in enumerate(missing) if tokens}
     return Alignment(
         tuple(
             replace(model, tensors=MappingProxyType({**model.tensors, **tensors})) if tensors else model
@@ -121,7 +113,7 @@ def align_vocabulary(
         n_rows,
         lender,
         MappingProxyType(extended_files(TokenizerFiles(models[lender], store), output, added)),
-        tuple(_dropped(vocabularies, output)),
+        dropped,
         _digest(output, replaced),
     )
 
@@ -155,7 +147,7 @@ def _added_tokens(
     """List the tokens added to the lender's vocabulary in order of new id: by model and id, then the recipe's own."""
     added: dict[str, AddedToken] = {}
     lender_ids = vocabularies[lender].ids
-    if request.source is TokenizerSource.UNION:
+    if request.is_union:
         for vocabulary, n_ids in zip(vocabularies, n_ids_of_models, strict=True):
             for token, index in vocabulary.ids.items():
                 if index < n_ids and token not in lender_ids:
@@ -164,15 +156,6 @@ def _added_tokens(
         if token not in lender_ids:
             added.setdefault(token, AddedToken(token))
     return list(added.values())
-
-
-def _dropped(vocabularies: Sequence[Vocabulary], output: Vocabulary) -> list[DroppedTokens]:
-    dropped = []
-    for index, vocabulary in enumerate(vocabularies):
-        missing = [token for token in vocabulary.ids if token not in output.ids]
-        if missing:
-            dropped.append(DroppedTokens(index, len(missing), tuple(missing[:_MAX_EXAMPLES])))
-    return dropped
 
 
 class _Aligner:
@@ -194,7 +177,7 @@ class _Aligner:
         self._models = models
         self._vocabularies = vocabularies
         self._output = output
-        self._lender = request.model or 0
+        self._lender = request.model
         self._base = base
 
     def n_rows(self, lent: Sequence[Readable]) -> int:
@@ -213,7 +196,7 @@ class _Aligner:
         donated = self._donated_like(group)
         limits[self._lender] = limits[self._lender] if donated is None else donated.shape[0]
         rows = TokenRows.of(self._output, self._vocabularies, n_mapped).cut(limits)
-        token_rules = self._token_rules(group, rows)
+        token_rules = self._token_rules(group)
         donors = [model for model, tensor in group.items() if not tensor.is_delta]
         fill = fill_rows(rows, donors, self._base if self._base in group else None, token_rules)
         return {
@@ -224,14 +207,14 @@ class _Aligner:
         }
 
     def _tensor(
-        self, group: Mapping[int, Readable], model: int, rows: TokenRows, fill: RowMap, token_rules: Mapping[int, Given]
+        self, group: Mapping[int, Readable], model: int, rows: TokenRows, fill: RowMap, rules: Mapping[int, TokenRule]
     ) -> Readable:
         stored = group[model]
         if stored.is_delta:
             fill = no_rows(rows.is_token_R.size)
-        chosen = model_rows(rows, model, fill, self._padding(group, model), token_rules)
+        chosen = model_rows(rows, model, fill, self._padding(group, model), rules)
         new_N = np.flatnonzero((chosen.origin_R == ZERO) & rows.is_token_R)
-        new_N = np.setdiff1d(new_N, [row for row, rule in token_rules.items() if not rule.is_usual])
+        new_N = np.setdiff1d(new_N, [row for row, rule in rules.items() if not rule.is_usual])
         makes_rows = bool(self._request.new_tokens) and new_N.size > 0 and not stored.is_delta
         if makes_rows and self._request.new_tokens == SUBWORD:
             chosen = self._with_means(chosen, new_N, model, stored.shape[0])
@@ -312,38 +295,31 @@ class _Aligner:
                 message = f"{tensor.dtype.name} in '{self._models[model].path}' cannot be aligned"
                 raise UnsupportedError.of("tokenizer.unsupported", tensor.name, message, "convert the model first")
 
-    def _token_rules(self, group: Mapping[int, Readable], rows: TokenRows) -> dict[int, Given]:
-        """Collect the recipe's rules for single tokens, by output row."""
-        rules = {}
-        for token, wanted in self._request.tokens.items():
-            row = self._output.ids[token]
-            if wanted.source is EmbeddingSource.USUAL:
-                rules[row] = Given(wanted.force, is_usual=True)
-            elif wanted.source is EmbeddingSource.ZERO:
-                rules[row] = Given(wanted.force)
-            else:
-                rules[row] = self._from_model(token, wanted, group, rows)
-        return rules
+    def _token_rules(self, group: Mapping[int, Readable]) -> dict[int, TokenRule]:
+        """Return the recipe's rules for single tokens, by output row, with the ids of the tokens that they name."""
+        return {
+            self._output.ids[token]: rule
+            if rule.model is None
+            else replace(rule, token_id=self._row_of(token, rule, rule.model, group))
+            for token, rule in self._request.tokens.items()
+        }
 
-    def _from_model(self, token: str, wanted: TokenEmbedding, group: Mapping[int, Readable], rows: TokenRows) -> Given:
-        model = wanted.model
-        if model is None or not 0 <= model < len(self._models):
-            raise ValueError(f"{token}: a token of no model")
+    def _row_of(self, token: str, rule: TokenRule, model: int, group: Mapping[int, Readable]) -> int:
         path = self._models[model].path
         if model not in group or group[model].is_delta:
             name = next(iter(group.values())).name
             content = "only differences of it" if model in group else "none"
             raise self._error(token, f"the row of '{name}' in '{path}' is needed, the model has {content}")
         n_rows = group[model].shape[0]
-        row = self._row_of(token, wanted, model)
+        row = self._id_of(token, rule, model)
         if not 0 <= row < n_rows:
             raise self._error(token, f"the row {row} of '{path}' is needed, its '{group[model].name}' has {n_rows}")
-        return Given(wanted.force, model=model, row=row)
+        return row
 
-    def _row_of(self, token: str, wanted: TokenEmbedding, model: int) -> int:
-        if wanted.token_id is not None:
-            return wanted.token_id
-        source_token = token if wanted.token is None else wanted.token
+    def _id_of(self, token: str, rule: TokenRule, model: int) -> int:
+        if rule.token_id is not None:
+            return rule.token_id
+        source_token = token if rule.token is None else rule.token
         ids = self._vocabularies[model].ids
         if source_token not in ids:
             message = f"'{self._models[model].path}' has no token {shown(source_token)}"

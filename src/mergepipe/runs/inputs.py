@@ -218,7 +218,8 @@ class Inputs:
     def dropped_rows(self) -> Iterator[DroppedTensor]:
         """Embedding rows that are dropped: of tokens that the output lacks, or beyond its last row."""
         models = self.recipe.inputs()
-        lost = {dropped.model: dropped.n_tokens for dropped in self.alignment.dropped} if self.alignment else {}
+        dropped = self.alignment.dropped if self.alignment else {}
+        lost = {model: len(tokens) for model, tokens in dropped.items()}
         for task in (task for task in self.resolution.tasks if embedding_ending(task.name)):
             for model in dict.fromkeys((task.base_model, *task.expert_models)):
                 stored = self.checkpoints[model].tensors.get(task.name)

@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from vocabulary_cases import EMBED, HEAD, WIDTH, embedding, fast_tokenizer, values_of, write_model
 
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.embedding_rows import TokenRows, model_rows, no_rows
+from mergepipe.checkpoints.embedding_rows import TokenRows, TokenRule, model_rows, no_rows
 from mergepipe.checkpoints.vocabulary import Vocabulary
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError
-from mergepipe.recipes.recipe import EmbeddingSource, TokenEmbedding, TokenizerRequest, TokenizerSource
-from mergepipe.recipes.vocabulary_alignment import Alignment, DroppedTokens, align_vocabulary
+from mergepipe.recipes.recipe import TokenizerRequest
+from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
 from mergepipe.storage.local import LocalStore
 from support.refusals import refuses
 
-UNION = TokenizerRequest(TokenizerSource.UNION)
-BASE = TokenizerRequest(TokenizerSource.BASE)
+UNION = TokenizerRequest(is_union=True)
+BASE = TokenizerRequest()
 WORDS = ("a", "b", "c", "d", "e", "f", "g", "h")
 Table = dict[str, NDArray[np.float64]]
 
@@ -87,7 +87,7 @@ def test_align_vocabulary__a_permutation_is_undone(order: list[int], tmp_path_fa
 def test_align_vocabulary__equal_tokenizers_leave_every_tensor_and_its_padding_alone(tmp_path: Path) -> None:
     models = [write_model(tmp_path / str(n), WORDS, seed=n, n_rows=16) for n in range(3)]
     aligned = align_vocabulary(UNION, models, LocalStore(), has_base=True)
-    assert aligned == Alignment(tuple(models), 16, 0, {}, (), aligned.digest)
+    assert aligned == Alignment(tuple(models), 16, 0, {}, {}, aligned.digest)
 
 
 def test_align_vocabulary__its_digest_tells_one_order_of_tokens_from_another(tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ def test_align_vocabulary__a_model_without_tokenizer_has_the_first_ones(tmp_path
 def test_align_vocabulary__another_models_tokenizer_lends_order_and_files(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base", ["a", "b", "c"], seed=0)
     expert = write_model(tmp_path / "expert", ["c", "x", "a"], seed=1)
-    request = TokenizerRequest(TokenizerSource.MODEL, model=1)
+    request = TokenizerRequest(model=1)
     aligned = align_vocabulary(request, [base, expert], LocalStore(), has_base=True)
     assert (aligned.lender, aligned.n_rows, dict(aligned.files)) == (1, 3, {})
-    assert aligned.dropped == (DroppedTokens(0, 1, ("b",)),)
+    assert aligned.dropped == {0: ("b",)}
     notice = "1 token of 'BASE' not in the output's tokenizer, embeddings left out: 'b'"
     assert aligned.notices(["BASE", "EXPERT"]) == (notice,)
     found = values_of(aligned.checkpoints[0].tensors[EMBED])
@@ -144,7 +144,7 @@ def test_align_vocabulary__another_models_tokenizer_lends_order_and_files(tmp_pa
 
 def test_align_vocabulary__pads_with_the_mean_of_all_rows(tmp_path: Path) -> None:
     models = [write_model(tmp_path / str(n), WORDS[: 5 + n], seed=n) for n in range(2)]
-    request = TokenizerRequest(TokenizerSource.UNION, pad_to_multiple_of=4)
+    request = TokenizerRequest(is_union=True, pad_to_multiple_of=4)
     aligned = align_vocabulary(request, models, LocalStore(), has_base=True)
     assert aligned.n_rows == 8
     for checkpoint in aligned.checkpoints:
@@ -157,13 +157,13 @@ def test_align_vocabulary__single_tokens_come_from_where_the_recipe_says(tmp_pat
     base = write_model(tmp_path / "base", ["a", "b"], seed=0)
     expert = write_model(tmp_path / "expert", ["a", "b", "c"], seed=1)
     tokens = {
-        "a": TokenEmbedding(EmbeddingSource.MODEL, model=1, force=True),
-        "b": TokenEmbedding(EmbeddingSource.ZERO),
-        "c": TokenEmbedding(EmbeddingSource.ZERO),
-        "new": TokenEmbedding(EmbeddingSource.MODEL_TOKEN, model=1, token="c"),
-        "id": TokenEmbedding(EmbeddingSource.MODEL_TOKEN, model=1, token_id=1),
+        "a": TokenRule(model=1, force=True),
+        "b": TokenRule(),
+        "c": TokenRule(),
+        "new": TokenRule(model=1, token="c"),
+        "id": TokenRule(model=1, token_id=1),
     }
-    request = TokenizerRequest(TokenizerSource.UNION, tokens=tokens)
+    request = TokenizerRequest(is_union=True, tokens=tokens)
     aligned = align_vocabulary(request, [base, expert], LocalStore(), has_base=True)
     base_rows, expert_rows = embedding(2, 0), embedding(3, 1)
     shared = [expert_rows[2], expert_rows[1]]
@@ -178,17 +178,15 @@ def test_align_vocabulary__single_tokens_come_from_where_the_recipe_says(tmp_pat
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (TokenEmbedding(EmbeddingSource.MODEL, model=0), "{base}' has no token 'c'"),
-        (TokenEmbedding(EmbeddingSource.MODEL_TOKEN, model=1, token="zz"), "{expert}' has no token 'zz'"),
-        (TokenEmbedding(EmbeddingSource.MODEL_TOKEN, model=1, token_id=3), "row 3 of '{expert}' is needed, its '"),
+        (TokenRule(model=0), "{base}' has no token 'c'"),
+        (TokenRule(model=1, token="zz"), "{expert}' has no token 'zz'"),
+        (TokenRule(model=1, token_id=3), "row 3 of '{expert}' is needed, its '"),
     ],
 )
-def test_align_vocabulary__a_source_that_is_not_there_is_named(
-    wanted: TokenEmbedding, message: str, tmp_path: Path
-) -> None:
+def test_align_vocabulary__a_source_that_is_not_there_is_named(wanted: TokenRule, message: str, tmp_path: Path) -> None:
     base = write_model(tmp_path / "base", ["a", "b"], seed=0)
     expert = write_model(tmp_path / "expert", ["a", "b", "c"], seed=1)
-    request = TokenizerRequest(TokenizerSource.UNION, tokens={"c": wanted}, where="recipe.yml:7")
+    request = TokenizerRequest(is_union=True, tokens={"c": wanted}, where="recipe.yml:7")
     with refuses(RecipeError, "recipe.value") as caught:
         align_vocabulary(request, [base, expert], LocalStore(), has_base=True)
     assert "recipe.yml:7: token 'c': " in str(caught.value)
