@@ -90,9 +90,9 @@ LIES: dict[str, tuple[Change, str]] = {
     "a content id that is none": (lambda d: d["expert"].update(content_id="c"), "expert: its content id is not 32"),
     "a tensor twice": (lambda d: d.update(tensors=["a", "a"]), "tensors are not one name, one size and one"),
     "a tensor without a size": (lambda d: d["tensors"].append("c"), "tensors are not one name, one size and one"),
-    "a size beyond the end": (lambda d: d["elements"].__setitem__(1, 1 << 60), "its header tells of more than the"),
-    "cuts beyond the end": (lambda d: d["cuts"].__setitem__(1, 1 << 60), "its header tells of more than the file"),
-    "bytes behind the arrays": (lambda d: d["elements"].__setitem__(1, 0), "there are bytes behind the last tensor"),
+    "a size beyond the end": (lambda d: d["elements"].__setitem__(1, 1 << 60), "bytes of arrays, the file has"),
+    "cuts beyond the end": (lambda d: d["cuts"].__setitem__(1, 1 << 60), "bytes of arrays, the file has"),
+    "bytes behind the arrays": (lambda d: d["elements"].__setitem__(1, 0), "bytes of arrays, the file has"),
     "cuts that no tensor has": (lambda d: d["densities"].append(0.5), "tensor 'a' has densities that are no"),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -29,6 +30,8 @@ STATISTICS_NAME: Final = "mergepipe.stats"
 MAGIC: Final = b"MPSTATS\n"
 SEAL_BYTES: Final = 32
 _LENGTH_BYTES = 8
+_PRODUCTS_BYTES = 3 * 8
+_CUT_BYTES = 8 + 3 * 4  # a density and its cut
 _HEX = frozenset("0123456789abcdef")
 _HINT = "get the file again, or make it with `mergepipe analyze`"
 
@@ -186,45 +189,36 @@ def parse_statistics(raw: bytes, where: object) -> StatisticsFile:
         raise _corrupt(where, f"its header ends at byte {stop}, the file has {len(raw)}")
 
     header = _FORMAT.parse(raw[start:stop], where)
-    decoder = _Decoder(memoryview(raw)[stop:-SEAL_BYTES], where)
-    statistics = {
-        name: decoder.next(name, BlockGrid(n, header.block_elements), n_cuts, header.densities)
-        for name, n, n_cuts in zip(header.tensors, header.elements, header.cuts, strict=True)
+    grids = [BlockGrid(n, header.block_elements) for n in header.elements]
+    sizes = [
+        _PRODUCTS_BYTES + _CUT_BYTES * n_cuts + BLOCK_RECORD.itemsize * grid.n_blocks
+        for grid, n_cuts in zip(grids, header.cuts, strict=True)
+    ]
+    content = memoryview(raw)[stop:-SEAL_BYTES]
+    if sum(sizes) != len(content):
+        raise _corrupt(where, f"its header tells of {sum(sizes)} bytes of arrays, the file has {len(content)}")
+    ends = accumulate(sizes)
+    tensors = {
+        name: _decoded(content[end - nbytes : end], grid, n_cuts)
+        for name, grid, n_cuts, nbytes, end in zip(header.tensors, grids, header.cuts, sizes, ends, strict=True)
     }
-    decoder.done()
-    return StatisticsFile(header.expert, header.base, header.block_elements, header.densities, statistics)
-
-
-class _Decoder:
-    """Takes the arrays of one tensor after another from the bytes behind the header."""
-
-    def __init__(self, raw: memoryview, where: object) -> None:
-        self._raw = raw
-        self._where = where
-        self._at = 0
-
-    def next(self, tensor: str, grid: BlockGrid, n_cuts: int, densities: Iterable[float]) -> TensorStatistics:
-        """Decode the statistics of one tensor, which has the cuts of all `densities`."""
-        products_3 = np.frombuffer(self._take(3 * 8), "<f8")
-        densities_D = np.frombuffer(self._take(n_cuts * 8), "<f8")
-        cuts_D3 = np.frombuffer(self._take(n_cuts * 12), "<u4").reshape(-1, 3)
-        blocks_B = np.frombuffer(self._take(grid.n_blocks * BLOCK_RECORD.itemsize), BLOCK_RECORD)
+    for name, statistics in tensors.items():
+        densities_D = statistics.densities_D
         is_ascending = ((densities_D > 0) & (densities_D <= 1)).all() and (np.diff(densities_D) > 0).all()
-        if not is_ascending or not set(densities) <= set(densities_D.tolist()):
-            message = f"tensor {tensor[:80]!r} has densities that are no ascending shares, or lacks some"
-            raise _corrupt(self._where, message)
-        return TensorStatistics(grid, blocks_B, densities_D, cuts_D3, products_3)
+        if not is_ascending or not set(header.densities) <= set(densities_D.tolist()):
+            raise _corrupt(where, f"tensor {name[:80]!r} has densities that are no ascending shares, or lacks some")
+    return StatisticsFile(header.expert, header.base, header.block_elements, header.densities, tensors)
 
-    def _take(self, nbytes: int) -> memoryview:
-        if nbytes > len(self._raw) - self._at:
-            raise _corrupt(self._where, "its header tells of more than the file holds")
-        self._at += nbytes
-        return self._raw[self._at - nbytes : self._at]
 
-    def done(self) -> None:
-        """Refuse bytes that the header does not tell of."""
-        if self._at != len(self._raw):
-            raise _corrupt(self._where, "there are bytes behind the last tensor")
+def _decoded(raw: memoryview, grid: BlockGrid, n_cuts: int) -> TensorStatistics:
+    """Decode the arrays of one tensor, in the order in which `_encoded` writes them."""
+    return TensorStatistics(
+        grid=grid,
+        products_3=np.frombuffer(raw, "<f8", 3),
+        densities_D=np.frombuffer(raw, "<f8", n_cuts, _PRODUCTS_BYTES),
+        cuts_D3=np.frombuffer(raw, "<u4", 3 * n_cuts, _PRODUCTS_BYTES + 8 * n_cuts).reshape(-1, 3),
+        blocks_B=np.frombuffer(raw, BLOCK_RECORD, grid.n_blocks, _PRODUCTS_BYTES + _CUT_BYTES * n_cuts),
+    )
 
 
 def _corrupt(where: object, message: str) -> MergePipeError:

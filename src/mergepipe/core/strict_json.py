@@ -6,7 +6,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import NoReturn, TypeAlias
@@ -24,27 +24,6 @@ def canonical_json(value: object) -> bytes:
 def digest_of(value: object) -> str:
     """BLAKE3-128 of the canonical JSON, 32 hex digits."""
     return blake3(canonical_json(value)).hexdigest(16)
-
-
-def parse_digestible(raw: bytes, refuse: Callable[[str], NoReturn]) -> object:
-    """Parse JSON that has a canonical form: no duplicate keys, only finite numbers and valid text.
-
-    `refuse` is called with the reason, and must raise.
-    """
-
-    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        members = dict(items)
-        return members if len(members) == len(items) else refuse("an object has the same key twice")
-
-    def constant(name: str) -> NoReturn:
-        refuse(f"{name} is not a valid JSON number")
-
-    try:
-        document: object = json.loads(raw.decode(), object_pairs_hook=pairs, parse_constant=constant)
-        canonical_json(document)  # refuses what has no digest: half surrogate pairs, numbers out of range
-    except (ValueError, RecursionError) as error:
-        refuse(f"not JSON: {error}")
-    return document
 
 
 JsonValue: TypeAlias = "dict[str, JsonValue] | list[JsonValue] | str | int | float | bool | None"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -106,7 +107,7 @@ LARGE = {"rfilename": "m", "size": 9, "blobId": "1" * 40, "lfs": {"sha256": SHA,
 
 
 def test_parse_model_info__prefers_the_sha256_of_large_files() -> None:
-    listing = parse_model_info("org/name", MODEL, {"sha": COMMIT, "siblings": [*INFO["siblings"], LARGE]})
+    listing = parse_model_info("org/name", MODEL, json.dumps({**INFO, "siblings": [*INFO["siblings"], LARGE]}).encode())
     assert {path: file.version for path, file in listing.files.items()} == {
         "a/b": f"git:{'1' * 40}", "m": f"sha256:{SHA}"
     }  # fmt: skip

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 from urllib.parse import parse_qs, quote, urlsplit
 
-from mergepipe.core.strict_json import parse_digestible
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, StorageError, UnsupportedError
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import Address, Exchange, HttpClient, Pin, bare_etag
@@ -170,11 +169,7 @@ class HubApi:
         answer = self._transfers.ask(location, lambda: self._exchange("GET", url))
         if answer.status != 200:
             raise self._refusal(location, answer)
-
-        def refuse(why: str) -> NoReturn:
-            raise no_answer(location, why)
-
-        return parse_model_info(location.root, location, parse_digestible(answer.body, refuse))
+        return parse_model_info(location.root, location, answer.body)
 
     def resolve(self, location: Location, commit: str, file: HubFile) -> Address:
         """Ask where the bytes of a file of a commit are, and hold the answer against the pin. Makes one attempt."""

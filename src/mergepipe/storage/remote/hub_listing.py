@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Final, Protocol
 
+from mergepipe.core.strict_json import parse_object
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError
 from mergepipe.storage.contract import Entry, FileKind, FileStatus
 from mergepipe.storage.location import Location
@@ -20,6 +21,8 @@ from mergepipe.storage.location import Location
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 SHA256, GIT = "sha256", "git"
+_CODE = "hub.answer"
+_HINT = "see that HF_ENDPOINT leads to a Hub"
 MOST_PATH_CHARACTERS: Final = 1024
 MOST_FOLDERS: Final = 16  # one in another: each file of a listing takes memory for all of them
 MOST_FILE_BYTES: Final = (1 << 63) - 1
@@ -187,10 +190,9 @@ class ModelListing:
         return FileStatus(FileKind.FOLDER, 0, self.commit) if path in self.folders else None
 
 
-def parse_model_info(model: str, where: Location, answer: object) -> ModelListing:
+def parse_model_info(model: str, where: Location, raw: bytes) -> ModelListing:
     """Read the Hub's answer about one revision of a model."""
-    if not isinstance(answer, dict):
-        raise no_answer(where, "it is no JSON object")
+    answer = parse_object(raw, where=where, code=_CODE, hint=_HINT)
     commit, siblings = answer.get("sha"), answer.get("siblings")
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
         raise no_answer(where, "it names no commit")
@@ -234,4 +236,4 @@ def changed(location: Location, what: str, expected: object, answer: object) -> 
 def no_answer(location: Location, why: str) -> MergePipeError:
     """Make the error for an answer that is not that of a Hub."""
     message = f"the Hub's answer is not as expected: {why}"
-    return CorruptError.of("hub.answer", location, message, "see that HF_ENDPOINT leads to a Hub")
+    return CorruptError.of(_CODE, location, message, _HINT)
