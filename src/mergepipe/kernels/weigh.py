@@ -1,11 +1,11 @@
 """Merge by weights of each element: averages by importance, and of several changes the most important one.
 
-The numbers beside the deltas are read as deltas are, so that both are rows of one frame. By model (K): `delta_K` and
-`weight_K` are the rows of its delta and of its numbers among the experts present, -1 where these are omitted and
-count as zero, and of the numbers -2 where there are none: each is then 1. All are multiplied by `factor_K`.
+The numbers beside the deltas are read as deltas are, so that both are rows of one frame.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,20 @@ OMITTED, WITHOUT_NUMBERS = -1, -2
 _TILE = TILE_ELEMENTS
 
 
+class Weighed(NamedTuple):
+    """The rows of each model's (K) delta and numbers among the experts present, and the factor of all its numbers.
+
+    A row is `OMITTED` where what would be in it counts as zero. `WITHOUT_NUMBERS` each number is 1.
+    """
+
+    delta_K: Counts
+    weight_K: Counts
+    factor_K: Doubles
+
+
 @kernel
 def weights_tile(frame_FN: Floats, row: int, factor: float, n: int, weights: Doubles) -> None:
-    """Write the weights of a model's elements; see the module for `row`."""
+    """Write the weights of a model's elements; see `Weighed` for `row`."""
     for i in range(n):
         weights[i] = factor if row == WITHOUT_NUMBERS else 0.0
     if row >= 0:
@@ -43,9 +54,7 @@ def add_weighted(frame_FN: Floats, row: int, weights: Doubles, n: int, sums_2N: 
 
 
 @kernel
-def merge_weighted(
-    block: RawBlock, delta_K: Counts, weight_K: Counts, factor_K: Doubles, normalizes: bool, scale: float
-) -> None:
+def merge_weighted(block: RawBlock, weighed: Weighed, normalizes: bool, scale: float) -> None:
     """Write `M_0 + scale` times the weighted sum of the deltas, over the sum of weights if it `normalizes`.
 
     An element whose weights sum to zero is then averaged by the factors alone.
@@ -56,23 +65,22 @@ def merge_weighted(
     weights = np.empty(_TILE, np.float64)
     sums_2N = np.empty((2, _TILE), np.float64)
     plain_2N = np.empty((2, _TILE), np.float64)
-    start = 0
-    while start < block.n_elements:
+    for start in range(0, block.n_elements, _TILE):
         m = min(_TILE, block.n_elements - start)
         decode_frame(block, start, m, model, frame_FN)
         sums_2N[:, :m] = 0.0
-        for k in range(delta_K.shape[0]):
-            weights_tile(frame_FN, weight_K[k], factor_K[k], m, weights)
-            add_weighted(frame_FN, delta_K[k], weights, m, sums_2N)
+        for k in range(weighed.delta_K.shape[0]):
+            weights_tile(frame_FN, weighed.weight_K[k], weighed.factor_K[k], m, weights)
+            add_weighted(frame_FN, weighed.delta_K[k], weights, m, sums_2N)
         lacking = False
         if normalizes:
             for i in range(m):
                 lacking |= sums_2N[1, i] == 0.0
         if lacking:
             plain_2N[:, :m] = 0.0
-            for k in range(delta_K.shape[0]):
-                weights_tile(frame_FN, WITHOUT_NUMBERS, factor_K[k], m, weights)
-                add_weighted(frame_FN, delta_K[k], weights, m, plain_2N)
+            for k in range(weighed.delta_K.shape[0]):
+                weights_tile(frame_FN, WITHOUT_NUMBERS, weighed.factor_K[k], m, weights)
+                add_weighted(frame_FN, weighed.delta_K[k], weights, m, plain_2N)
             for i in range(m):
                 if sums_2N[1, i] == 0.0:
                     sums_2N[0, i] = plain_2N[0, i]
@@ -82,15 +90,12 @@ def merge_weighted(
             change = np.float32(scale * sums_2N[0, i] / divisor)
             merged[i] = frame_FN[0, i] if change == np.float32(0.0) else frame_FN[0, i] + change
         encode_result(block, start, m, merged)
-        start += m
 
 
 @kernel
 def resolve_tile(
     frame_FN: Floats,
-    delta_K: Counts,
-    weight_K: Counts,
-    factor_K: Doubles,
+    weighed: Weighed,
     epsilon: np.float32,
     n: int,
     weights: Doubles,
@@ -102,10 +107,10 @@ def resolve_tile(
         best[i] = -1.0
     for i in range(n):
         resolved[i] = np.float32(0.0)
-    for k in range(delta_K.shape[0]):
-        if delta_K[k] >= 0:
-            delta = frame_FN[delta_K[k] + 1]
-            weights_tile(frame_FN, weight_K[k], factor_K[k], n, weights)
+    for k in range(weighed.delta_K.shape[0]):
+        if weighed.delta_K[k] >= 0:
+            delta = frame_FN[weighed.delta_K[k] + 1]
+            weights_tile(frame_FN, weighed.weight_K[k], weighed.factor_K[k], n, weights)
             for i in range(n):
                 wins = abs(delta[i]) > epsilon and weights[i] > best[i]
                 best[i] = weights[i] if wins else best[i]
@@ -113,30 +118,24 @@ def resolve_tile(
 
 
 @kernel
-def resolved_scores(
-    block: RawBlock, delta_K: Counts, weight_K: Counts, factor_K: Doubles, epsilon: np.float32, scores_N: Floats
-) -> None:
+def resolved_scores(block: RawBlock, weighed: Weighed, epsilon: np.float32, scores_N: Floats) -> None:
     """Write the magnitudes of the resolved deltas."""
     frame_FN = np.empty((len(block.present_E) + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
     weights, best = np.empty(_TILE, np.float64), np.empty(_TILE, np.float64)
-    start = 0
-    while start < block.n_elements:
+    for start in range(0, block.n_elements, _TILE):
         m = min(_TILE, block.n_elements - start)
         decode_frame(block, start, m, model, frame_FN)
         scores = scores_N[start : start + m]
-        resolve_tile(frame_FN, delta_K, weight_K, factor_K, epsilon, m, weights, best, scores)
+        resolve_tile(frame_FN, weighed, epsilon, m, weights, best, scores)
         for i in range(m):
             scores[i] = abs(scores[i])
-        start += m
 
 
 @kernel
 def add_resolved(
     block: RawBlock,
-    delta_K: Counts,
-    weight_K: Counts,
-    factor_K: Doubles,
+    weighed: Weighed,
     epsilon: np.float32,
     cuts_23: Bits32,
     row_elements: int,
@@ -152,7 +151,7 @@ def add_resolved(
         m = min(_TILE, block.n_elements - start, atom_stop(element, row_elements) - element)
         atom = atom_of(element, row_elements, common_multiple(row_elements))
         decode_frame(block, start, m, model, frame_FN)
-        resolve_tile(frame_FN, delta_K, weight_K, factor_K, epsilon, m, weights, best, resolved)
+        resolve_tile(frame_FN, weighed, epsilon, m, weights, best, resolved)
         sums_A2[atom, 0] += fold_magnitudes(resolved, m, weights)
         keep_band(resolved, m, element, cuts_23[0], cuts_23[1])
         sums_A2[atom, 1] += fold_magnitudes(resolved, m, weights)
@@ -162,9 +161,7 @@ def add_resolved(
 @kernel
 def merge_resolved(
     block: RawBlock,
-    delta_K: Counts,
-    weight_K: Counts,
-    factor_K: Doubles,
+    weighed: Weighed,
     epsilon: np.float32,
     cuts_23: Bits32,
     scale: np.float32,
@@ -174,17 +171,15 @@ def merge_resolved(
     model, resolved = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
     weights, best = np.empty(_TILE, np.float64), np.empty(_TILE, np.float64)
     zero = np.float32(0.0)
-    start = 0
-    while start < block.n_elements:
+    for start in range(0, block.n_elements, _TILE):
         m = min(_TILE, block.n_elements - start)
         decode_frame(block, start, m, model, frame_FN)
-        resolve_tile(frame_FN, delta_K, weight_K, factor_K, epsilon, m, weights, best, resolved)
+        resolve_tile(frame_FN, weighed, epsilon, m, weights, best, resolved)
         keep_band(resolved, m, block.first_element + start, cuts_23[0], cuts_23[1])
         for i in range(m):
             merged = frame_FN[0, i] + scale * resolved[i]
             resolved[i] = frame_FN[0, i] if resolved[i] == zero else merged
         encode_result(block, start, m, resolved)
-        start += m
 
 
 @kernel
@@ -198,8 +193,7 @@ def merge_agreed(block: RawBlock, factor_E: Floats, threshold_E: Floats, least: 
     model = np.empty(_TILE, np.float32)
     total, near = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
     zero, one = np.float32(0.0), np.float32(1.0)
-    start = 0
-    while start < block.n_elements:
+    for start in range(0, block.n_elements, _TILE):
         m = min(_TILE, block.n_elements - start)
         decode_frame(block, start, m, model, frame_FN)
         for i in range(m):
@@ -216,4 +210,3 @@ def merge_agreed(block: RawBlock, factor_E: Floats, threshold_E: Floats, least: 
             merged = frame_FN[0, i] + scale * total[i]
             total[i] = merged if near[i] >= least and total[i] != zero else frame_FN[0, i]
         encode_result(block, start, m, total)
-        start += m

@@ -7,7 +7,7 @@ one more expert of the tensor, behind the models; an expert's `NUMBERS_OF` says 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,9 @@ from mergepipe.operators.spec import (
     rescale_to_magnitudes,
 )
 from mergepipe.operators.statistics import NOTHING_KEPT, Cut
+
+if TYPE_CHECKING:
+    from mergepipe.kernels.weigh import Weighed
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,6 @@ class Passthrough(Plain):
         return ElementwiseRule(np.empty(0, np.float32), anchor_scale=float(inputs.anchor.get("scale", 1.0)))
 
 
-Places = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Numbers:
     """The models (K) that are merged: their factors, and which experts hold their importances, -2 for none."""
@@ -118,15 +118,15 @@ class _Numbers:
                 expert_K[int(parameters[NUMBERS_OF])] = e
         return cls(np.array([float(p["weight"]) for p in models], np.float64), expert_K)
 
-    def places(self, block: RawBlock) -> Places:
-        """Return the rows of deltas and importances in a block, as `kernels.weigh` takes them, and the factors."""
-        from mergepipe.kernels.weigh import OMITTED, WITHOUT_NUMBERS
+    def weighed(self, block: RawBlock) -> Weighed:
+        """Return the rows of deltas and importances in a block, and the factors."""
+        from mergepipe.kernels.weigh import OMITTED, WITHOUT_NUMBERS, Weighed
 
         n_experts = max(len(self.factor_K), int(self.expert_K.max(initial=-1)) + 1)
         row_E = np.full(n_experts, OMITTED, np.int64)
         row_E[block.present_E] = np.arange(len(block.present_E))
         numbers_K = np.where(self.expert_K < 0, WITHOUT_NUMBERS, row_E[np.maximum(self.expert_K, 0)])
-        return row_E[: len(self.factor_K)], numbers_K, self.factor_K
+        return Weighed(row_E[: len(self.factor_K)], numbers_K, self.factor_K)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,7 @@ class Fisher(Plain):
         def merge(block: RawBlock) -> None:
             from mergepipe.kernels.weigh import merge_weighted
 
-            deltas, weights, factors = numbers.places(block)
-            merge_weighted(block, deltas, weights, factors, normalizes, scale)
+            merge_weighted(block, numbers.weighed(block), normalizes, scale)
 
         return merge
 
@@ -184,24 +183,21 @@ class _Resolved:
         """Score elements by what is left of them."""
         from mergepipe.kernels.weigh import resolved_scores
 
-        deltas, weights, factors = self.numbers.places(block)
-        resolved_scores(block, deltas, weights, factors, np.float32(self.epsilon), scores_N)
+        resolved_scores(block, self.numbers.weighed(block), np.float32(self.epsilon), scores_N)
 
     def add_magnitudes(self, block: RawBlock, row_elements: int, sums_AK: Sums, _: Marks) -> None:
         """Sum magnitudes before and after the cut."""
         from mergepipe.kernels.weigh import add_resolved
 
-        deltas, weights, factors = self.numbers.places(block)
         epsilon, cuts = np.float32(self.epsilon), self.cuts_23
-        add_resolved(block, deltas, weights, factors, epsilon, cuts, row_elements, sums_AK)
+        add_resolved(block, self.numbers.weighed(block), epsilon, cuts, row_elements, sums_AK)
 
     def merged(self, block: RawBlock, scale: float) -> None:
         """Merge a block."""
         from mergepipe.kernels.weigh import merge_resolved
 
-        deltas, weights, factors = self.numbers.places(block)
         epsilon, cuts = np.float32(self.epsilon), self.cuts_23
-        merge_resolved(block, deltas, weights, factors, epsilon, cuts, np.float32(scale))
+        merge_resolved(block, self.numbers.weighed(block), epsilon, cuts, np.float32(scale))
 
 
 @dataclass(frozen=True, slots=True)
