@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -317,13 +317,10 @@ def check_original_headers(store: Store, opened: OpenedStore) -> None:
 
 def original_checkpoint(opened: OpenedStore) -> Checkpoint:
     """Return the tensors as they lay in the original files, which need not be there any more."""
-    tensors = {entry.name: entry for entry in _original_entries(opened)}
-    return Checkpoint(opened.root, opened.root, MappingProxyType(tensors), (), ())
-
-
-def _original_entries(opened: OpenedStore) -> Iterator[TensorEntry]:
+    tensors: dict[str, Readable] = {}
     ends = [file.header_bytes for file in opened.header.files]
     for tensor in opened.header.tensors:
-        file: Location = opened.root / opened.header.files[tensor.file].name
-        yield TensorEntry(tensor.name, tensor.dtype, tensor.shape, file, ends[tensor.file], tensor.nbytes)
+        file, start = opened.root / opened.header.files[tensor.file].name, ends[tensor.file]
+        tensors[tensor.name] = TensorEntry(tensor.name, tensor.dtype, tensor.shape, file, start, tensor.nbytes)
         ends[tensor.file] += tensor.nbytes
+    return Checkpoint(opened.root, opened.root, MappingProxyType(tensors), (), ())

@@ -258,7 +258,8 @@ class Pipeline:
                 opened = _opened(computation.source, running.files, on_base=on_base, turns=self._turns)
                 running.opened[computation.key] = opened
             if computation.on_base and computation.base_offset not in filled.bases:
-                filled.bases[computation.base_offset] = _base_bytes(computation, buffer)
+                stored = buffer[computation.base_offset : computation.base_offset + computation.base_bytes]
+                filled.bases[computation.base_offset] = BaseBytes(stored)
             (filled.on_base if computation.on_base else now).append(computation)
         self._order(filled, now)
 
@@ -388,10 +389,6 @@ def _read(read: Read, buffer: NDArray[np.uint8], files: Mapping[Location, RangeF
     file = files[read.file]
     view = buffer[read.buffer_offset : read.buffer_offset + read.nbytes]
     request(file, read.offset, view, min(read.nbytes, file.size_bytes - read.offset), read.purpose)
-
-
-def _base_bytes(order: Computation, buffer: NDArray[np.uint8]) -> BaseBytes:
-    return BaseBytes(buffer[order.base_offset : order.base_offset + order.base_bytes])
 
 
 def _opened(

@@ -116,11 +116,6 @@ def lay_out(
     return SegmentLayout(shape, tuple(reads), computations, tuple(pieces))
 
 
-def is_on_base(source: Readable, base: Readable) -> bool:
-    """Whether `source` is encoded on just this base."""
-    return source.encoded_on == base
-
-
 def _place_computed(needed: Sequence[_NeededElements], places: list[int], position: int) -> tuple[Computation, ...]:
     """Give computed tensors their places after `position`."""
     computations = []
@@ -135,7 +130,7 @@ def _place_computed(needed: Sequence[_NeededElements], places: list[int], positi
                     buffer_offset=position,
                     base_offset=places[elements.base],
                     base_bytes=elements.span.n_elements * base.dtype.itemsize,
-                    on_base=is_on_base(elements.source, base),
+                    on_base=elements.source.encoded_on == base,
                     purpose=elements.purpose,
                 )
             )
@@ -221,16 +216,13 @@ class Run:
 RunsOf = Callable[[int, MergeTask], Iterable[Run]]
 
 
-def leveled(source: Source) -> LeveledTensor:
-    """Return the source as a `LeveledTensor`."""
-    if not isinstance(source, LeveledTensor):
-        raise ValueError(f"{source.name} has no levels: it is read as it is")
-    return source
-
-
 def at_level(source: Readable, level: int) -> Readable:
     """Return the source at a level: itself at 0."""
-    return leveled(source).at_level(level) if level else source
+    if not level:
+        return source
+    if not isinstance(source, LeveledTensor):
+        raise ValueError(f"{source.name} has no levels: it is read as it is")
+    return source.at_level(level)
 
 
 Levels = tuple[tuple[int, int], ...]

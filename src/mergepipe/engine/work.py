@@ -44,14 +44,6 @@ class Tap:
     look: Callable[[MergeTask, Piece, NDArray[np.uint8]], None]
 
 
-def _ignore_progress(_: ShardProgress | None) -> None:
-    """Ignore progress."""
-
-
-def _ignore_statistics(_: MergeTask, __: int, ___: TensorStatistics) -> None:
-    """Ignore statistics."""
-
-
 @dataclass(frozen=True, slots=True)
 class Observer:
     """Callbacks of one run, passed beside the work and never part of it: they have no effect on the output.
@@ -60,8 +52,8 @@ class Observer:
     the tensors of which the work gathers statistics. Both are called on the calling thread.
     """
 
-    on_progress: Callable[[ShardProgress | None], None] = _ignore_progress
-    on_statistics: OnStatistics = _ignore_statistics
+    on_progress: Callable[[ShardProgress | None], None] = lambda _: None
+    on_statistics: OnStatistics = lambda _task, _expert, _statistics: None
     tap: Tap | None = None
 
 

@@ -253,12 +253,6 @@ class Influence:
     is_known: bool = True
 
 
-def equal_influence(n_experts: int) -> Influence:
-    """Every delta counts as much as its norm: for operators that omit blocks soundly but have no fixed coefficients."""
-    ones_E = np.ones(n_experts)
-    return Influence(ones_E, ones_E.copy())
-
-
 def unknown_influence(n_experts: int) -> Influence:
     """Return the influence of an operator that does not state the effect of a part of a delta: plan whole tensors."""
     ones_E = np.ones(n_experts)
@@ -325,7 +319,8 @@ class AllAlike(Plain):
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         """Return the same for all experts."""
-        return equal_influence(len(inputs.experts))
+        ones_E = np.ones(len(inputs.experts))
+        return Influence(ones_E, ones_E.copy())
 
 
 # --- what recipes may ask of any rule: weights that follow from norms, a spectral step after it ---
