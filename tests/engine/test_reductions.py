@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, BlockGrid, RawBlock, Span
 from mergepipe.engine import block_reductions, order_statistics
 from mergepipe.engine.analysis import FINE_SHARE, FineMagnitudes, TensorSummary
-from mergepipe.engine.block_reductions import InnerProductSums, MagnitudeCuts, ScoreRanks, scores_of
+from mergepipe.engine.block_reductions import MagnitudeCuts, ScoreRanks, inner_products, scores_of
 from mergepipe.engine.order_statistics import RankSearch
 from mergepipe.operators.statistics import rank_of_density
 from mergepipe.testing.contracts import Family, StoredTensor, make_family, run_reduction
@@ -171,9 +171,9 @@ def test_inner_product_sums__do_not_depend_on_segmentation(data: st.DataObject) 
     family = make_family(np.random.default_rng(data.draw(st.integers(0, 999))), n, F32, dtypes, 0.0)
     tensor = StoredTensor(family, F32)
     cuts = [GRAIN_ELEMENTS * i for i in data.draw(st.lists(st.integers(1, 4), max_size=4))]
-    whole = run_reduction(InnerProductSums(n, len(dtypes)), [tensor.block(Span(0, n))]).products_E3
+    whole = run_reduction(inner_products(n, len(dtypes)), [tensor.block(Span(0, n))]).products_E3
     parts = [tensor.block(span) for span in reversed(tensor.spans(cuts))]
-    in_parts = run_reduction(InnerProductSums(n, len(dtypes)), parts).products_E3
+    in_parts = run_reduction(inner_products(n, len(dtypes)), parts).products_E3
     assert whole is not None
     assert in_parts is not None
     np.testing.assert_array_equal(whole, in_parts)
@@ -199,7 +199,7 @@ def test_tensor_summary__answers_as_the_reduction_it_stands_in_for(data: st.Data
     cuts_E3 = np.array([one.cut(kept_E[0]) for one in statistics], np.uint32)
     assert_cuts(family, kept_E, cuts_E3)
     assert_cuts(family, kept_E, run_reduction(MagnitudeCuts(kept_E, n), blocks).cuts_E3)
-    sums = run_reduction(InnerProductSums(n, len(dtypes)), blocks).products_E3
+    sums = run_reduction(inner_products(n, len(dtypes)), blocks).products_E3
     assert sums is not None
     np.testing.assert_array_equal(np.stack([one.products_3 for one in statistics]), sums)
 

@@ -68,13 +68,13 @@ def make_reduction(
         case MagnitudeCut(kept_E, dropped_E):
             return MagnitudeCuts(kept_E, n_ranked, dropped_E)
         case InnerProducts():
-            return InnerProductSums(n_elements, n_experts)
+            return inner_products(n_elements, n_experts)
         case RowGram(row_elements):
-            return RowGrams(n_elements, n_experts, row_elements)
+            return row_grams(n_elements, n_experts, row_elements)
         case ColumnGram(n_columns, cell_elements):
-            return ColumnGrams(n_elements, n_experts, n_columns, cell_elements)
+            return column_grams(n_elements, n_experts, n_columns, cell_elements)
         case RowSums():
-            return MeasureSums(request, n_elements)
+            return measure_sums(request, n_elements)
         case ScoreCut(score, ranks, share):
             return ScoreRanks(score, n_ranked, ranks, share)
         case SoftmaxDivergence(row_elements):
@@ -150,65 +150,58 @@ class OnePass:
         """Called only beside other reductions; does nothing."""
 
 
-class InnerProductSums(OnePass):
+class Summed(OnePass):
+    """A reduction of sums, to which each block is added by a function; another makes the answer of them."""
+
+    def __init__(self, add: Callable[[RawBlock], None], answer: Callable[[], Reduced]) -> None:
+        self._add, self._answer = add, answer
+
+    def accumulate(self, block: RawBlock) -> None:
+        self._add(block)
+
+    def result(self) -> Reduced:
+        return self._answer()
+
+
+def inner_products(n_elements: int, n_experts: int) -> Summed:
     """<base, base>, <delta, delta>, <base, delta> in float64, the same however the tensor is cut for reading.
 
     Memory: 8 bytes per 16 Ki elements, and 16 per expert and 16 Ki elements.
     """
+    n_cells = -(-n_elements // GRAIN_ELEMENTS)
+    base_C, cells_EC2 = np.zeros(n_cells), np.zeros((n_experts, n_cells, 2))
 
-    def __init__(self, n_elements: int, n_experts: int) -> None:
-        n_cells = -(-n_elements // GRAIN_ELEMENTS)
-        self._base_C = np.zeros(n_cells, np.float64)
-        self._cells_EC2 = np.zeros((n_experts, n_cells, 2), np.float64)
-
-    def accumulate(self, block: RawBlock) -> None:
+    def add(block: RawBlock) -> None:
         from mergepipe.kernels.summary import sum_products, sum_squares
 
         first_cell = block.first_element // GRAIN_ELEMENTS
-        sum_squares(block, self._base_C[first_cell:])
+        sum_squares(block, base_C[first_cell:])
         for place, e in enumerate(block.present_E):
-            sum_products(block, place, self._cells_EC2[e, first_cell:])
+            sum_products(block, place, cells_EC2[e, first_cell:])
 
-    def result(self) -> Reduced:
-        return Reduced(products_E3=join_products(self._base_C, self._cells_EC2))
+    return Summed(add, lambda: Reduced(products_E3=join_products(base_C, cells_EC2)))
 
 
-class RowGrams(OnePass):
+def row_grams(n_elements: int, n_experts: int, row_elements: int) -> Summed:
     """Inner products of base and deltas by row, the same however the tensor is cut. Memory: 8 (E + 1)^2 an atom."""
+    from mergepipe.kernels.products import add_row_grams, count_atoms, join_atoms
 
-    def __init__(self, n_elements: int, n_experts: int, row_elements: int) -> None:
-        from mergepipe.kernels.products import count_atoms
-
-        self._n_elements, self._row_elements = n_elements, row_elements
-        self._gram_AFF = np.zeros((count_atoms(n_elements, row_elements), n_experts + 1, n_experts + 1), np.float64)
-
-    def accumulate(self, block: RawBlock) -> None:
-        from mergepipe.kernels.products import add_row_grams
-
-        add_row_grams(block, self._row_elements, self._gram_AFF)
-
-    def result(self) -> Reduced:
-        from mergepipe.kernels.products import join_atoms
-
-        gram_RFF = join_atoms(self._gram_AFF, self._n_elements, self._row_elements)
-        return Reduced(gram_GFF=_both_triangles(gram_RFF))
+    gram_AFF = np.zeros((count_atoms(n_elements, row_elements), n_experts + 1, n_experts + 1))
+    return Summed(
+        lambda block: add_row_grams(block, row_elements, gram_AFF),
+        lambda: Reduced(gram_GFF=_both_triangles(join_atoms(gram_AFF, n_elements, row_elements))),
+    )
 
 
-class ColumnGrams(OnePass):
+def column_grams(n_elements: int, n_experts: int, n_columns: int, cell_elements: int) -> Summed:
     """Inner products of base and deltas by column. Memory: 8 (E + 1)^2 for each column of each cell."""
+    from mergepipe.kernels.products import add_column_grams
 
-    def __init__(self, n_elements: int, n_experts: int, n_columns: int, cell_elements: int) -> None:
-        self._n_columns, self._cell_elements = n_columns, cell_elements
-        n_cells = -(-n_elements // cell_elements)
-        self._gram_CFFP = np.zeros((n_cells, n_experts + 1, n_experts + 1, n_columns), np.float64)
-
-    def accumulate(self, block: RawBlock) -> None:
-        from mergepipe.kernels.products import add_column_grams
-
-        add_column_grams(block, self._n_columns, self._cell_elements, self._gram_CFFP)
-
-    def result(self) -> Reduced:
-        return Reduced(gram_GFF=_both_triangles(self._gram_CFFP.sum(axis=0).transpose(2, 0, 1)))
+    gram_CFFP = np.zeros((-(-n_elements // cell_elements), n_experts + 1, n_experts + 1, n_columns))
+    return Summed(
+        lambda block: add_column_grams(block, n_columns, cell_elements, gram_CFFP),
+        lambda: Reduced(gram_GFF=_both_triangles(gram_CFFP.sum(axis=0).transpose(2, 0, 1))),
+    )
 
 
 def _both_triangles(upper_GFF: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -216,36 +209,32 @@ def _both_triangles(upper_GFF: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.triu(upper_GFF) + np.triu(upper_GFF, 1).transpose(0, 2, 1)
 
 
-class MeasureSums(OnePass):
+def measure_sums(request: RowSums, n_elements: int) -> Summed:
     """Sums of a measure by row, the same however the tensor is cut, and the marks of what survives it, if it makes any.
 
     Memory: 8 bytes for each sum of an atom; of the marks a bit for each element and row of them, 128 MiB at most, else
     none.
     """
+    from mergepipe.kernels.merge import MARK_BYTES, MARK_ELEMENTS
+    from mergepipe.kernels.products import count_atoms, join_atoms
 
-    def __init__(self, request: RowSums, n_elements: int) -> None:
-        from mergepipe.kernels.merge import MARK_BYTES, MARK_ELEMENTS
-        from mergepipe.kernels.products import count_atoms
+    row_elements, row_bytes = request.row_elements, -(-n_elements // MARK_ELEMENTS) * MARK_BYTES
+    is_small = request.mark_rows * row_bytes <= MOST_MARK_BYTES
+    sums_AK = np.zeros((count_atoms(n_elements, row_elements), request.n_sums))
+    marks_MB = np.zeros((request.mark_rows if is_small else 0, row_bytes), np.uint8)
 
-        self._request, self._n_elements = request, n_elements
-        self._sums_AK = np.zeros((count_atoms(n_elements, request.row_elements), request.n_sums), np.float64)
-        row_bytes = -(-n_elements // MARK_ELEMENTS) * MARK_BYTES
-        is_small = request.mark_rows * row_bytes <= MOST_MARK_BYTES
-        self._mark_elements = MARK_ELEMENTS
-        self._marks_MB = np.zeros((request.mark_rows if is_small else 0, row_bytes), np.uint8)
-
-    def accumulate(self, block: RawBlock) -> None:
-        if len(self._marks_MB) and block.first_element % self._mark_elements:
+    def add(block: RawBlock) -> None:
+        if len(marks_MB) and block.first_element % MARK_ELEMENTS:
             raise ValueError(
-                f"a block starts at element {block.first_element}, inside a group of {self._mark_elements} marks"
+                f"a block starts at element {block.first_element}, inside a group of {MARK_ELEMENTS} marks"
             )
-        self._request.measure(block, self._request.row_elements, self._sums_AK, self._marks_MB)
+        request.measure(block, row_elements, sums_AK, marks_MB)
 
-    def result(self) -> Reduced:
-        from mergepipe.kernels.products import join_atoms
+    def answer() -> Reduced:
+        sums = join_atoms(sums_AK, n_elements, row_elements)
+        return Reduced(sums=(sums,), marks_MB=marks_MB if marks_MB.size else None)
 
-        sums = join_atoms(self._sums_AK, self._n_elements, self._request.row_elements)
-        return Reduced(sums=(sums,), marks_MB=self._marks_MB if self._marks_MB.size else None)
+    return Summed(add, answer)
 
 
 class ScoreRanks:
