@@ -83,6 +83,7 @@ class Setting:
     def forgetful(self, name: str, share: float, seed: int = 0) -> Setting:
         """The same with a copy of the catalog that lacks some statistics."""
         other = self.with_home(name)
+        self.home.mkdir(exist_ok=True)  # of empty tensors there are no statistics
         shutil.copytree(self.home, other.home)
         forget_statistics(other.home, np.random.default_rng(seed), share)
         return other
