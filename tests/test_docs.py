@@ -106,4 +106,4 @@ def test_recipes_doc__shows_recipes_that_load(recipes: str, tmp_path: Path, monk
         outputs.append(load_recipes(Location.local(path), LocalStore())[-1])
     names = [recipe.operator.name for recipe in outputs]
     assert names == ["ties", "passthrough", "linear", "ties", "sar", "task_arithmetic", "task_arithmetic"]
-    assert [model.text for model in outputs[0].experts()] == ["./expert-code", "~/models/expert-math"]
+    assert [model.text for model in outputs[0].inputs()[1:]] == ["./expert-code", "~/models/expert-math"]

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mergepipe.checkpoints.inert_pickle import PickleLimits, load_inert
+from mergepipe.checkpoints import inert_pickle
+from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.torch_file import read_torch_zip, walk_tensors
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
@@ -193,15 +194,17 @@ def test_load_inert__stores_a_huge_memo_index_in_no_space() -> None:
     assert load_inert(b"\x80\x02N" + number(b"r", "<I", 0xFFFFFFFE) + b".", "test") is None
 
 
-def test_load_inert__refuses_deep_marks_and_endless_instructions() -> None:
+def test_load_inert__refuses_deep_marks_and_endless_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CorruptError, match="nested"):
         load_inert(b"\x80\x02" + b"(" * 100_000, "test")
     with pytest.raises(CorruptError, match="are waiting"):
         load_inert(b"\x80\x02" + b"]" * 200_000, "test")
+    monkeypatch.setattr(inert_pickle, "_MOST_OPCODES", 150)
     with refuses(CorruptError, "checkpoint.damaged"):
-        load_inert(b"\x80\x02]" + b"Na" * 100 + b".", "test", PickleLimits(max_opcodes=150))
+        load_inert(b"\x80\x02]" + b"Na" * 100 + b".", "test")
+    monkeypatch.setattr(inert_pickle, "PICKLE_BYTES", 3)
     with refuses(UnsupportedError, "pickle.refused"):
-        load_inert(b"\x80\x02N.", "test", PickleLimits(max_bytes=3))
+        load_inert(b"\x80\x02N.", "test")
 
 
 def test_walk_tensors__takes_linear_time_on_nested_sharing() -> None:

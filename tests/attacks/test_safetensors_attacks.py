@@ -11,7 +11,8 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES, MAX_HEADER_BYTES, SafetensorsHeader, read_header
+from mergepipe.checkpoints.contract import WeightHeader
+from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES, MAX_HEADER_BYTES, read_header
 from mergepipe.core.strict_json import MAX_DEPTH, parse_object
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
@@ -23,7 +24,7 @@ PATH = Location.parse("model.safetensors")
 LIBRARY_READ: Callable[[bytes], list[tuple[str, dict[str, object]]]] = safetensors.deserialize
 
 
-def parse(content: bytes) -> SafetensorsHeader:
+def parse(content: bytes) -> WeightHeader:
     return read_header(InMemoryStore({PATH: content}), PATH)
 
 

@@ -109,8 +109,8 @@ def test_load_recipe__reads_linear(folder: Path) -> None:
         ("./b", folder / "b", {"weight": 0.3}, "recipe.yml:5 models[1]"),
     ]
     assert (recipe.base, recipe.dtype, recipe.out_dtype, dict(recipe.parameters)) == (None, F16, None, {})
-    assert recipe.anchor() is recipe.models[0]
-    assert recipe.experts() == recipe.models[1:]
+    assert recipe.inputs()[0] is recipe.models[0]
+    assert recipe.inputs()[1:] == recipe.models[1:]
     assert recipe.inputs() == recipe.models
     assert recipe.path.local_path == folder / "recipe.yml"
     assert recipe.source_text == LINEAR
@@ -122,25 +122,25 @@ def test_load_recipe__reads_ties_with_the_base_listed(folder: Path) -> None:
     assert recipe.base is not None
     named = (recipe.base.text, recipe.base.path.local_path, recipe.base.where)
     assert named == ("base", folder / "base", "recipe.yml:13 base_model")
-    assert [m.text for m in recipe.experts()] == ["a", "b"]
-    assert dict(recipe.experts()[1].parameters) == {"density": 0.5, "weight": 0.3}
+    assert [m.text for m in recipe.inputs()[1:]] == ["a", "b"]
+    assert dict(recipe.inputs()[1:][1].parameters) == {"density": 0.5, "weight": 0.3}
     assert dict(recipe.parameters) == {"normalize": False}
     assert (recipe.dtype, recipe.out_dtype) == (BF16, F32)
 
 
 def test_load_recipe__reads_dare_with_global_defaults(folder: Path) -> None:
     recipe = load(folder, DARE)
-    assert [m.text for m in recipe.experts()] == ["a", "b", "c"]
+    assert [m.text for m in recipe.inputs()[1:]] == ["a", "b", "c"]
     assert dict(recipe.parameters) == {"weight": 0.25, "lambda": 1.0, "rescale": False}
     assert [m.text for m in recipe.inputs()] == ["base", "a", "b", "c"]
 
 
 def test_load_recipe__reads_slerp_and_passthrough(folder: Path) -> None:
     recipe = load(folder, SLERP)
-    assert [m.text for m in recipe.experts()] == ["a"]
+    assert [m.text for m in recipe.inputs()[1:]] == ["a"]
     assert dict(recipe.parameters) == {"t": 0.5}
     alone = load(folder, "models: [{model: a, parameters: {scale: 2}}]\nmerge_method: passthrough\n")
-    assert (alone.anchor().text, alone.experts()) == ("a", ())
+    assert (alone.inputs()[0].text, alone.inputs()[1:]) == ("a", ())
 
 
 def test_load_recipes__takes_the_default_of_a_parameter_that_has_only_one_value(folder: Path) -> None:
@@ -175,15 +175,15 @@ def test_load_recipe__accepts_a_plus_in_a_path_that_exists(folder: Path) -> None
 def test_load_recipe__knows_the_base_by_another_name(folder: Path) -> None:
     text = LINEAR.replace("model: a", "model: link") + "base_model: a\n"
     recipe = load(folder, text)
-    assert [m.text for m in recipe.experts()] == ["./b"]
+    assert [m.text for m in recipe.inputs()[1:]] == ["./b"]
     listed = recipe.models[0]
-    assert listed.key == recipe.anchor().key
+    assert listed.key == recipe.inputs()[0].key
     assert (listed.text, listed.path.local_path, dict(listed.parameters)) == ("link", folder / "a", {"weight": 1.0})
 
 
 def test_load_recipe__lets_linear_anchor_outside_its_models(folder: Path) -> None:
     recipe = load(folder, LINEAR + "base_model: base\n")
-    assert (recipe.anchor().text, len(recipe.experts()), len(recipe.models)) == ("base", 2, 2)
+    assert (recipe.inputs()[0].text, len(recipe.inputs()[1:]), len(recipe.models)) == ("base", 2, 2)
 
 
 def with_weight(value: str) -> str:

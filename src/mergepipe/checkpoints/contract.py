@@ -147,6 +147,15 @@ class TensorEntry(Tensor):
         return fetch
 
 
+@dataclass(frozen=True, slots=True)
+class WeightHeader:
+    """What one file of weights says it holds: its tensors by offset, and a BLAKE3-128 (32 hex digits) of that."""
+
+    entries: tuple[TensorEntry, ...]
+    size_bytes: int
+    digest: str
+
+
 class Fetch(Protocol):
     """Writes the elements `span` of a tensor into `out` (uint8, `span.n_elements * dtype.itemsize` bytes).
 

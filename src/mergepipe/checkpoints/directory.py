@@ -172,14 +172,6 @@ _NOT_WEIGHTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """The weights of a directory: the `name` of an index, or of the only file of weights."""
-
-    name: str
-    is_index: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Format:
     """The file names of one format. `single` and `index` win over other names."""
 
@@ -208,21 +200,22 @@ def is_adapter(names: Collection[str]) -> bool:
     return not _has_weights(names)
 
 
-def choose_weights(root: Location, names: Collection[str]) -> Weights:
-    """Decide from the file names of the directory `root` which of them holds the tensors; safetensors come first."""
+def choose_weights(root: Location, names: Collection[str]) -> str:
+    """Decide from the file names of the directory `root` which of them holds the tensors; safetensors come first.
+
+    Returns the name of an index (`.json`), or of the only file of weights.
+    """
     visible = _visible(names)
     if STORE_HEADER_NAME in names:
         message = f"is a delta store (it has a {STORE_HEADER_NAME}), read only as an expert of a recipe"
         hint = "restore the model with `mergepipe unpack`, and use that"
         raise UnsupportedError.of("model.unsupported", root, message, hint)
     for fmt in (SAFETENSORS, TORCH):
-        if fmt.index in visible:
-            return Weights(fmt.index, is_index=True)
-        if fmt.single in visible:
-            return Weights(fmt.single, is_index=False)
+        if preferred := [name for name in (fmt.index, fmt.single) if name in visible]:
+            return preferred[0]
         indices, singles = fmt.indices(visible), fmt.files(visible)
         if len(indices) == 1:
-            return Weights(indices[0], is_index=True)
+            return indices[0]
         candidates = indices or singles
         if len(candidates) > 1:
             listed = f"{len(candidates)} candidates: {names_shown(candidates)}"
@@ -233,7 +226,7 @@ def choose_weights(root: Location, names: Collection[str]) -> Weights:
             if shard and int(shard[2]) > 1:
                 message = f"holds only {shown(singles[0])}, one of {int(shard[2])} shards, and no {fmt.index}"
                 raise damaged(root, message, "download it again")
-            return Weights(singles[0], is_index=False)
+            return singles[0]
     raise _no_weights(root, visible)
 
 
@@ -366,14 +359,15 @@ def _open_directory(store: Store, path: Location) -> Checkpoint:
 
 def _read_weights(store: Store, path: Location, names: Collection[str]) -> list[WeightFile]:
     """Read what the weight files of a folder say they hold."""
-    weights = choose_weights(path, names)
-    if not weights.is_index:
-        return [read_weight_file(store, path, weights.name, stat_present(store, path, weights.name))]
-    weight_map = _read_index(store, path, weights.name)
-    single = next(fmt.single for fmt in (SAFETENSORS, TORCH) if weights.name.startswith(fmt.single) or fmt is TORCH)
+    name = choose_weights(path, names)
+    if not name.endswith(".json"):
+        return [read_weight_file(store, path, name, stat_present(store, path, name))]
+    stat_present(store, path, name)
+    weight_map = _weight_map(path / name, store.read_small(path / name, WEIGHT_INDEX_BYTES))
+    single = next(fmt.single for fmt in (SAFETENSORS, TORCH) if name.startswith(fmt.single) or fmt is TORCH)
     if single in names and single not in weight_map.values():
-        raise damaged(path, f"holds {single} and {weights.name}, which does not name it", "remove one of them")
-    return _read_shards(store, path, weights.name, weight_map)
+        raise damaged(path, f"holds {single} and {name}, which does not name it", "remove one of them")
+    return _read_shards(store, path, name, weight_map)
 
 
 # --- components: folders of a model with weights of their own ---
@@ -490,16 +484,11 @@ def read_weight_file(store: Store, root: Location, name: str, status: FileStatus
     """
     path = root / name
     try:
-        if path.suffix in TORCH.suffixes:
-            weights = read_torch_weights(store, path)
-            digest = weights.digest
-            return WeightFile(FileId(name, weights.size_bytes, status.version, digest), weights.entries)
-        header = read_header(store, path)
+        header = (read_torch_weights if path.suffix in TORCH.suffixes else read_header)(store, path)
     except (CorruptError, UnsupportedError):
         _refuse_gguf(store, path)
         raise
-    fingerprint = FileId(name, header.size_bytes, status.version, header.header_digest)
-    return WeightFile(fingerprint, header.entries)
+    return WeightFile(FileId(name, header.size_bytes, status.version, header.digest), header.entries)
 
 
 def _refuse_gguf(store: Store, path: Location) -> None:
@@ -507,12 +496,6 @@ def _refuse_gguf(store: Store, path: Location) -> None:
     if store.read_metadata(path, 0, len(GGUF_MAGIC)) == GGUF_MAGIC:
         hint = f"rename it to {path.stem}{GGUF_SUFFIX}"
         raise unsupported(path, "is a GGUF file by its first bytes", hint)
-
-
-def _read_index(store: Store, root: Location, name: str) -> dict[str, str]:
-    stat_present(store, root, name)
-    path = root / name
-    return _weight_map(path, store.read_small(path, WEIGHT_INDEX_BYTES))
 
 
 def _weight_map(path: Location, raw: bytes) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickletools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from mergepipe.checkpoints.inert_values import Record, construct, put_item, resolve_global, storage_of
@@ -14,49 +13,39 @@ from mergepipe.storage.contract import PICKLE_BYTES
 
 _LONGEST_INTEGER_BITS = 256
 _LONGEST_NAME_BYTES = 1024
+# They fit the metadata of a sharded checkpoint of some 100 000 pieces.
+_MOST_OPCODES = 20_000_000
+_MOST_MARKS = 1_000
+_MOST_STACKED = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class PickleLimits:
-    """Limits of parsing a pickle. The defaults fit the metadata of a sharded checkpoint of some 100 000 pieces."""
-
-    max_bytes: int = PICKLE_BYTES
-    max_opcodes: int = 20_000_000
-    max_marks: int = 1_000
-    max_stack: int = 100_000
-
-
-DEFAULT_LIMITS = PickleLimits()
-
-
-def load_inert(pickled: bytes, where: str, limits: PickleLimits = DEFAULT_LIMITS) -> object:
+def load_inert(pickled: bytes, where: str) -> object:
     """Return the value a pickle describes, built of None, bool, int, float, str, bytes, tuple, list, dict and inert
     values. Sets become lists. The result may share parts and may contain itself: walk it with care.
 
-    Memory: a small multiple of `len(pickled)`, capped by `limits`.
+    Memory: a small multiple of `len(pickled)`, of at most `PICKLE_BYTES`.
     """
-    if len(pickled) > limits.max_bytes:
-        message = f"the pickle has {len(pickled)} bytes; at most {limits.max_bytes} are read"
+    if len(pickled) > PICKLE_BYTES:
+        message = f"the pickle has {len(pickled)} bytes; at most {PICKLE_BYTES} are read"
         raise UnsupportedError.of("pickle.refused", where, message)
-    return _Machine(pickled, where, limits).run()
+    return _Machine(pickled, where).run()
 
 
 def load_with_memo(pickled: bytes, where: str) -> tuple[object, dict[int, object]]:
     """Return the value a pickle describes, and the parts of it that the pickle numbers, by their numbers."""
-    machine = _Machine(pickled, where, DEFAULT_LIMITS)
+    machine = _Machine(pickled, where)
     return machine.run(), machine.memo
 
 
 class _Machine:
     """The pickle virtual machine: a stack, a list of marked stacks and a memo. `pickletools` reads the operands."""
 
-    __slots__ = ("limits", "marked", "memo", "n_bytes", "stack", "stream", "where")
+    __slots__ = ("marked", "memo", "n_bytes", "stack", "stream", "where")
 
-    def __init__(self, pickled: bytes, where: str, limits: PickleLimits) -> None:
+    def __init__(self, pickled: bytes, where: str) -> None:
         self.stream = io.BytesIO(pickled)
         self.n_bytes = len(pickled)
         self.where = where
-        self.limits = limits
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []
         self.memo: dict[int, object] = {}
@@ -64,7 +53,7 @@ class _Machine:
     def run(self) -> object:
         stream, instructions = self.stream, _INSTRUCTIONS
         try:
-            for _ in range(self.limits.max_opcodes):
+            for _ in range(_MOST_OPCODES):
                 code = stream.read(1)
                 if code == b".":
                     if len(self.stack) != 1 or self.marked:
@@ -78,7 +67,7 @@ class _Machine:
                 work(self, None if read is None else read(stream))
         except (IndexError, ValueError) as error:
             raise self.corrupt("the pickle is cut or empties its own stack") from error
-        raise damaged(self.where, f"the pickle has more than {self.limits.max_opcodes} instructions")
+        raise damaged(self.where, f"the pickle has more than {_MOST_OPCODES} instructions")
 
     def corrupt(self, message: str) -> MergePipeError:
         return damaged(self.where, f"{message} (byte {self.stream.tell()} of the pickle)")
@@ -90,8 +79,8 @@ class _Machine:
         return UnsupportedError.of("pickle.refused", self.where, message)
 
     def push(self, value: object) -> None:
-        if len(self.stack) >= self.limits.max_stack:
-            raise self.corrupt(f"more than {self.limits.max_stack} values are waiting")
+        if len(self.stack) >= _MOST_STACKED:
+            raise self.corrupt(f"more than {_MOST_STACKED} values are waiting")
         self.stack.append(value)
 
     def push_integer(self, value: int) -> None:
@@ -104,8 +93,8 @@ class _Machine:
         self.push(text)
 
     def mark(self, _: object) -> None:
-        if len(self.marked) >= self.limits.max_marks:
-            raise self.corrupt(f"more than {self.limits.max_marks} values are nested")
+        if len(self.marked) >= _MOST_MARKS:
+            raise self.corrupt(f"more than {_MOST_MARKS} values are nested")
         self.marked.append(self.stack)
         self.stack = []
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 
 from blake3 import blake3
 
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.contract import TensorEntry, WeightHeader
 from mergepipe.core.blocks import DTYPES, DType
 from mergepipe.core.strict_json import JsonValue, object_members, shown
 from mergepipe.errors import damaged, did_you_mean, unsupported
@@ -26,34 +23,24 @@ _SUB_BYTE_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 _ENTRY_KEYS = ("dtype", "shape", "data_offsets")
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
-    """The header of one file. Law: `entries`, in order, tile `[data_start, size_bytes)` exactly."""
+def read_header(store: Store, path: Location) -> WeightHeader:
+    """Read and check the header of `path`; no tensor byte is read. Memory: 10 times the header, of at most 16 MiB.
 
-    entries: tuple[TensorEntry, ...]
-    metadata: Mapping[str, str]
-    data_start: int
-    size_bytes: int
-    header_digest: str  # BLAKE3-128 (32 hex digits) of the length prefix + header
-
-
-def read_header(store: Store, path: Location) -> SafetensorsHeader:
-    """Read and check the header of `path`; no tensor byte is read. Memory: 10 times the header, of at most 16 MiB."""
+    Law: the tensors, in order, tile the file from the end of the header on. The digest is of prefix and header.
+    """
     size_bytes = store.size_bytes(path)
     content = b"".join(_read_raw(store, path, size_bytes))
     return parse_header(content, path, size_bytes, store.terms(path).granularity_bytes)
 
 
-def parse_header(content: bytes, path: Location, size_bytes: int, granularity: int = PAGE_BYTES) -> SafetensorsHeader:
+def parse_header(content: bytes, path: Location, size_bytes: int, granularity: int = PAGE_BYTES) -> WeightHeader:
     """Check a header, length prefix included, of a file of `size_bytes` that is read in multiples of `granularity`."""
-    metadata: dict[str, str] = {}
     unsorted: list[TensorEntry] = []
     members = object_members(content[PREFIX_BYTES:], where=path, code="checkpoint.damaged", nested=METADATA_KEY)
     for outer, name, record in members:
         if outer:
             if not isinstance(record, str):
                 raise damaged(path, f"{METADATA_KEY} {shown(name)} must be a string, found {shown(record)}")
-            metadata[name] = record
         elif name == METADATA_KEY:
             raise damaged(path, f"{METADATA_KEY} must be an object of strings, found {shown(record)}")
         else:
@@ -61,8 +48,7 @@ def parse_header(content: bytes, path: Location, size_bytes: int, granularity: i
     # An empty tensor shares its offset with the next one: it sorts before it.
     entries = tuple(sorted(unsorted, key=lambda e: (e.offset, e.nbytes, e.name)))
     _check_tiling(path, entries, len(content), size_bytes)
-    digest = blake3(content).hexdigest(length=16)
-    return SafetensorsHeader(entries, MappingProxyType(metadata), len(content), size_bytes, digest)
+    return WeightHeader(entries, size_bytes, blake3(content).hexdigest(length=16))
 
 
 def _read_raw(store: Store, path: Location, size_bytes: int) -> tuple[bytes, bytes]:

@@ -10,13 +10,13 @@ from typing import TypeAlias
 
 from blake3 import blake3
 
-from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.checkpoints.inert_pickle import DEFAULT_LIMITS, load_inert
+from mergepipe.checkpoints.contract import TensorEntry, WeightHeader
+from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.core.blocks import DType, element_count
 from mergepipe.core.strict_json import canonical_json, shown
 from mergepipe.errors import MergePipeError, UnsupportedError, damaged, unsupported
-from mergepipe.storage.contract import ZIP_DIRECTORY_BYTES, Store
+from mergepipe.storage.contract import PICKLE_BYTES, ZIP_DIRECTORY_BYTES, Store
 from mergepipe.storage.location import Location
 
 # --- the directory of a zip file whose members are stored plain, read strictly and without reading a member ---
@@ -419,9 +419,8 @@ def _require_little_endian(read: _Read, path: Location, members: Mapping[str, Zi
 
 
 def _read_pickle(read: _Read, path: Location, member: ZipMember) -> bytes:
-    most = DEFAULT_LIMITS.max_bytes
-    if member.nbytes > most:
-        message = f"the pickle has {member.nbytes} bytes; at most {most} are read"
+    if member.nbytes > PICKLE_BYTES:
+        message = f"the pickle has {member.nbytes} bytes; at most {PICKLE_BYTES} are read"
         raise UnsupportedError.of("pickle.refused", path, message)
     raw = read(path, member.offset, member.nbytes)
     if len(raw) != member.nbytes or zlib.crc32(raw) != member.crc32:
@@ -438,24 +437,18 @@ WRAPPERS = ("state_dict", "model_state_dict", "module", "model")
 _MOST_WRAPPERS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class TorchWeights:
-    """The tensors of one file. `entries` are sorted by offset; tied tensors share their bytes."""
+def read_torch_weights(store: Store, path: Location) -> WeightHeader:
+    """Read names, dtypes, shapes and places of the tensors in `path`; nothing is executed.
 
-    entries: tuple[TensorEntry, ...]
-    size_bytes: int
-    digest: str  # BLAKE3-128 of the pickle's checksum and of each member's place and checksum
-
-
-def read_torch_weights(store: Store, path: Location) -> TorchWeights:
-    """Read names, dtypes, shapes and places of the tensors in `path`; nothing is executed."""
+    Tied tensors share their bytes. The digest is that of the pickle's checksum and of each member's place and checksum.
+    """
     archive = read_torch_zip(store, path)
     state = _state_of(archive)
     entries = [_entry(archive, name, value) for name, value in state.items() if not _is_nothing(value)]
     granularity = store.terms(path).granularity_bytes
     entries = [replace(entry, granularity_bytes=granularity) for entry in entries]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes, entry.name))
-    return TorchWeights(tuple(entries), store.size_bytes(path), _digest(archive))
+    return WeightHeader(tuple(entries), store.size_bytes(path), _digest(archive))
 
 
 def _state_of(archive: TorchArchive) -> Mapping[object, object]:

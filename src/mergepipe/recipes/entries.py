@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from mergepipe.operators.spec import BaseRole, OperatorSpec, Scope
-from mergepipe.recipes.fields import DocumentReader, describe, key_elsewhere, parameter_elsewhere, parameter_names
+from mergepipe.recipes.fields import (
+    DocumentReader,
+    all_or_none,
+    describe,
+    key_elsewhere,
+    parameter_elsewhere,
+    parameter_names,
+)
 from mergepipe.recipes.parameters import (
     BY_NORM_TEXT,
     global_values,
@@ -214,10 +221,9 @@ def read_models(context: EntryContext, value: Value, key_path: KeyPath) -> tuple
     if entries is None:
         return None
     models = [_model(context, entry, (*key_path, index), MODEL_KEYS) for index, entry in enumerate(entries)]
-    read = tuple(model for model in models if model is not None)
-    if len(read) < len(models):
+    if (sound := all_or_none(models)) is None:
         return None
-    read = _numbered(context, read, key_path)
+    read = _numbered(context, sound, key_path)
     _check(context, read, key_path)
     return read
 
@@ -228,10 +234,8 @@ def read_slices(context: EntryContext, value: Value, key_path: KeyPath) -> tuple
     if entries is None:
         return None
     slices = [_slice(context, entry, (*key_path, index)) for index, entry in enumerate(entries)]
-    read = tuple(output_slice for output_slice in slices if output_slice is not None)
-    if len(read) < len(slices):
-        return None
-    if not any(output_slice.n_layers for output_slice in read):
+    read = all_or_none(slices)
+    if read is not None and not any(output_slice.n_layers for output_slice in read):
         hint = "write 'layer_range: [FIRST, END]', END is not included"
         context.reader.refuse("recipe.value", key_path, "no slice holds a layer", hint)
         return None
@@ -244,9 +248,7 @@ def read_modules(context: EntryContext, value: Value, key_path: KeyPath) -> tupl
         hint = "write 'NAME: {slices: ...}' or 'NAME: {models: ...}'"
         context.reader.wrong_kind(value, key_path, "names of modules with what they are made of", hint)
         return None
-    modules = [_module(context, name, entry, (*key_path, name)) for name, entry in value.items()]
-    read = tuple(module for module in modules if module is not None)
-    return read if len(read) == len(modules) else None
+    return all_or_none([_module(context, name, entry, (*key_path, name)) for name, entry in value.items()])
 
 
 def _list(context: EntryContext, value: Value, key_path: KeyPath, needed: str, hint: str) -> list[Value] | None:
@@ -349,9 +351,8 @@ def _sources(context: EntryContext, value: Value, key_path: KeyPath) -> tuple[La
     entries = _list(context, value, key_path, "a list of sources", hint)
     if entries is None:
         return None
-    sources = [_source(context, entry, (*key_path, index)) for index, entry in enumerate(entries)]
-    read = tuple(source for source in sources if source is not None)
-    if len(read) < len(sources):
+    read = all_or_none([_source(context, entry, (*key_path, index)) for index, entry in enumerate(entries)])
+    if read is None:
         return None
     models = _numbered(context, [source.model for source in read], key_path)
     read = tuple(replace(source, model=model) for source, model in zip(read, models, strict=True))

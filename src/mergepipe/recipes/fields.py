@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import isfinite
+from typing import TypeVar
 
 from mergepipe.core.outcome import Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError, Problem, RecipeError, did_you_mean
@@ -14,6 +15,8 @@ from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.yaml_source import KeyPath, Value, YamlSource, shortened
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
+
+T = TypeVar("T")
 
 # --- collect every problem and every notice of a recipe, so that all are reported at once ---
 
@@ -235,6 +238,12 @@ class DocumentReader:
                 name = shortened(key)
                 message, hint = f"unknown key '{name}'", did_you_mean(name, known)
                 self.refuse("recipe.unknown-name", (*key_path, key), message, hint)
+
+
+def all_or_none(read: Sequence[T | None]) -> tuple[T, ...] | None:
+    """Return what was read of the entries of a list; None if one of them was refused."""
+    sound = tuple(item for item in read if item is not None)
+    return sound if len(sound) == len(read) else None
 
 
 def describe(value: Value) -> str:

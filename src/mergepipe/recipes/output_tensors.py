@@ -42,11 +42,10 @@ def _needed(recipe: Recipe) -> Iterator[ModelKey]:
     if recipe.mixture is not None:
         yield from (model.key for model in recipe.inputs())
         return
-    for models in (recipe.models, *(module.models for module in recipe.modules)):
+    for models, slices in recipe.parts():
         if models:
             yield anchor_of([model.key for model in models], base_key(recipe, recipe.base), is_slice=False)
-    for pieces in (recipe.slices, *(module.slices for module in recipe.modules)):
-        for piece in pieces:
+        for piece in slices:
             starts = {source.model.key: source.start for source in piece.sources}
             anchor = anchor_of(list(starts), base_key(recipe, piece.base or recipe.base), is_slice=True)
             yield anchor

@@ -9,6 +9,7 @@ from math import inf, isfinite, nan
 from mergepipe.operators.spec import BY_NORM, OperatorSpec, ParameterSpec, Scope
 from mergepipe.recipes.fields import (
     DocumentReader,
+    all_or_none,
     describe,
     key_elsewhere,
     near_miss,
@@ -140,8 +141,7 @@ def _cases(
         for index, item in enumerate(entries)
         if isinstance(item, dict)
     ]
-    cases = tuple(case for case in parsed if case is not None)
-    if len(cases) < len(parsed):
+    if (cases := all_or_none(parsed)) is None:
         return REFUSED
     final = next((index for index, case in enumerate(cases) if case.filter in EVERY_TENSOR), len(cases))
     for index in range(final + 1, len(cases)):

@@ -243,36 +243,28 @@ class Recipe:
         """
         first = (self.base,) if self.base is not None else ()
         distinct: dict[ModelKey, ModelInput] = {}
-        mentioned = (*first, *self._mentioned())
+        mentioned = (*first, *self.listed())
         for model in (*mentioned, *(model.numbers for model in mentioned if model.numbers is not None)):
             distinct.setdefault(model.key, model)
         if self.tokenizer is not None and self.tokenizer.donor is not None:
             distinct.setdefault(self.tokenizer.donor.key, self.tokenizer.donor)
         return tuple(distinct.values())
 
-    def anchor(self) -> ModelInput:
-        """The model that provides configuration and tokenizer: `base_model`, else the first model."""
-        return self.inputs()[0]
-
-    def experts(self) -> tuple[ModelInput, ...]:
-        """Models other than the anchor, in recipe order."""
-        return self.inputs()[1:]
-
     def intermediates(self) -> tuple[str, ...]:
         """List the names of the documents whose results this one merges, in order."""
         names = (model.intermediate for model in self.inputs())
         return tuple(dict.fromkeys(name for name in names if name is not None))
 
-    def _mentioned(self) -> Iterator[ModelInput]:
-        yield from self.models
-        yield from _of_slices(self.slices)
-        for module in self.modules:
-            yield from module.models
-            yield from _of_slices(module.slices)
+    def parts(self) -> Iterator[tuple[tuple[ModelInput, ...], tuple[OutputSlice, ...]]]:
+        """Yield the models and the slices of the recipe itself, then those of each module."""
+        yield self.models, self.slices
+        yield from ((module.models, module.slices) for module in self.modules)
 
-
-def _of_slices(slices: tuple[OutputSlice, ...]) -> Iterator[ModelInput]:
-    return (source.model for piece in slices for source in piece.sources)
+    def listed(self) -> Iterator[ModelInput]:
+        """Yield every model as it is listed, with its parameters, in order."""
+        for models, slices in self.parts():
+            yield from models
+            yield from (source.model for piece in slices for source in piece.sources)
 
 
 def with_named_weights(recipe: Recipe, named: Mapping[ModelKey, Mapping[str, float]]) -> Recipe:

@@ -28,7 +28,7 @@ from mergepipe.recipes.output_tensors import (
 )
 from mergepipe.recipes.pairing import Pairing, renamed_to_match
 from mergepipe.recipes.parameters import global_values, is_constant, missing_values, model_values
-from mergepipe.recipes.recipe import EVERY_TENSOR, Cases, ModelInput, Recipe, Scalar, Setting
+from mergepipe.recipes.recipe import EVERY_TENSOR, Cases, ModelInput, OutputModule, OutputSlice, Recipe, Scalar, Setting
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters, count_text, group_by_pattern
 
 # --- account for every input tensor: used, or dropped for a reason; report unexpected ones ---
@@ -356,14 +356,7 @@ def _report_idle_filters(recipe: Recipe, outputs: Sequence[OutputTensor], findin
 
 def _settings(recipe: Recipe) -> Iterator[Setting]:
     """Yield every parameter value of a recipe."""
-    yield from recipe.parameters.values()
-    for model in recipe.models:
-        yield from model.parameters.values()
-    for module in recipe.modules:
-        yield from module.parameters.values()
-        for model in module.models:
-            yield from model.parameters.values()
-    for piece in (*recipe.slices, *(piece for module in recipe.modules for piece in module.slices)):
-        yield from piece.parameters.values()
-        for source in piece.sources:
-            yield from source.model.parameters.values()
+    slices = (piece for _, slices in recipe.parts() for piece in slices)
+    parts: list[Recipe | OutputModule | OutputSlice | ModelInput] = [recipe, *recipe.modules, *slices, *recipe.listed()]
+    for part in parts:
+        yield from part.parameters.values()

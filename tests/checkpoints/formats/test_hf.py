@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.checkpoints.directory import SIDECAR_NAMES, Weights, choose_weights, open_checkpoint
+from mergepipe.checkpoints.directory import SIDECAR_NAMES, choose_weights, open_checkpoint
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import version_of
@@ -60,7 +60,7 @@ def test_open_checkpoint__fingerprints_each_file(tmp_path: Path) -> None:
     first, second = open_checkpoint(MetadataStore(), Location.local(tmp_path)).files
     header = read_header(MetadataStore(), Location.local(tmp_path / SHARD_1))
     version = version_of(tmp_path / SHARD_1, (tmp_path / SHARD_1).stat())
-    assert (first.name, first.version, first.header_digest) == (SHARD_1, version, header.header_digest)
+    assert (first.name, first.version, first.header_digest) == (SHARD_1, version, header.digest)
     assert version.startswith("123456789.")
     assert first.size_bytes == (tmp_path / SHARD_1).stat().st_size
     assert second.name == SHARD_2
@@ -173,20 +173,20 @@ def test_open_checkpoint__a_bare_file_must_be_of_a_known_format(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("names", "chosen"),
     [
-        (["model.safetensors", "other.safetensors"], Weights("model.safetensors", is_index=False)),
-        (["model.safetensors.index.json", "model.safetensors"], Weights("model.safetensors.index.json", is_index=True)),
-        (["m.fp16.safetensors.index.json", "a.safetensors"], Weights("m.fp16.safetensors.index.json", is_index=True)),
-        (["weights.safetensors", "config.json"], Weights("weights.safetensors", is_index=False)),
-        (["model-00001-of-00001.safetensors"], Weights("model-00001-of-00001.safetensors", is_index=False)),
-        (["model.safetensors", "adapter_config.json"], Weights("model.safetensors", is_index=False)),
-        (["weights.safetensors", "._weights.safetensors"], Weights("weights.safetensors", is_index=False)),
-        (["pytorch_model.bin", "model.safetensors"], Weights("model.safetensors", is_index=False)),
-        (["pytorch_model.bin", "training_args.bin"], Weights("pytorch_model.bin", is_index=False)),
-        (["pytorch_model.bin.index.json", "x.bin"], Weights("pytorch_model.bin.index.json", is_index=True)),
-        (["model.pt", "optimizer.pt", "rng_state.pth"], Weights("model.pt", is_index=False)),
+        (["model.safetensors", "other.safetensors"], "model.safetensors"),
+        (["model.safetensors.index.json", "model.safetensors"], "model.safetensors.index.json"),
+        (["m.fp16.safetensors.index.json", "a.safetensors"], "m.fp16.safetensors.index.json"),
+        (["weights.safetensors", "config.json"], "weights.safetensors"),
+        (["model-00001-of-00001.safetensors"], "model-00001-of-00001.safetensors"),
+        (["model.safetensors", "adapter_config.json"], "model.safetensors"),
+        (["weights.safetensors", "._weights.safetensors"], "weights.safetensors"),
+        (["pytorch_model.bin", "model.safetensors"], "model.safetensors"),
+        (["pytorch_model.bin", "training_args.bin"], "pytorch_model.bin"),
+        (["pytorch_model.bin.index.json", "x.bin"], "pytorch_model.bin.index.json"),
+        (["model.pt", "optimizer.pt", "rng_state.pth"], "model.pt"),
     ],
 )
-def test_choose_weights__prefers_index_then_model_then_the_only_candidate(names: list[str], chosen: Weights) -> None:
+def test_choose_weights__prefers_index_then_model_then_the_only_candidate(names: list[str], chosen: str) -> None:
     assert choose_weights(Location.local(Path("x")), names) == chosen
 
 

@@ -13,7 +13,8 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.safetensors import SafetensorsHeader, read_header
+from mergepipe.checkpoints.contract import WeightHeader
+from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.core.blocks import BF16, DTYPES, F32
 from mergepipe.errors import NotFoundError
 from mergepipe.storage.ledger import Purpose
@@ -27,7 +28,7 @@ INTEGERS = {f"{kind.upper()}{8 * size}": np.dtype(f"{kind}{size}") for kind in "
 NUMPY_DTYPES = {**FLOATS, **INTEGERS, "BOOL": np.dtype(np.bool_)}
 
 
-def parse(content: bytes) -> SafetensorsHeader:
+def parse(content: bytes) -> WeightHeader:
     return read_header(InMemoryStore({PATH: content}), PATH)
 
 
@@ -37,23 +38,22 @@ def test_read_header__gives_entries_at_absolute_offsets() -> None:
     a, b = header.entries
     assert (a.name, a.dtype, a.shape, a.file, a.offset, a.nbytes) == ("a", F32, (1,), PATH, len(content) - 12, 4)
     assert (b.name, b.dtype, b.shape, b.offset, b.nbytes) == ("b", BF16, (2, 2), len(content) - 8, 8)
-    assert header.data_start == len(content) - 12
     assert header.size_bytes == len(content)
 
 
 def test_read_header__digests_prefix_and_header_only() -> None:
     content = file_bytes({"a": record(0, 4)}, b"1234")
-    assert parse(content).header_digest == blake3(content[:-4]).hexdigest(length=16)
-    assert parse(content[:-4] + b"abcd").header_digest == parse(content).header_digest
+    assert parse(content).digest == blake3(content[:-4]).hexdigest(length=16)
+    assert parse(content[:-4] + b"abcd").digest == parse(content).digest
 
 
-def test_read_header__keeps_string_metadata() -> None:
+def test_read_header__metadata_is_no_tensor() -> None:
     header = parse(file_bytes({"__metadata__": {"format": "pt", "é": ""}, "a": record(0, 4)}, bytes(4)))
-    assert dict(header.metadata) == {"format": "pt", "é": ""}
+    assert [entry.name for entry in header.entries] == ["a"]
 
 
 def test_read_header__accepts_trailing_spaces_of_padding() -> None:
-    assert parse(file_bytes("{}" + " " * 6)).data_start == 16
+    assert parse(file_bytes("{}" + " " * 6)).entries == ()
 
 
 def test_read_header__orders_empty_tensors_before_their_neighbour() -> None:
@@ -83,9 +83,9 @@ def test_read_header__reads_prefix_and_header_and_nothing_else(tmp_path: Path) -
     header = read_header(store, Location.local(path))
     assert store.reads == [
         StoreRequest("read", Location.local(path), 0, 8),
-        StoreRequest("read", Location.local(path), 8, header.data_start - 8),
+        StoreRequest("read", Location.local(path), 8, len(content) - 24),
     ]
-    assert store.ledger.usage()[Purpose.METADATA] == header.data_start == len(content) - 16
+    assert store.ledger.usage()[Purpose.METADATA] == header.entries[0].offset == len(content) - 16
 
 
 def test_read_header__missing_file_is_not_found(tmp_path: Path) -> None:

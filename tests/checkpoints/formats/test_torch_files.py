@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.contract import TensorEntry, WeightHeader
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.inert_pickle import load_inert
-from mergepipe.checkpoints.torch_file import TorchArchive, TorchWeights, Window, read_torch_weights, read_torch_zip
+from mergepipe.checkpoints.torch_file import TorchArchive, Window, read_torch_weights, read_torch_zip
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from support.stores import MetadataStore
@@ -146,7 +146,7 @@ A: NDArray[np.float32] = np.arange(24, dtype=np.float32)
 STATE: dict[object, object] = {"a": View(A, 0, (4, 6)), "b": View(A, 6, (6,))}
 
 
-def weights(tmp_path: Path, value: object, name: str = "w.bin") -> TorchWeights:
+def weights(tmp_path: Path, value: object, name: str = "w.bin") -> WeightHeader:
     (tmp_path / name).write_bytes(torch_bytes(value))
     return read_torch_weights(MetadataStore(), Location.local(tmp_path / name))
 
