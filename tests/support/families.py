@@ -19,7 +19,7 @@ from support.rounding import NUMPY_DTYPES
 
 __all__ = [
     "DEMO", "QWEN3_0_6B", "TINY", "TINY_LLAMA", "Architecture", "FamilyPaths", "FamilyShape", "FamilyTensor",
-    "delta_std", "family_bytes", "family_paths", "write_family", "write_models",
+    "family_bytes", "family_paths", "write_family", "write_models",
 ]  # fmt: skip
 
 MIN_DELTA_STD = 3e-5
@@ -75,7 +75,7 @@ def family_bytes(shape: FamilyShape, experts: int, dtype: DType = BF16) -> int:
     return (1 + experts) * _layout(shape, dtype, None).nbytes
 
 
-def delta_std(seed: int, expert: int, tensor: str) -> float:
+def _delta_std(seed: int, expert: int, tensor: str) -> float:
     """Standard deviation of the delta of `tensor` in expert number `expert` (from 1), before rounding."""
     low, high = math.log(MIN_DELTA_STD), math.log(MAX_DELTA_STD)
     return math.exp(_generator(seed, expert, f"size of {tensor}").uniform(low, high))
@@ -94,7 +94,7 @@ def write_family(
     """Write a base and `experts` models fine-tuned from it under `root`; same arguments, same bytes.
 
     Weights are N(0, 0.02²), norms around 1. An expert is the base plus a normal delta whose size is drawn per expert
-    and tensor (`delta_std`), rounded to `dtype`; experts 2, 4, ... have the base's embeddings, bit for bit.
+    and tensor (`_delta_std`), rounded to `dtype`; experts 2, 4, ... have the base's embeddings, bit for bit.
     `shard_bytes` caps the tensor bytes of a file (a larger tensor has its own); None writes one file a model.
     Memory: about 2 MB a thread, whatever the shape. FileExistsError: a model is there.
     """
@@ -208,7 +208,7 @@ def _write_tensors(file: BinaryIO, base: BinaryIO | None, shard: _Shard, model: 
     stored = NUMPY_DTYPES[model.layout.dtype.name]
     for tensor in shard.tensors:
         random = _generator(model.seed, model.number, tensor.name)
-        std = _WEIGHT_STD if base is None else np.float32(delta_std(model.seed, model.number, tensor.name))
+        std = _WEIGHT_STD if base is None else np.float32(_delta_std(model.seed, model.number, tensor.name))
         for n_elements in _tiles(tensor.n_elements):
             raw = b"" if base is None else base.read(n_elements * stored.itemsize)
             if not model.is_frozen(tensor):
