@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
@@ -332,11 +331,6 @@ class Checkpoint:
     quantisation: str = ""  # the scheme in which its weights are stored, where they are read as numbers
     is_untied: bool = False  # an adapter gave it an output head of its own, which its configuration does not know of
     resized_by: Location | None = None  # the adapter that stores its embedding with another number of rows
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle what the headers said: whoever unpickles it opens the files anew, at the versions in `files`."""
-        values = (getattr(self, attribute.name) for attribute in fields(self))
-        return Checkpoint, tuple(dict(value) if isinstance(value, MappingProxyType) else value for value in values)
 
     @property
     def tensor_bytes(self) -> int:

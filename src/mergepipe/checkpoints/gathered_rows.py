@@ -57,17 +57,6 @@ class RowMap:
         if any(not mean or any(part.n_rows < 1 for part in mean) for mean in self.means):
             raise ValueError("a mean needs at least one row")
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, RowMap)
-            and self.means == other.means
-            and np.array_equal(self.origin_R, other.origin_R)
-            and np.array_equal(self.row_R, other.row_R)
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.n_rows, self.means))
-
     @property
     def n_rows(self) -> int:
         return self.origin_R.size

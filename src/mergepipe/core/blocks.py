@@ -39,10 +39,6 @@ class DType:
     kernel_code: int = -1
     recipe_name: str = ""
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle by name: each dtype of the table is one object in every process, compared by identity."""
-        return _dtype_named, (self.name,)
-
 
 F64 = DType("F64", 8, DTypeKind.FLOAT, 0, "float64")
 F32 = DType("F32", 4, DTypeKind.FLOAT, 1, "float32")
@@ -81,10 +77,6 @@ def has_rare(codes: Iterable[int]) -> bool | None:
 
 
 DTYPES_BY_RECIPE_NAME: dict[str, DType] = {d.recipe_name: d for d in _DTYPES if d.recipe_name}
-
-
-def _dtype_named(name: str) -> DType:
-    return DTYPES[name]
 
 
 def promoted_dtype(first: DType, second: DType) -> DType:

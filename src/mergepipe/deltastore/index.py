@@ -37,7 +37,7 @@ from mergepipe.deltastore.codec.levels import (
 from mergepipe.storage.contract import Digested, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import PAGE_BYTES, read_exact
+from mergepipe.storage.ranges import read_exact
 
 HEADER_NAME = STORE_HEADER_NAME
 INDEX_NAME = "mergepipe-store.index"
@@ -309,13 +309,11 @@ def read_index(store: Store, path: Location, nbytes: int, purpose: Purpose) -> b
 class StoreIndexReader:
     """Reads the index of one store when first needed, once; its cost is known before. Safe to use from many threads.
 
-    It pickles with its index: that is read and charged once, however many processes read the store's tensors.
-
     Memory, once it is read: the index (84 bytes per block) and its offsets (24).
     """
 
     def __init__(
-        self, store: Store | None, root: Location, header: StoreHeader, sizes: Mapping[str, int], purpose: Purpose
+        self, store: Store, root: Location, header: StoreHeader, sizes: Mapping[str, int], purpose: Purpose
     ) -> None:
         self._store = store
         self._root = root
@@ -325,17 +323,7 @@ class StoreIndexReader:
         self._lock = threading.Lock()
         self._index: StoreIndex | None = None
         self._paths = {piece: root / name for piece, name in PIECE_NAMES.items()}
-        self.granularity_bytes = PAGE_BYTES if store is None else store.terms(root).granularity_bytes
-
-    def __reduce__(self) -> tuple[object, ...]:
-        rows = self.index.rows.tobytes()
-        return _with_index, (self._root, self._header, dict(self._sizes), rows, self.granularity_bytes)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StoreIndexReader) and (self._root, self._header) == (other._root, other._header)
-
-    def __hash__(self) -> int:
-        return hash((self._root, self._header.index_blake3))
+        self.granularity_bytes = store.terms(root).granularity_bytes
 
     @property
     def n_rows(self) -> int:
@@ -394,8 +382,6 @@ class StoreIndexReader:
         return self._index
 
     def _read_index(self) -> StoreIndex:
-        if self._store is None:
-            raise ValueError(f"{self._root}: no store to read the index from")
         return self._checked_index(read_index(self._store, self.index_file, self.n_rows * ROW_BYTES, self._purpose))
 
     def _checked_index(self, content: bytes) -> StoreIndex:
@@ -422,13 +408,3 @@ class StoreIndexReader:
                 stored = int(stored_R[tensor.first_row + over_B[0]])
                 message = f"tensor {shown(tensor.name)}, block {over_B[0]}: {stored} bytes are stored for a block"
                 raise corrupt(path, f"{message} of {room_B[over_B[0]]}")
-
-
-def _with_index(
-    root: Location, header: StoreHeader, sizes: Mapping[str, int], rows: bytes, granularity_bytes: int
-) -> StoreIndexReader:
-    """Unpickle: the rows were checked when they were read."""
-    reader = StoreIndexReader(None, root, header, sizes, Purpose.EXPERT)
-    reader.granularity_bytes = granularity_bytes
-    reader.adopt(rows)
-    return reader

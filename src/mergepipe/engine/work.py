@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -113,8 +111,7 @@ class MergeWork:
 
     `recorded` quantities of tensors are not gathered again.
 
-    Laws: it pickles, and unpickles to an equal value, if its inputs are those of a recipe; the bytes that it makes
-    depend on nothing else.
+    Law: the bytes that it makes depend on nothing else.
     """
 
     output: OutputPlan
@@ -186,29 +183,13 @@ def split_sizes(file_bytes: Sequence[int], n_parts: int) -> tuple[Part, ...]:
 class PartResult:
     """The result of a finished part: the digests of its tensors by shard, and the bytes it read and wrote.
 
-    Laws: the results of all parts add up to that of the whole, in any order; a part made again gives an equal result.
+    Law: a part made again gives an equal result.
     """
 
     digests_of: Mapping[int, tuple[TensorDigest, ...]] = field(default_factory=dict)
     usage: Usage = field(default_factory=Usage)
 
     @property
-    def part(self) -> Part:
-        """The part that this is the result of."""
-        return Part(tuple(sorted(self.digests_of)))
-
-    @property
     def digests(self) -> tuple[TensorDigest, ...]:
         """The digests of all tensors, in output order."""
         return tuple(digest for shard in sorted(self.digests_of) for digest in self.digests_of[shard])
-
-    def __add__(self, other: PartResult) -> PartResult:
-        """Join the results of disjoint parts."""
-        if self.digests_of.keys() & other.digests_of.keys():
-            raise ValueError(f"{self.part} and {other.part} are not disjoint parts of one output")
-        return PartResult({**self.digests_of, **other.digests_of}, self.usage + other.usage)
-
-
-def joined(results: Iterable[PartResult]) -> PartResult:
-    """Join the results of disjoint parts, each made once."""
-    return reduce(add, results, PartResult())

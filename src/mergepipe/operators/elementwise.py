@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -44,16 +44,6 @@ class Shares:
     weights_E: NDArray[np.float64]
     anchor_weight: float
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Shares)
-            and self.anchor_weight == other.anchor_weight
-            and np.array_equal(self.weights_E, other.weights_E)
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.anchor_weight, len(self.weights_E)))
-
     def among(self, counted_E: NDArray[np.int64]) -> NDArray[np.float32]:
         """The coefficients; equal to the fixed ones where every expert counts."""
         total = self.anchor_weight + float(self.weights_E[counted_E].sum())
@@ -83,14 +73,6 @@ class ElementwiseRule:
     delta_scale: float = 1.0
     share_of: Shares | None = None
     unread_scale: float | None = None  # instead of `anchor_scale` where nothing is known of any expert
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ElementwiseRule) and all(
-            np.array_equal(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.anchor_scale, self.keep, len(self.coefficients_E)))
 
     @property
     def copies_base(self) -> bool:
