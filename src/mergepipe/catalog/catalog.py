@@ -51,7 +51,7 @@ from mergepipe.storage.stores import Stores
 
 MIN_PREFIX_DIGITS: Final = 4
 _HINT: Final = "run `mergepipe catalog rebuild`"
-_SUFFIX: Final = ".json"
+_SNAPSHOTS, _DIGESTS = "snapshots", "digests"  # the folders
 _FORMAT_NAME = "mergepipe-catalog"
 _VERSION: Final = 7
 _SNAPSHOT: Final = RecordFormat(_FORMAT_NAME, _VERSION, SnapshotRow, _HINT, variant="snapshot")
@@ -90,7 +90,7 @@ class Catalog:
             if file.sha256 is None:
                 place, known = self._place_of(checkpoint, file), None
                 with suppress(CorruptError):  # then it is taken again
-                    known = _read(_DIGEST, self._digest_path(place))
+                    known = _read(_DIGEST, self._record_path(_DIGESTS, place))
                 wanted = place, file.size_bytes, file.version
                 if known is not None and known.sha256 and (known.name, known.size_bytes, known.version) == wanted:
                     digests[file.name] = known.sha256
@@ -105,19 +105,12 @@ class Catalog:
         for file in checkpoint.files:
             if file.sha256 is not None:
                 record = replace(file, name=self._place_of(checkpoint, file))
-                _write(self._digest_path(record.name), _DIGEST.to_json(record))
+                _write(self._record_path(_DIGESTS, record.name), _DIGEST.to_json(record))
 
     def _place_of(self, checkpoint: Checkpoint, file: FileId) -> str:
         """Return the location of a file, links resolved."""
         location = checkpoint.root / file.name
         return _recordable(str(resolved(self._store, location)), location)
-
-    def _digest_path(self, place: str) -> Path:
-        return self._digests / _record_name(place)
-
-    @property
-    def _digests(self) -> Path:
-        return self.home / "digests"
 
     # --- snapshots ---
 
@@ -154,12 +147,12 @@ class Catalog:
             for i, source in enumerate(manifest.inputs)
         ]
         row = row_of(manifest, digest, _real_path(path), created, sids)
-        _write(self._snapshot_path(row), _SNAPSHOT.to_json(row))
+        _write(self._record_path(_SNAPSHOTS, str(row.path)), _SNAPSHOT.to_json(row))
         return row
 
     def snapshots(self) -> tuple[SnapshotRow, ...]:
         """Return every recorded snapshot, newest first."""
-        rows = (_read(_SNAPSHOT, path) for path in _records_in(self._snapshots))
+        rows = (_read(_SNAPSHOT, path) for path in _records_in(self.home / _SNAPSHOTS))
         listed = [row for row in rows if row is not None]
         return tuple(sorted(listed, key=lambda row: (row.created, row.path), reverse=True))
 
@@ -183,21 +176,14 @@ class Catalog:
     def forget(self, reference: str | Path | SnapshotRow) -> SnapshotRow:
         """Remove a snapshot from the catalog, not from the disk. Raises as `snapshot` does, but not for a row."""
         row = reference if isinstance(reference, SnapshotRow) else self.snapshot(reference)
-        _remove(self._snapshot_path(row))
+        _remove(self._record_path(_SNAPSHOTS, str(row.path)))
         return row
-
-    def _snapshot_path(self, row: SnapshotRow) -> Path:
-        return self._snapshots / _record_name(str(row.path))
-
-    @property
-    def _snapshots(self) -> Path:
-        return self.home / "snapshots"
 
     # --- maintenance ---
 
     def stats(self) -> CatalogStats:
         """Return counts and sizes."""
-        folders = (self._snapshots, self._digests, statistics_folder(self.home))
+        folders = (self.home / _SNAPSHOTS, self.home / _DIGESTS, statistics_folder(self.home))
         snapshots, digests, statistics = ([path.stat().st_size for path in _records_in(folder)] for folder in folders)
         return CatalogStats(
             path=self.home,
@@ -208,24 +194,12 @@ class Catalog:
             statistics_bytes=sum(statistics),
         )
 
-    def remove_damaged(self) -> list[Problem]:
-        """Remove the records of snapshots that cannot be read; tell what was wrong with them."""
-        problems: list[Problem] = []
-        for path in _records_in(self._snapshots):
-            try:
-                _read(_SNAPSHOT, path)
-            except CorruptError as error:
-                problems += error.problems
-                _remove(path)
-        return problems
+    def _record_path(self, folder: str, place: str) -> Path:
+        """Return the record of what lies at a place."""
+        return self.home / folder / f"{blake3(place.encode()).hexdigest(16)}.json"
 
 
 # --- records ---
-
-
-def _record_name(place: str) -> str:
-    """Return the name of the record of what lies at a place."""
-    return f"{blake3(place.encode()).hexdigest(16)}{_SUFFIX}"
 
 
 def _records_in(folder: Path) -> list[Path]:
@@ -327,7 +301,12 @@ def rebuild(home: Path, roots: Sequence[Path]) -> RebuildReport:
     unreadable: list[Problem] = []
     manifest_paths = list(find_manifests(roots, unreadable))
     catalog = Catalog(home)
-    unreadable += catalog.remove_damaged()
+    for record in _records_in(home / _SNAPSHOTS):
+        try:
+            _read(_SNAPSHOT, record)
+        except CorruptError as error:
+            unreadable += error.problems
+            _remove(record)
     recorded: list[SnapshotRow] = []
     missing: list[Path] = []
     composites: list[Path] = []
