@@ -114,7 +114,7 @@ def test_random_routers__follow_the_seed_and_the_layer(tmp_path: Path) -> None:
         ({"experts": [{"source_model": "./a"}, {}]}, "recipe.incomplete", "the expert has no source_model"),
         ({"experts": [{"source_model": "./a"}, {"source_model": "./wide"}]}, "model.mismatch", "'./wide' has shape"),
         ({"base_model": "./gpt"}, "recipe.unsupported", "no mixture is made of gpt2, llama"),
-        ({"seed": -1}, "recipe.value", "a whole number from 0 on"),
+        ({"seed": -1}, "recipe.value", "a whole number of at least 0"),
         ({"experts": [{"source_model": "./a", "noise_scale": "x"}]}, "recipe.value", "a number"),
     ],
 )  # fmt: skip

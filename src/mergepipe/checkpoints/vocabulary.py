@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 from mergepipe.checkpoints.contract import Checkpoint
@@ -21,25 +21,17 @@ MAX_TOKEN_ID = (1 << 24) - 1
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is matched in text before the tokenizer's own rules, with the settings of that match."""
+    """A token that is matched in text before the tokenizer's own rules, with the settings of that match.
+
+    The fields are those that tokenizer files write, in their order, without the id.
+    """
 
     content: str
-    special: bool = False
     single_word: bool = False
     lstrip: bool = False
     rstrip: bool = False
     normalized: bool = True
-
-    def settings(self) -> dict[str, str | bool]:
-        """Return the settings as tokenizer files write them, without the id."""
-        return {
-            "content": self.content,
-            "single_word": self.single_word,
-            "lstrip": self.lstrip,
-            "rstrip": self.rstrip,
-            "normalized": self.normalized,
-            "special": self.special,
-        }
+    special: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +375,7 @@ def extended_files(files: TokenizerFiles, output: Vocabulary, tokens: Sequence[A
     if is_fast:
         document = files.document(FAST_NAME)
         listed = document.get("added_tokens")
-        records = [{"id": output.ids[token.content], **token.settings()} for token in tokens]
+        records = [{"id": output.ids[token.content], **asdict(token)} for token in tokens]
         changed[FAST_NAME] = _written(
             {**document, "added_tokens": [*(listed if isinstance(listed, list) else []), *records]}
         )
@@ -400,7 +392,7 @@ def _with_decoder(
     settings: Mapping[str, JsonValue], output: Vocabulary, tokens: Sequence[AddedToken]
 ) -> dict[str, object]:
     decoder = settings.get(DECODER_KEY)
-    records = {str(output.ids[token.content]): token.settings() for token in tokens}
+    records = {str(output.ids[token.content]): asdict(token) for token in tokens}
     return {**settings, DECODER_KEY: {**(decoder if isinstance(decoder, dict) else {}), **records}}
 
 

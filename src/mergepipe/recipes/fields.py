@@ -192,6 +192,14 @@ class DocumentReader:
         self.wrong_kind(value, key_path, "text", "put it in quotes if it is meant as text" if is_bare else "")
         return None
 
+    def whole(self, value: Value, key_path: KeyPath, least: int) -> int | None:
+        """Return `value` if it is a whole number of at least `least`, and of 32 bits; else report it, and None."""
+        if type(value) is int and least <= value < 1 << 32:
+            return value
+        if value is not None:
+            self.wrong_kind(value, key_path, f"a whole number of at least {least}")
+        return None
+
     def wrong_kind(self, value: Value, key_path: KeyPath, needed: str, hint: str = "") -> None:
         """Report that `value` is not of the `needed` kind."""
         self.refuse("recipe.value", key_path, f"needs {needed}, found {describe(value)}", hint)

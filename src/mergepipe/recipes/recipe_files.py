@@ -229,7 +229,8 @@ def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | 
         return Recipe(path, text, COPY.spec, base, (base,), {}, dtype, None, name=name, mixture=mixture)
     experts = _mixture_experts(reader, root.get("experts"), ("experts",))
     shared = _mixture_experts(reader, root["shared_experts"], ("shared_experts",)) if root.get("shared_experts") else ()
-    per_token, seed = (_whole(reader, root, *bounds) for bounds in (("experts_per_token", 2, 1), ("seed", 0, 0)))
+    per_token = reader.whole(root.get("experts_per_token"), ("experts_per_token",), 1) or 2
+    seed = reader.whole(root.get("seed"), ("seed",), 0) or 0
     if experts and len(experts) < per_token:
         message = f"{len(experts)} experts, and {per_token} answer each token"
         reader.refuse("recipe.value", ("experts",), message, "name more experts, or lower experts_per_token")
@@ -306,16 +307,6 @@ def _check_prompts(reader: DocumentReader, experts: Sequence[MixtureExpert], sha
         reader.refuse("recipe.value", ("experts",), message, "write prompts that each expert is for")
     if len({bool(expert.positive) for expert in shared}) > 1:
         reader.refuse("recipe.value", ("shared_experts",), "some have prompts and others have none")
-
-
-def _whole(reader: DocumentReader, root: dict[str, Value], key: str, default: int, least: int) -> int:
-    value = root.get(key)
-    if value is None:
-        return default
-    if type(value) is not int or not least <= value < 1 << 32:
-        reader.wrong_kind(value, (key,), f"a whole number from {least} on")
-        return default
-    return value
 
 
 def _check_keys(reader: DocumentReader, root: dict[str, Value]) -> None:

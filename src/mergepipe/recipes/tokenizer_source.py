@@ -60,8 +60,8 @@ class _Tokenizer:
         tokens = self._reading.mapping(entry.get("tokens"), (*at, "tokens")) or {}
         embeddings = {token: self._embedding(embedding, (*at, "tokens", token)) for token, embedding in tokens.items()}
         read = {token: embedding for token, embedding in embeddings.items() if embedding is not None}
-        padding = self._whole(entry.get("pad_to_multiple_of"), (*at, "pad_to_multiple_of"))
-        n_atoms = self._whole(entry.get("k"), (*at, "k")) or MOST_ATOMS
+        padding = self._reading.whole(entry.get("pad_to_multiple_of"), (*at, "pad_to_multiple_of"), 1)
+        n_atoms = self._reading.whole(entry.get("k"), (*at, "k"), 1) or MOST_ATOMS
         return TokenizerRequest(
             *source, read, padding, self._reading.source.where(*at), self._donor, new_tokens, n_atoms
         )
@@ -106,14 +106,6 @@ class _Tokenizer:
         self._reading.refuse("recipe.incomplete", at, message, hint)
         return None
 
-    def _whole(self, value: Value, at: KeyPath) -> int | None:
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self._reading.wrong_kind(value, at, "a whole number of at least 1")
-            return None
-        return value
-
     def _embedding(self, value: Value, at: KeyPath) -> TokenRule | None:
         entry = self._reading.mapping(value, at, "write 'source: ...' under the token")
         if entry is None:
@@ -148,8 +140,8 @@ class _Tokenizer:
         if token is not None and not isinstance(token, str):
             self._reading.wrong_kind(token, (*at, "token"), "text")
             return None
-        if token_id is not None and (isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0):
-            self._reading.wrong_kind(token_id, (*at, "token_id"), "a whole number of at least 0")
+        number = self._reading.whole(token_id, (*at, "token_id"), 0)
+        if number is None and token_id is not None:
             return None
         model = self._model(value.get("model"), (*at, "model"))
-        return TokenRule(model, token, token_id, force=force)
+        return TokenRule(model, token, number, force=force)
