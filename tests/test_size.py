@@ -113,11 +113,11 @@ class Figure:
 
 
 FIGURES = (
-    Figure("lines of src", lambda: lines(PACKAGE), 63_060, 50_000),
+    Figure("lines of src", lambda: lines(PACKAGE), 62_972, 50_000),
     Figure("files of src", lambda: len(source_texts()), 228, 180),
     Figure("folders of src", folders, 22, 20),
-    Figure("classes", lambda: len(classes()), 704, 450),
-    Figure("dataclasses", lambda: sum(map(is_dataclass, classes())), 473, 300),
+    Figure("classes", lambda: len(classes()), 700, 450),
+    Figure("dataclasses", lambda: sum(map(is_dataclass, classes())), 470, 300),
     Figure("modules with one importer", modules_with_one_importer, 41, 30),
     Figure("modules of jobs.merge", lambda: met_by()["modules of jobs.merge"], 102, 130),
     Figure("source files that a merge enters", lambda: met_by()["merge"], 78, 80),

@@ -171,10 +171,6 @@ class DocumentReader:
         """Report that the recipe is wrong at `key_path`."""
         self.findings.add(RecipeError, code, self.source.where(*key_path), message, hint)
 
-    def unsupported(self, key_path: KeyPath, what: str, hint: str = "") -> None:
-        """Report a feature of mergekit that this version does not support."""
-        self.refuse("recipe.unsupported", key_path, f"{what} not supported yet", hint)
-
     def mapping(self, value: Value, key_path: KeyPath, hint: str = "") -> dict[str, Value] | None:
         """Return `value` if it is a mapping (null counts as empty); else report it and return None."""
         if value is None:

@@ -201,11 +201,9 @@ def _scalar(
 ) -> Scalar:
     value = _flag(reader, entry, key_path) if spec.is_flag else _number(reader, entry, key_path, spec)
     if spec.only_default and value == value and value != spec.default:  # REFUSED is not itself
-        reader.unsupported(
-            key_path,
-            f"{spec.name}: {_text(value)} is",
-            f"{operator.name} knows only {spec.name}: {_text(spec.default)}",
-        )
+        message = f"{spec.name}: {_text(value)} is not supported yet"
+        hint = f"{operator.name} knows only {spec.name}: {_text(spec.default)}"
+        reader.refuse("recipe.unsupported", key_path, message, hint)
         return REFUSED
     return value
 
