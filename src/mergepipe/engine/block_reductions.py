@@ -80,7 +80,7 @@ def make_reduction(
         case SoftmaxDivergence(row_elements):
             return SoftmaxDivergences(n_elements, row_elements)
         case CalibratedDelta():
-            return CalibratedDeltas(request)
+            return calibrated_delta(request)
 
 
 class MagnitudeCuts:
@@ -370,28 +370,22 @@ class SoftmaxDivergences(OnePass):
         return Reduced(sums=(join_atoms(self._sums_A[:, None], self._n_elements, self._row_elements),))
 
 
-class CalibratedDeltas(OnePass):
+def calibrated_delta(request: CalibratedDelta) -> Summed:
     """The merged delta of a matrix after a spectral step. Memory: see `calibration_cost`."""
+    from mergepipe.operators.spectral import calibrate, gather_deltas
 
-    def __init__(self, request: CalibratedDelta) -> None:
-        self._inputs = inputs = request.inputs
-        self._function = request.operator.block_function(inputs, request.reduced)
-        self._merged_N = np.zeros(inputs.n_elements, np.float32)
-        models = [e for e, p in enumerate(inputs.experts) if NUMBERS_OF not in p and inputs.globals.get(SVC)]
-        self._experts = {e: np.zeros(inputs.n_elements, np.float32) for e in models}
+    inputs, alpha = request.inputs, request.inputs.globals.get(SVC)
+    function = request.operator.block_function(inputs, request.reduced)
+    merged_N = np.zeros(inputs.n_elements, np.float32)
+    models = [e for e, p in enumerate(inputs.experts) if NUMBERS_OF not in p and alpha]
+    experts = {e: np.zeros(inputs.n_elements, np.float32) for e in models}
 
-    def accumulate(self, block: RawBlock) -> None:
-        from mergepipe.operators.spectral import gather_deltas
+    def answer() -> Reduced:
+        matrices = [delta_N.reshape(inputs.shape) for delta_N in experts.values()]
+        calibrate(merged_N.reshape(inputs.shape), matrices, None if alpha is None else float(alpha))
+        return Reduced(delta_N=merged_N)
 
-        gather_deltas(block, self._function, self._merged_N, self._experts)
-
-    def result(self) -> Reduced:
-        from mergepipe.operators.spectral import calibrate
-
-        shape, alpha = self._inputs.shape, self._inputs.globals.get(SVC)
-        experts = [delta_N.reshape(shape) for delta_N in self._experts.values()]
-        calibrate(self._merged_N.reshape(shape), experts, None if alpha is None else float(alpha))
-        return Reduced(delta_N=self._merged_N)
+    return Summed(lambda block: gather_deltas(block, function, merged_N, experts), answer)
 
 
 def join_products(base_C: NDArray[np.float64], cells_EC2: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -323,6 +323,17 @@ class AllAlike(Plain):
         return Influence(ones_E, ones_E.copy())
 
 
+@dataclass(frozen=True, slots=True)
+class Blockwise(AllAlike):
+    """A rule that needs nothing of a whole tensor: a function makes that for its blocks."""
+
+    spec: OperatorSpec
+    function: Callable[[OperatorInput], BlockFunction]
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        return self.function(inputs)
+
+
 # --- what recipes may ask of any rule: weights that follow from norms, a spectral step after it ---
 
 

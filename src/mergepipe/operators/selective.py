@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from mergepipe.operators.base import (
     NOTHING_REDUCED,
     AllAlike,
     BlockFunction,
+    Blockwise,
     Marks,
     Measure,
     Operator,
@@ -141,19 +143,16 @@ def overlap_rule(epsilon: float, own_scales_E: NDArray[np.float32]) -> BlockFunc
     return merge
 
 
-@dataclass(frozen=True, slots=True)
-class Ram(AllAlike):
+@partial(
+    Blockwise,
+    OperatorSpec("ram", "average what several change, keep what one changes", _RAM, BaseRole.REQUIRED, (CHANGED,)),
+)
+def ram(inputs: OperatorInput) -> BlockFunction:
     """Add what one expert changes, and the mean of what several change.
 
     Source: arXiv 2601.13572. A change is a |delta| above `epsilon`; smaller deltas are dropped.
     """
-
-    spec: ClassVar[OperatorSpec] = OperatorSpec(
-        "ram", "average what several change, keep what one changes", _RAM, BaseRole.REQUIRED, (CHANGED,)
-    )
-
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
-        return overlap_rule(float(inputs.globals["epsilon"]), np.ones(len(inputs.experts), np.float32))
+    return overlap_rule(float(inputs.globals["epsilon"]), np.ones(len(inputs.experts), np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,52 +194,50 @@ class RamPlus(AllAlike):
         return overlap_rule(epsilon, scales_E.astype(np.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class MagMax(AllAlike):
-    """`M_0 + lambda delta_j`, `j = argmax_i |delta_i|` element by element, the first of equal ones.
-
-    Source: Marczak et al. 2024 (arXiv 2407.06322). The paper trains its models one after another; here they are any.
-    """
-
-    spec: ClassVar[OperatorSpec] = OperatorSpec(
+@partial(
+    Blockwise,
+    OperatorSpec(
         "magmax",
         "the largest change of each element",
         "Marczak et al. 2024, arXiv 2407.06322",
         BaseRole.REQUIRED,
         (shared("lambda", "factor of the merged delta", 1.0),),
-    )
+    ),
+)
+def magmax(inputs: OperatorInput) -> BlockFunction:
+    """`M_0 + lambda delta_j`, `j = argmax_i |delta_i|` element by element, the first of equal ones.
 
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
-        scale = np.float32(inputs.globals["lambda"])
-
-        def merge(block: RawBlock) -> None:
-            from mergepipe.kernels.select import merge_largest
-
-            merge_largest(block, scale)
-
-        return merge
-
-
-@dataclass(frozen=True, slots=True)
-class NearSwap(AllAlike):
-    """`M_0 + clip(t / |delta|, 0, 1) delta`: each element moves by at most `t`. A |delta| below 1e-6 counts as that.
-
-    Source: alchemonaut, QuartetAnemoi-70B-t0.0001.
+    Source: Marczak et al. 2024 (arXiv 2407.06322). The paper trains its models one after another; here they are any.
     """
+    scale = np.float32(inputs.globals["lambda"])
 
-    spec: ClassVar[OperatorSpec] = OperatorSpec(
+    def merge(block: RawBlock) -> None:
+        from mergepipe.kernels.select import merge_largest
+
+        merge_largest(block, scale)
+
+    return merge
+
+
+@partial(
+    Blockwise,
+    OperatorSpec(
         "nearswap",
         "towards the other model where it is near",
         "alchemonaut, QuartetAnemoi-70B-t0.0001",
         BaseRole.REQUIRED,
         (shared("t", "largest step of an element", None),),
         max_experts=1,
-    )
+    ),
+)
+def nearswap(inputs: OperatorInput) -> BlockFunction:
+    """`M_0 + clip(t / |delta|, 0, 1) delta`: each element moves by at most `t`. A |delta| below 1e-6 counts as that.
 
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        n_experts = len(inputs.experts)
-        reach_E = np.full(n_experts, float(inputs.globals["t"]), np.float32)
-        return ElementwiseRule(np.ones(n_experts, np.float32), keep=Keep.NEAR, scales_E=reach_E)
+    Source: alchemonaut, QuartetAnemoi-70B-t0.0001.
+    """
+    n_experts = len(inputs.experts)
+    reach_E = np.full(n_experts, float(inputs.globals["t"]), np.float32)
+    return ElementwiseRule(np.ones(n_experts, np.float32), keep=Keep.NEAR, scales_E=reach_E)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,4 +300,4 @@ def magnitude_cuts(cut: np.float32, weight_R: NDArray[np.float32]) -> NDArray[np
     return np.where(low_R > INFINITY_BITS, np.uint32(NOTHING_KEPT_BITS), low_R)
 
 
-OPERATORS: tuple[Operator, ...] = (Sce(), Ram(), RamPlus(), MagMax(), NearSwap(), ArceeFusion())
+OPERATORS: tuple[Operator, ...] = (Sce(), ram, RamPlus(), magmax, nearswap, ArceeFusion())

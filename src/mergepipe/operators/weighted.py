@@ -7,6 +7,7 @@ one more expert of the tensor, behind the models; an expert's `NUMBERS_OF` says 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from mergepipe.operators.base import (
     NUMBERS_OF,
     AllAlike,
     BlockFunction,
+    Blockwise,
     Influence,
     Marks,
     Operator,
@@ -243,16 +245,9 @@ class Sar(AllAlike):
         return lambda block: resolved.merged(block, scale)
 
 
-@dataclass(frozen=True, slots=True)
-class Consensus(AllAlike):
-    """`M_0 + lambda` times the weighted sum of deltas, where at least `least_models` have a use for it; else the base.
-
-    A model has where `|delta_i| >= threshold_i |sum - delta_i|`: its TALL mask.
-    Source: Wang et al. 2024 (arXiv 2405.07813), Eq. 4 and 5. Deviation: the paper chooses thresholds by validation
-    accuracy among 0.2, 0.3, ... 0.6; the default is their middle.
-    """
-
-    spec: ClassVar[OperatorSpec] = OperatorSpec(
+@partial(
+    Blockwise,
+    OperatorSpec(
         "consensus",
         "the sum of deltas where it is of use to several models",
         "Wang et al. 2024, arXiv 2405.07813",
@@ -265,22 +260,28 @@ class Consensus(AllAlike):
             ),
             LAMBDA,
         ),
-    )
+    ),
+)
+def consensus(inputs: OperatorInput) -> BlockFunction:
+    """`M_0 + lambda` times the weighted sum of deltas, where at least `least_models` have a use for it; else the base.
 
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
-        weights_E = inputs.weights_E().astype(np.float32)
-        thresholds_E = np.array([float(p["threshold"]) for p in inputs.experts], np.float32)
-        least, scale = int(inputs.globals["least_models"]), np.float32(inputs.globals["lambda"])
+    A model has where `|delta_i| >= threshold_i |sum - delta_i|`: its TALL mask.
+    Source: Wang et al. 2024 (arXiv 2405.07813), Eq. 4 and 5. Deviation: the paper chooses thresholds by validation
+    accuracy among 0.2, 0.3, ... 0.6; the default is their middle.
+    """
+    weights_E = inputs.weights_E().astype(np.float32)
+    thresholds_E = np.array([float(p["threshold"]) for p in inputs.experts], np.float32)
+    least, scale = int(inputs.globals["least_models"]), np.float32(inputs.globals["lambda"])
 
-        def merge(block: RawBlock) -> None:
-            from mergepipe.kernels.weigh import merge_agreed
+    def merge(block: RawBlock) -> None:
+        from mergepipe.kernels.weigh import merge_agreed
 
-            chosen = block.present_E
-            merge_agreed(block, weights_E[chosen], thresholds_E[chosen], least, scale)
+        chosen = block.present_E
+        merge_agreed(block, weights_E[chosen], thresholds_E[chosen], least, scale)
 
-        return merge
+    return merge
 
 
-OPERATORS: tuple[Operator, ...] = (Fisher(), Sar(), Consensus())
+OPERATORS: tuple[Operator, ...] = (Fisher(), Sar(), consensus)
 AVERAGES: tuple[Operator, ...] = (Linear(),)
 COPIES: tuple[Operator, ...] = (Passthrough(),)
