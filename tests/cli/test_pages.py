@@ -14,7 +14,7 @@ import pytest
 from test_report_texts import SWEPT
 
 from mergepipe import __version__
-from mergepipe.cli.pages import Line, charts_of, draw_chart, explain_page, layer_charts, search_page, sweep_page
+from mergepipe.cli.pages import Line, charts_of, draw_chart, explain_page, layer_charts, sweep_page
 from mergepipe.cli.printing import report_text
 from mergepipe.reports import (
     BudgetVerdict,
@@ -22,8 +22,6 @@ from mergepipe.reports import (
     ExpertShare,
     Explanation,
     LayerShare,
-    SearchReport,
-    SearchTrial,
 )
 
 MADE = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
@@ -175,41 +173,7 @@ def test_draw_chart__everything_lies_inside_the_box_and_axes_begin_at_zero(value
     assert 2 <= len(chart.x_ticks) <= 7
 
 
-def searched(n_trials: int, objectives: tuple[str, ...] = ("loss",)) -> SearchReport:
-    """A search whose trial 1 is the best, trial 2 failed, and every fourth was given up after the first rung."""
-    trials = []
-    for number in range(n_trials):
-        state = "fail" if number == 2 else "pruned" if number % 4 == 3 else "complete"
-        losses = tuple(2.3 + abs(number - 1) / 100 for _ in objectives) if state == "complete" else ()
-        values: dict[str, float | str | bool | None] = {"merge_method": "<b>ties", "models[0].weight": number / 8}
-        trials.append(
-            SearchTrial(number, state, values, losses, (2.4,), 1000 * number, 0.5, "exit code 3" * (number == 2),
-                        is_best=number == 1)
-        )  # fmt: skip
-    return SearchReport(
-        out=Path("best"), study=Path("best.study"), sid="0" * 32, objectives=objectives, best=1, trials=tuple(trials)
-    )
-
-
-def test_search_page__tells_every_trial_and_draws_those_that_ended() -> None:
-    report = searched(8)
-    text = search_page(report, MADE)
-    assert text.count("<tr><td ") == 8
-    assert "Trial 1 is published: loss 2.3." in text
-    assert "8 trials, 2 given up early, 1 failed; 28.0 kB of the experts were read" in text
-    assert "&lt;b&gt;ties" in text
-    assert "<b>ties" not in text
-    assert re.findall(r"<li>(.*)</li>", text) == ["models[0].weight: 0 to 0.75", "loss: 2.3 to 2.35"]
-    assert re.findall("<h2>(.*)</h2>", text) == ["Trials", "By trial", "By bytes", "Numbers"]
-    assert ">2.3</text>" in text  # axes of losses begin with the losses, not at 0
-    assert text.count("<title>the best: ") == 2
-    assert "<h2>The front</h2>" in search_page(searched(8, ("loss", "score:max")), MADE)
-
-
-PAGES = {
-    "explain": lambda: explain_page(explained(28, 4), MADE), "sweep": lambda: sweep_page(SWEPT, MADE),
-    "search": lambda: search_page(searched(40, ("loss", "score:max")), MADE),
-}  # fmt: skip
+PAGES = {"explain": lambda: explain_page(explained(28, 4), MADE), "sweep": lambda: sweep_page(SWEPT, MADE)}
 MEASURE = """
 const d = this.contentDocument.documentElement, sizes = [...d.querySelectorAll('body *')].map(
     each => parseFloat(getComputedStyle(each).fontSize));

@@ -1,4 +1,4 @@
-"""Explanations, sweeps and searches as self-contained HTML pages: charts as geometry, drawn by templates."""
+"""Explanations and sweeps as self-contained HTML pages: charts as geometry, drawn by templates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from mergepipe.reports import (
     ExpertShare,
     Explanation,
     Overlap,
-    SearchReport,
-    SearchTrial,
     SweepPoint,
     SweepReport,
     missing_text,
@@ -91,20 +89,17 @@ def draw_chart(
     lines: Sequence[Line],
     x_format: Format,
     y_format: Format,
-    *,
-    begins_at_0: bool = True,
 ) -> Chart:
-    """Lay lines out over axes that begin at 0, that of `y` unless told not to; lines without points are left out."""
+    """Lay lines out over axes that begin at 0; lines without points are left out."""
     drawn = [line for line in lines if line.points]
-    x_ticks = _ticks(0.0, max((x for line in drawn for x, _ in line.points), default=1.0))
-    ys = [y for line in drawn for _, y in line.points] or [1.0]
-    y_ticks = _ticks(0.0 if begins_at_0 else min(ys), max(ys))
+    x_ticks = _ticks(max((x for line in drawn for x, _ in line.points), default=1.0))
+    y_ticks = _ticks(max((y for line in drawn for _, y in line.points), default=1.0))
 
     def x_at(x: float) -> float:
         return round(100 * x / x_ticks[-1], 2)
 
     def y_at(y: float) -> float:
-        return round(100 - 100 * (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]), 2)
+        return round(100 - 100 * y / y_ticks[-1], 2)
 
     return Chart(
         title,
@@ -124,15 +119,14 @@ def draw_chart(
     )  # fmt: skip
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten, the first at most `low`, the last at least `high`."""
-    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
-        low, high = (0.0, 1.0) if not math.isfinite(low + high) or low == 0 else (low - abs(low), low + abs(low))
-    raw = (high - low) / _TICKS
+def _ticks(high: float) -> list[float]:
+    """Return multiples of 1, 2 or 5 times a power of ten, from 0 to the first that is at least `high`."""
+    if not math.isfinite(high) or high <= 0:
+        high = 1.0
+    raw = high / _TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [number * step for number in range(first, last + 1)]
+    return [number * step for number in range(math.ceil(high / step - 1e-9) + 1)]
 
 
 def explain_page(explanation: Explanation, made: datetime | None = None) -> str:
@@ -277,79 +271,3 @@ def _level_lines(report: SweepReport) -> list[Line]:
 def _places(values: Iterable[tuple[SweepPoint, float | None]]) -> tuple[tuple[float, float], ...]:
     """Positions by rising share of bytes; what was not measured is left out."""
     return tuple(sorted((point.share, y) for point, y in values if y is not None))
-
-
-def search_page(report: SearchReport, made: datetime | None = None) -> str:
-    """Render the page of a search, with the day it was made."""
-    axes = _axes(report)
-    return render_page(
-        "search.html.j2", made, report=report, axes=[f"{name}: {low:.4g} to {high:.4g}" for name, low, high in axes],
-        parallel=_parallel_chart(report, axes), charts=_search_charts(report), numbers=_trials_table(report),
-    )  # fmt: skip
-
-
-def _trials_table(report: SearchReport) -> Table:
-    """Return a row for each trial: its values stand in the order of the recipe."""
-    rows = []
-    for trial in report.trials:
-        values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.values.values()]
-        losses = [f"{loss:.6g}" for loss in trial.losses] or [""] * len(report.objectives)
-        read, time = format_bytes(trial.expert_bytes), format_seconds(trial.seconds)
-        number = f"{trial.number}{' *' * trial.is_best}"
-        rows.append((number, trial.failure or trial.state, *losses, read, time, ", ".join(values)))
-    return Table(("trial", "state", *report.objectives, "read", "time", "values"), tuple(rows))
-
-
-def _axes(report: SearchReport) -> list[tuple[str, float, float]]:
-    """Return what has an axis, the searched numbers and the first objective, with its range over finished trials."""
-    places = [_numbers(trial, report.objectives[0]) for trial in report.trials if trial.losses]
-    names = [name for name in places[0] if all(name in place for place in places)]
-    columns = {name: [place[name] for place in places] for name in names}
-    return [(name, min(column), max(column)) for name, column in columns.items()]
-
-
-def _numbers(trial: SearchTrial, objective: str) -> dict[str, float]:
-    """Return the values of a trial that are numbers, and what its objective came to, by name."""
-    numbers = {
-        name: float(value)
-        for name, value in trial.values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-    return {**numbers, objective: trial.losses[0]}
-
-
-def _parallel_chart(report: SearchReport, axes: Sequence[tuple[str, float, float]]) -> Chart:
-    """Draw each finished trial as a line over the axes, each of which goes from its least value to its largest."""
-
-    def line(trial: SearchTrial, style: str) -> Line:
-        values = _numbers(trial, report.objectives[0])
-        heights = [(values[name] - low) / (high - low) if high > low else 0.5 for name, low, high in axes]
-        return Line(f"trial {trial.number}", style, tuple((float(n), y) for n, y in enumerate(heights, start=1)))
-
-    others = [line(trial, "bound") for trial in report.trials if trial.losses and not trial.is_best]
-    best = [line(trial, "chosen") for trial in report.trials if trial.losses and trial.is_best]
-    x_label = "the axes below"
-    return draw_chart("Trials", x_label, "from the least value of an axis to its largest", [*others, *best],
-                      "{:g}".format, "{:g}".format)  # fmt: skip
-
-
-def _search_charts(report: SearchReport) -> tuple[Chart, ...]:
-    """Draw the first objective by trial and by bytes read, and over the second objective where there are several."""
-    objective = report.objectives[0]
-    trials = [trial for trial in report.trials if trial.losses]
-
-    def chart(title: str, x_label: str, x_of: Callable[[SearchTrial], float], x_format: Format) -> Chart:
-        lines = [
-            Line(name, style, tuple((x_of(trial), trial.losses[0]) for trial in trials if trial.is_best == is_best))
-            for name, style, is_best in (("others", "bound scatter", False), ("the best", "chosen scatter", True))
-        ]
-        return draw_chart(title, x_label, objective, lines, x_format, "{:.4g}".format, begins_at_0=False)
-
-    charts = [
-        chart("By trial", "trial", lambda trial: float(trial.number), "{:g}".format),
-        chart("By bytes", "expert bytes that the trial read", lambda trial: float(trial.expert_bytes),
-              lambda nbytes: format_bytes(int(nbytes))),
-    ]  # fmt: skip
-    if len(report.objectives) > 1:
-        charts.append(chart("The front", report.objectives[1], lambda trial: trial.losses[1], "{:.4g}".format))
-    return tuple(charts)

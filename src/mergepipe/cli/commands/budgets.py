@@ -164,13 +164,9 @@ def search(
 
     A value is searched where RECIPE has {search: [low, high]}, with log: true if wanted, or
     {search: [a, b, c]}. optuna proposes values. --evaluate tells what a merge is worth. The study lies in
-    OUT.study, and a page of its trials in OUT.html; a search that was stopped goes on with --resume.
+    OUT.study, a journal of optuna; a search that was stopped goes on with --resume.
     """
-    report = api.search(recipe, out, options=options, on_progress=on_progress)
-    from mergepipe.cli.pages import search_page
-
-    write_page(report.study.with_suffix(".html"), search_page(report, datetime.now(UTC)))
-    return report
+    return api.search(recipe, out, options=options, on_progress=on_progress)
 
 
 def check_page(path: Path) -> None:
