@@ -63,8 +63,8 @@ RAW: dict[str, Callable[[], Iterable[bytes]]] = {
     "a negative status": lambda: answer(status="-200 OK"),
     "a reason of controls": lambda: sized_error("418 \x1b[31mred\x07" + "r" * 5000),
     "a line without end": lambda: itertools.chain([b"HTTP/1.1 200 OK\r\nX: "], itertools.repeat(b"x" * 4096)),
-    "headers without end": lambda: itertools.chain([b"HTTP/1.1 200 OK\r\n"], itertools.repeat(b"X: y\r\n")),
-    "100 Continue without end": lambda: itertools.repeat(b"HTTP/1.1 100 Continue\r\nX: y\r\n\r\n"),
+    "headers without end": lambda: itertools.chain([b"HTTP/1.1 200 OK\r\n"], itertools.repeat(b"X: y\r\n" * 1000)),
+    "100 Continue without end": lambda: itertools.repeat(b"HTTP/1.1 100 Continue\r\nX: y\r\n\r\n" * 100),
     "100 Continue a second": lambda: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n"),
     "a byte a second": lambda: itertools.chain(
         [b'HTTP/1.1 200 OK\r\nContent-Length: 100000\r\nETag: "1"\r\nX: '], itertools.repeat(b"x")
@@ -86,7 +86,7 @@ RAW: dict[str, Callable[[], Iterable[bytes]]] = {
     "chunks with long extensions": lambda: itertools.chain(
         chunked(), itertools.repeat(b"1;" + b"e" * 60_000 + b"\r\n{\r\n")
     ),
-    "trailers without end": lambda: itertools.chain(chunked(b"2\r\n{}\r\n0\r\n"), itertools.repeat(b"X: y\r\n")),
+    "trailers without end": lambda: itertools.chain(chunked(b"2\r\n{}\r\n0\r\n"), itertools.repeat(b"X: y\r\n" * 1000)),
     "nothing": lambda: [b""],
     "no HTTP": lambda: [b"SSH-2.0-OpenSSH_9\r\n"],
     "HTTP/9": lambda: [b"HTTP/9.9 200 OK\r\n\r\n"],

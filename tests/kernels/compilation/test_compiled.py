@@ -16,7 +16,7 @@ from mergepipe.core.blocks import BF16, F16, DType
 from mergepipe.deltastore.codec import symbols
 from mergepipe.errors import UnsupportedError
 from mergepipe.kernels import reduce, summary
-from mergepipe.kernels.compiled import CORE, Kernel, kernel, room_of, sources_digest
+from mergepipe.kernels.compiled import CORE, Kernel, kernel, sources_digest
 from support.families import write_family
 from support.family_shapes import TINY
 
@@ -74,16 +74,6 @@ def test_sources_digest__changes_with_any_source(tmp_path: Path) -> None:
     (tmp_path / "below/two.py").write_text("b = 2\n")
     sources_digest.cache_clear()
     assert sources_digest(tmp_path) != before
-
-
-def test_sources_digest__is_of_the_kernels() -> None:
-    assert sources_digest(Path(reduce.__file__).parent) == sources_digest()
-    assert len(sources_digest()) == 64
-
-
-def test_room_of__is_the_first_folder_of_the_package_or_the_files_own() -> None:
-    assert room_of(Path(symbols.__file__)) == DELTASTORE
-    assert room_of(Path("/elsewhere/rules/own.py")) == Path("/elsewhere/rules")
 
 
 @pytest.mark.parametrize(
