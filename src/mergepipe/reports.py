@@ -599,10 +599,6 @@ class ExtractLoraReport(Displayed):
         error = f"{format_percent(self.relative_error)} of the difference's norm is not in the adapter"
         return error if worst is None else f"{error}, at most {format_percent(worst.relative_error)} of {worst.name}"
 
-    def finished(self, base_bytes: int, model_bytes: int, seconds: float) -> ExtractLoraReport:
-        """Return the report with the bytes that were read, and the time."""
-        return replace(self, base_bytes=base_bytes, model_bytes=model_bytes, seconds=seconds)
-
 
 def _adapted_text(adapted: Sequence[ExtractedTensor | MergedModule], noun: str) -> str:
     """How many tensors or modules an adapter has, and their least and largest rank."""

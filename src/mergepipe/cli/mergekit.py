@@ -35,8 +35,8 @@ _COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HonouredFlags:
-    """Flags that do what they say."""
+class MergekitFlags:
+    """The flags of mergekit-yaml, by what becomes of them: the sections of the help."""
 
     random_seed: int = option(0, _done("Seed of the random operators.", metavar="N"))
     out_shard_size: int = option(
@@ -51,22 +51,10 @@ class HonouredFlags:
     copy_tokenizer: bool | None = option(
         None, _done("Copy the tokenizer; one that the recipe asks for is written in any case.", default="on")
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StandingFlags:
-    """Flags that ask for what is always so; their opposites, too, change nothing of the result."""
-
     lazy_unpickle: bool | None = option(None, _always("Nothing is unpickled; tensors are streamed."))
     clone_tensors: bool | None = option(None, _always("Every output tensor is written by itself."))
     async_write: bool | None = option(None, _always("Reading, merging and writing overlap."))
     write_threads: int | None = option(None, _always("One thread writes, at the disk's speed.", metavar="N"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoticedFlags:
-    """Flags that are taken, with a notice of what holds here."""
-
     cuda: bool | None = option(None, _noticed("The processor merges, as fast as disks read."))
     device: str | None = option(None, _noticed("As --cuda.", metavar="NAME"))
     low_cpu_memory: bool | None = option(None, _noticed("Memory is bounded anyway."))
@@ -80,6 +68,20 @@ class NoticedFlags:
     )
     lora_merge_cache: str | None = option(None, _noticed("LoRAs are applied while they are read.", metavar="DIR"))
     unsafe_truncate_embeddings: bool | None = option(None, _noticed("The base's rows are kept, all of them."))
+    safe_serialization: bool | None = option(None, _refused("Safetensors are written; pickles are refused."))
+    lora_merge_dtype: str | None = option(None, _refused("LoRAs are applied in float32.", metavar="DTYPE"))
+
+    def check(self) -> None:
+        """Refuse what was asked for and cannot be done, all at once."""
+        problems = []
+        if self.safe_serialization is False:
+            message, hint = "pickled weights are not written", "leave it out: the output is safetensors"
+            problems.append(Problem("option.unsupported", "--no-safe-serialization", message, hint))
+        if self.lora_merge_dtype is not None:
+            message = "LoRAs are applied in float32 and rounded once"
+            problems.append(Problem("option.unsupported", "--lora-merge-dtype", message, "leave it out"))
+        if problems:
+            raise UnsupportedError(*problems)
 
     def notices(self) -> tuple[str, ...]:
         """Return a line for each thing that was asked for and that holds otherwise here."""
@@ -104,26 +106,6 @@ _NOTICES = {
     "`tokenizer_source` in the recipe matches rows by token",
 }
 """What is said of flags that are taken, by the names of their fields."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedFlags:
-    """Flags that would need what this program does not do."""
-
-    safe_serialization: bool | None = option(None, _refused("Safetensors are written; pickles are refused."))
-    lora_merge_dtype: str | None = option(None, _refused("LoRAs are applied in float32.", metavar="DTYPE"))
-
-    def check(self) -> None:
-        """Refuse what was asked for and cannot be done, all at once."""
-        problems = []
-        if self.safe_serialization is False:
-            message, hint = "pickled weights are not written", "leave it out: the output is safetensors"
-            problems.append(Problem("option.unsupported", "--no-safe-serialization", message, hint))
-        if self.lora_merge_dtype is not None:
-            message = "LoRAs are applied in float32 and rounded once"
-            problems.append(Problem("option.unsupported", "--lora-merge-dtype", message, "leave it out"))
-        if problems:
-            raise UnsupportedError(*problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,37 +136,34 @@ def merge_as_mergekit(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="The recipe, a YAML file.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The directory to create.")],
     *,
-    honoured: HonouredFlags,
+    flags: MergekitFlags,
     verbose: Annotated[
         int,
         typer.Option(
             "-v", count=True, help="Print the report of the merge as well.", show_default=False, rich_help_panel=DONE
         ),
     ] = 0,
-    standing: StandingFlags,  # noqa: ARG001 - always so
-    noticed: NoticedFlags,
-    refused: RefusedFlags,
     own: Annotated[OwnOptions, Without("allow_dropped")],
 ) -> None:
     """Merge as mergekit-yaml is called: the models of CONFIG into the directory OUT.
 
     Also writes `mergekit_config.yml` into OUT. For budgets, which mergekit has not, use `mergepipe merge`.
     """
-    refused.check()
+    flags.check()
     refuse_swapped(config, out, RECIPE_ENDINGS)
     options = MergeOptions(
-        threads=honoured.num_threads,
-        shard_bytes=honoured.out_shard_size,
-        card=honoured.write_model_card is not False,
-        tokenizer=honoured.copy_tokenizer is not False,
-        seed=honoured.random_seed,
+        threads=flags.num_threads,
+        shard_bytes=flags.out_shard_size,
+        card=flags.write_model_card is not False,
+        tokenizer=flags.copy_tokenizer is not False,
+        seed=flags.random_seed,
         force=own.force,
         strict=own.strict,
         lenient=own.lenient,
     )
-    printing = ReportOptions(quiet=bool(honoured.quiet))
+    printing = ReportOptions(quiet=bool(flags.quiet))
     if not printing.quiet:
-        _print_notices(noticed.notices())
+        _print_notices(flags.notices())
     from mergepipe import api
 
     with progress_shown(context.obj, silent=printing.quiet) as on_progress:

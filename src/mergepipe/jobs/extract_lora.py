@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +81,8 @@ def extract_lora_adapter(
         check_unchanged(store, checkpoints)
         staging.publish()
     usage = store.ledger.usage()
-    return report.finished(usage[Purpose.BASE], usage[Purpose.EXPERT], time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return replace(report, base_bytes=usage[Purpose.BASE], model_bytes=usage[Purpose.EXPERT], seconds=seconds)
 
 
 def _architecture(store: Store, base: Checkpoint) -> Json:
