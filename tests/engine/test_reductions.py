@@ -153,6 +153,21 @@ def test_magnitude_cuts__is_exact_after_a_sample_that_misleads(wrong_by: float) 
     assert threshold == np.sort(np.abs(deltas).view(np.uint32))[-30_000]
 
 
+def test_magnitude_cuts__of_an_expert_that_is_not_read_need_no_look() -> None:
+    deltas = (np.random.default_rng(0).standard_normal(400_000) * 1e-3).astype(np.float32)
+    family = Family(F32, (F32, F32), np.zeros(len(deltas), np.float32), (deltas, deltas))
+    block = StoredTensor(family, F32).block(Span(0, len(deltas)))
+    present = block._replace(
+        present_E=block.present_E[:1], offsets_E=block.offsets_E[:1], codes_E=block.codes_E[:1]
+    )  # fmt: skip
+    selection = MagnitudeCuts((len(deltas), 1_000), len(deltas))
+    selection.accumulate(present)
+    assert selection.finish()
+    cuts_E3 = selection.result().cuts_E3
+    assert cuts_E3 is not None
+    assert cuts_E3[:, 0].tolist() == [0, 0]
+
+
 def test_magnitude_cuts__decides_each_expert_for_itself() -> None:
     rng = np.random.default_rng(3)
     family = make_family(rng, 30_000, F32, (F32, F32, F32, F32), 0.0)

@@ -386,6 +386,7 @@ class BracketedRanks:
         self._n_elements = n_elements
         self._stage = Stage.EDGES if n_elements >= BRACKET_ELEMENTS else Stage.RANKS
         self._intervals: dict[int, tuple[range, int]] = {}  # by rank: bins between edges, its place in them from above
+        self._is_shown = False
         self._lock = threading.Lock()
 
     @property
@@ -407,6 +408,7 @@ class BracketedRanks:
 
     def accumulate(self, block: RawBlock, place: int) -> None:
         """Look at a block for the first time."""
+        self._is_shown = True
         if self._stage is Stage.EDGES:
             with self._lock:
                 if self._search.edges is None:
@@ -424,6 +426,10 @@ class BracketedRanks:
 
     def decide(self) -> bool:
         """Answer the ranks that are decided; return whether all cuts are known."""
+        if not self._is_shown:  # all deltas are zero
+            for rank in self._search.open_ranks:
+                self._search.answer(rank, Place(0, 0, self._n_elements))
+            return self._search.settle()
         match self._stage:
             case Stage.EDGES:
                 self._stage = self._enclose()

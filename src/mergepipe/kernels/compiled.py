@@ -6,14 +6,15 @@ import contextlib
 import os
 import pickle
 import stat
+import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import numpy as np
 from blake3 import blake3
@@ -64,6 +65,7 @@ Counts = NDArray[np.int64]
 
 _SETTINGS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _making = threading.RLock()
+_LONGEST_SECONDS = 60  # that a second process is waited for
 
 
 class Kernel:
@@ -77,6 +79,8 @@ class Kernel:
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._source = Path(function.__code__.co_filename)
         self.sources = sources_of(self._source)
+        self.before_compiling: Callable[[], object] = lambda: None
+        self._elsewhere: subprocess.Popen[bytes] | None = None
         self._dispatcher: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -99,9 +103,26 @@ class Kernel:
             raise UnsupportedError.of("platform.unsupported", "NUMBA_DISABLE_JIT", message, "unset it")
         register_kernels(Kernel)
         dispatcher: Any = numba.njit(**_SETTINGS)(self.function)
-        dispatcher._cache = CodeCache(f"{self._source.stem}.{self.__name__}", self.sources)
-        _announce_compiling(dispatcher)
+        dispatcher._cache = CodeCache(f"{self._source.stem}.{self.__name__}", self.sources, self._wait)
+        _announce_compiling(dispatcher, self.before_compiling)
         return dispatcher
+
+    def compile_elsewhere(self, statement: str) -> None:
+        """Run, once, a statement that calls this kernel in a process of its own, where a second core and a cache are.
+
+        A call in this process waits for it.
+        """
+        is_python = sys.executable and not getattr(sys, "frozen", False)  # not a program that has Python in it
+        if self._elsewhere is None and is_python and (os.cpu_count() or 1) > 1:
+            command, null = [sys.executable, "-P", "-c", statement], subprocess.DEVNULL
+            with suppress(OSError), _open_folder(make=True):
+                self._elsewhere = subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
+
+    def _wait(self) -> None:
+        """Wait until the kernel is compiled elsewhere, if it is."""
+        if self._elsewhere is not None and self._elsewhere.poll() is None:
+            with mark_compilation(), suppress(subprocess.TimeoutExpired):
+                self._elsewhere.wait(_LONGEST_SECONDS)
 
 
 class Template(Kernel):
@@ -134,6 +155,15 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
     return kernel_function
 
 
+def compile_in_parallel(first: Callable[..., Any], then: Callable[..., Any], call: Callable[[], None]) -> None:
+    """Let a second process compile kernel `then` as soon as `first` is compiled because it is not kept.
+
+    numba compiles one kernel at a time in a process. `call` calls `then` with arguments of the types that it will have.
+    """
+    statement = f"from {call.__module__} import {call.__name__} as call; call()"
+    cast(Kernel, first).before_compiling = partial(cast(Kernel, then).compile_elsewhere, statement)
+
+
 KERNELS = Path(__file__).parent
 CORE = KERNELS.with_name("core")
 
@@ -160,12 +190,13 @@ def room_of(file: Path) -> Path:
     return package / file.relative_to(package).parts[0] if file.is_relative_to(package) else file.parent
 
 
-def _announce_compiling(compiled: Any) -> None:
-    """Let listeners know while `compiled` is really compiled, which numba does where its cache on disk has no entry."""
+def _announce_compiling(compiled: Any, before: Callable[[], object]) -> None:
+    """Call `before` a kernel is really compiled, as its code is not on disk, and let listeners know while it is."""
     compiler = compiled._compiler
     compile_function = compiler.compile
 
     def announced(*arguments: Any) -> Any:
+        before()
         with mark_compilation():
             return compile_function(*arguments)
 
@@ -174,9 +205,6 @@ def _announce_compiling(compiled: Any) -> None:
 
 # --- tell listeners when kernels are being compiled: on the first use on a machine, later ones load them from disk ---
 
-
-TYPICAL_SECONDS = 4.0
-"""How long compiling what a merge needs takes, measured on two cores: 3 s (linear) to 6 s (TIES)."""
 
 Listener = Callable[[bool], None]
 
@@ -232,16 +260,22 @@ _WITHOUT_EFFECT = {"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS"}  # on the code that i
 class CodeCache:
     """The cache of one kernel, as numba's dispatchers call it."""
 
-    def __init__(self, kernel: str, sources: str) -> None:
+    def __init__(self, kernel: str, sources: str, wait: Callable[[], None]) -> None:
+        """`wait` returns when nobody else compiles the kernel."""
         self._kernel = kernel
         self._sources = sources
+        self._wait = wait
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         """Return the kernel compiled for a signature; None if its code is not kept."""
         from mergepipe.kernels.compiler import CompileResult
 
         target.refresh()
-        content = _read(self._kernel, self._key(signature, target.codegen()))
+        key = self._key(signature, target.codegen())
+        content = _read(self._kernel, key)
+        if content is None:
+            self._wait()
+            content = _read(self._kernel, key)
         try:
             return None if content is None else CompileResult._rebuild(target, *pickle.loads(content))
         except ImportError:  # of a kernel whose module cannot be imported by its name

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mergepipe.core.blocks import ALL_TIES, RawBlock
+from mergepipe.core.blocks import ALL_TIES, BF16, RawBlock
 from mergepipe.kernels.codec import IS_DELTA, TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Doubles, Floats, kernel
 from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
@@ -391,6 +391,16 @@ def merge_block(block: RawBlock, rule: Rule, sparse: bool | None, seldom: bool |
                 anchor = rule.anchor_scale * base[i]
                 total[i] = anchor if numerator[i] == np.float32(0.0) else anchor + numerator[i]
         encode_result(block, start, m, total)
+
+
+def merge_nothing() -> None:
+    """Merge no elements of BF16 or F32 by a rule that keeps large deltas: it compiles what such rules run."""
+    nothing, places_E, no_words = np.empty(0, np.uint8), np.empty(0, np.int64), np.empty(0, np.uint64)
+    ones, cuts, scale, code = np.ones(1, np.float32), np.zeros((1, 3), np.uint32), np.float32(1.0), BF16.kernel_code
+    block = RawBlock(nothing, 0, code, places_E, places_E, places_E, places_E, 0, 0, nothing, 0, code, rare=None)
+    marks_MB = np.empty((0, 0), np.uint8)
+    rule = Rule(ones, ones, KEEP_LARGE, cuts, cuts, no_words, no_words, ones, marks_MB, True, True, scale, scale, scale)
+    merge_block(block, rule, True, None)
 
 
 @kernel

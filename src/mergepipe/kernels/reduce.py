@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import RawBlock
 from mergepipe.kernels.codec import TILE_ELEMENTS
-from mergepipe.kernels.compiled import Bits32, Counts, Floats, kernel
-from mergepipe.kernels.merge import decode_delta, index_hash, keyed_hash
+from mergepipe.kernels.compiled import Bits32, Counts, Floats, compile_in_parallel, kernel
+from mergepipe.kernels.merge import decode_delta, index_hash, keyed_hash, merge_block, merge_nothing
 
 COARSE_SHIFT = 16
 COARSE_BINS = 1 << 15
@@ -36,6 +36,9 @@ def count_magnitudes(block: RawBlock, place: int, start: int, n: int, counts: Co
         decode_delta(block, place, first, m, base, model, delta)
         for i in range(m):
             counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
+
+
+compile_in_parallel(count_magnitudes, merge_block, merge_nothing)  # what is counted first is merged then, mostly
 
 
 @kernel

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+import mergepipe
 from mergepipe.core.blocks import BF16, F16, DType
 from mergepipe.deltastore.codec import symbols
 from mergepipe.errors import UnsupportedError
-from mergepipe.kernels import reduce, summary
+from mergepipe.kernels import merge, reduce, summary
 from mergepipe.kernels.compiled import CORE, Kernel, kernel, sources_digest
 from support.families import write_family
 from support.family_shapes import TINY
@@ -94,3 +95,38 @@ def test_first_merge__compiles_what_it_needs_alone(tmp_path: Path, dtype: DType,
     assert kept & {*LESS_COMMON, "merge._keep_random", "merge.keep_varied"} == used
     for module, _, name in (code.rpartition(".") for code in (*LESS_COMMON, "merge._keep_random", "merge.keep_varied")):
         assert hasattr(import_module(f"mergepipe.kernels.{module}"), name)
+
+
+def test_merge_nothing__has_the_types_of_a_real_merge(tmp_path: Path) -> None:
+    models = write_family(tmp_path, TINY, 2).models
+    weighted = [{"model": str(model), "parameters": {"weight": 1, "density": 0.5}} for model in models[1:]]
+    recipe = {"merge_method": "ties", "base_model": str(models[0]), "models": weighted}
+    mergepipe.merge(recipe, tmp_path / "out")
+    block_kernel: Any = merge.merge_block
+    compiled = set(block_kernel.dispatcher.overloads)
+    merge.merge_nothing()
+    assert set(block_kernel.dispatcher.overloads) == compiled
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="one core compiles one kernel at a time")
+def test_compile_in_parallel__lets_a_second_process_compile_what_comes_next(tmp_path: Path) -> None:
+    script = """
+from mergepipe.core.blocks import F32, Span
+from mergepipe.kernels.merge import merge_block, merge_nothing
+from mergepipe.kernels.reduce import count_magnitudes
+from mergepipe.testing.contracts import StoredTensor, make_family
+import numpy as np
+family = make_family(np.random.default_rng(0), 8, F32, (F32,), 0.0)
+count_magnitudes(StoredTensor(family, F32).block(Span(0, 8))._replace(rare=None), 0, 0, 8, np.zeros(1 << 15, np.int64))
+merge_nothing()
+print(*(sum(each.dispatcher._cache_misses.values()) for each in (count_magnitudes, merge_block)))
+"""
+    settings = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", script], env=settings, check=True, capture_output=True, text=True)
+    assert run.stdout.split() == ["1", "0"]
+
+
+def test_compile_elsewhere__starts_nothing_where_no_folder_takes_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "relative")
+    monkeypatch.setattr(subprocess, "Popen", pytest.fail)
+    Kernel(merge.merge_nothing).compile_elsewhere("")
