@@ -23,17 +23,8 @@ from support.families import (
 
 DEFAULT_ROOT = Path(".bench/family")
 SHAPES: dict[str, FamilyShape] = {
-    "8b": FamilyShape(
-        hidden=4096,
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=14336,
-        vocab=128256,
-        tied=False,
-        architecture=Architecture.LLAMA,
-    ),
+    "8b": FamilyShape(4096, 32, 32, 8, 128, 14336, 128256, tied=False, architecture=Architecture.LLAMA),
+    "3b": FamilyShape(3072, 28, 24, 8, 128, 8192, 128256, tied=True, architecture=Architecture.LLAMA),
     "1.7b": replace(QWEN3_0_6B, hidden=2048, intermediate=6144),
     "0.6b": QWEN3_0_6B,
     "slice": replace(QWEN3_0_6B, layers=6, vocab=30720),
@@ -41,8 +32,8 @@ SHAPES: dict[str, FamilyShape] = {
     "demo": DEMO,
     "tiny": TINY,
 }
-"""`8b` is Llama-3.1-8B, `1.7b`, `0.6b` are Qwen3's, `slice` and `small` are 6 and 4 of 28 layers of the latter, with a
-fifth and a tenth of its words."""
+"""`8b` is Llama-3.1-8B, `3b` Llama-3.2-3B, `1.7b`, `0.6b` are Qwen3's, `slice` and `small` are 6 and 4 of 28 layers of
+the latter, with a fifth and a tenth of its words."""
 _MARKER = "family.json"
 
 
@@ -54,10 +45,11 @@ class FamilyRequest:
     shape: str
     experts: int
     seed: int
+    is_fitted: bool = False
 
     def marker(self) -> dict[str, object]:
         """What is left beside a family that was written to its end."""
-        return {"shape": self.shape, "experts": self.experts, "seed": self.seed}
+        return {"shape": self.shape, "experts": self.experts, "seed": self.seed, "is_fitted": self.is_fitted}
 
 
 def ensure_family(request: FamilyRequest) -> FamilyPaths:
@@ -65,7 +57,9 @@ def ensure_family(request: FamilyRequest) -> FamilyPaths:
     marker = request.root / _MARKER
     if marker.exists() and json.loads(marker.read_text()) == request.marker():
         return family_paths(request.root, request.experts)
-    paths = write_family(request.root, SHAPES[request.shape], request.experts, request.seed)
+    paths = write_family(
+        request.root, SHAPES[request.shape], request.experts, request.seed, is_fitted=request.is_fitted
+    )
     marker.write_text(json.dumps(request.marker()) + "\n")
     return paths
 

@@ -31,7 +31,8 @@ from mergepipe.tailor.saving.unit_choice import LOG_NAME, read_journal
 _CHARACTERS = 2_000_000
 _PAPER_FILTER_AGE = 5  # saves between one half of the middle layers and the other
 _WEIGHTS, _OPTIMIZER = "model.safetensors", "optimizer.pt"
-_PARTIAL = ("parity", "filter", "latest-changed, half", "latest-changed, a quarter", "important, half")
+_CHANGED = ("latest-changed, half", "latest-changed, a quarter", "important, half", "important, a quarter")
+_PARTIAL = ("parity", "filter", *_CHANGED)
 _WINDOWS = ((1, 5), (6, 20), (21, 50), (51, 100))  # steps after resuming, both ends included
 RECOVERED_NATS = 0.01
 _RECOVERED_STEPS = 10

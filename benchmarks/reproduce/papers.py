@@ -74,7 +74,7 @@ def _scaling(results: Results) -> str:
 
 
 def _fidelity(results: Results) -> str:
-    k = max(int(key.split("/")[0]) for key in results.entries)
+    k = max(results.size["ks"])
     rows = []
     for share, (touched, l2) in _FIDELITY.items():
         if f"{k}/norm/{share}" not in results:

@@ -16,7 +16,6 @@ from typing import Any
 
 import mergepipe
 from benchmarks.reproduce.other_programs import Clocks, processors_of_others
-from mergepipe.kernels.compiled import sources_digest
 
 FORMAT = "mergepipe-results/1"
 DEFAULT_FOLDER = Path("docs/benchmarks/results")
@@ -240,4 +239,6 @@ def _commit() -> str:
 
 def code_digest() -> str:
     """Identify the program that is measured, by its source files."""
+    from mergepipe.kernels.compiled import sources_digest  # drawing has no packages but its own
+
     return sources_digest(Path(mergepipe.__file__).parent)[:16]

@@ -108,7 +108,8 @@ def _growth_text(results: Results, ks: list[int]) -> str:
     told = ", ".join(f"{of_each_expert(operator):.0f} ms for {name}" for operator, name in PAPER_OPERATORS.items())
     return (
         "What grows with the experts is what has to be known of them: files, statistics, plan and manifest. Each"
-        f" further expert takes this much processor time: {told}."
+        f" further expert takes this much processor time: {told}. TIES beside its expert bytes:"
+        f" {_components(results, first)}; {_components(results, last)}."
     )
 
 
@@ -150,6 +151,13 @@ def _budget_table(results: Results, ks: list[int]) -> Table:
             costs = cost_cells(results, entry)
             rows.append((name, str(k), gb(entry["expert_bytes"]), *costs, f"{entry['error']:.3f}"))
     return Table(("operator", "K", "expert GB", *COST_HEADER, "error"), tuple(rows))
+
+
+def _components(results: Results, k: int) -> str:
+    """Tell what the bytes of a merge by TIES under the budget are."""
+    entry = results[f"ties/{k}/budget"]
+    read = f"base {gb(entry['base_bytes'])} GB, headers {entry['metadata_bytes'] / 1e6:.2f} MB"
+    return f"K = {k}: {read}, written {gb(entry['output_bytes'])} GB, manifest {entry['manifest_bytes'] / 1e6:.2f} MB"
 
 
 def _table_ks(ks: list[int]) -> list[int]:

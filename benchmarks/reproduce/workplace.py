@@ -54,10 +54,10 @@ class Workplace:
         (self.folder / name).mkdir(parents=True, exist_ok=True)
         return Workplace(self.folder / name)
 
-    def family(self, size: Size) -> FamilyPaths:
-        """Write the family of a size, or find it."""
-        folder = self.folder / f"family-{size.shape}-{size.n_experts}"
-        return ensure_family(FamilyRequest(folder, size.shape, size.n_experts, 0))
+    def family(self, size: Size, *, is_fitted: bool = False) -> FamilyPaths:
+        """Write the family of a size, or find it; `is_fitted` as `support.families.write_family` has it."""
+        folder = self.folder / f"{'fitted' if is_fitted else 'family'}-{size.shape}-{size.n_experts}"
+        return ensure_family(FamilyRequest(folder, size.shape, size.n_experts, 0, is_fitted))
 
     def remove(self) -> None:
         """Delete everything in it."""

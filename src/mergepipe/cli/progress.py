@@ -1,4 +1,4 @@
-"""Shows how far a run is: a live bar on a terminal, a line every few seconds elsewhere, or nothing."""
+"""Shows how far a run is: a live bar on a terminal or in a notebook, a line every few seconds elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from html import escape
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self, TextIO
 
 from mergepipe.core.display import printable
@@ -23,7 +23,7 @@ STEADY_SECONDS = 30.0
 SETTLING_SECONDS = 1.0
 BAR_SECONDS = 0.1
 LINE_SECONDS = 5.0
-NOTEBOOK_SECONDS = 0.5
+COMPILING = "compiling the inner loops, once on this machine"
 
 Clock = Callable[[], float]
 OnProgress = Callable[["Progress"], None]
@@ -115,22 +115,13 @@ def choose_display(*, silent: bool) -> Display:
     """The display that fits standard error."""
     if silent or sys.stderr is None:
         return Display()
-    if in_notebook():
-        return NotebookDisplay()
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() or (in_notebook() and find_spec("ipywidgets") is not None):
         return BarDisplay()
     return LineDisplay(sys.stderr)
 
 
-def compiling_text() -> str:
-    """Return the line that explains the wait of the first run on a machine."""
-    from mergepipe.kernels.compiled import TYPICAL_SECONDS
-
-    return f"compiling the inner loops once (about {TYPICAL_SECONDS:.0f} s)"
-
-
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, which shows HTML."""
+    """Whether this process is the kernel of a notebook, where rich needs ipywidgets to draw."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
 
@@ -161,7 +152,7 @@ class LineDisplay(Display):
         self._meter.restart()
         if is_compiling and not self._has_told:
             self._has_told = True
-            self._write(compiling_text())
+            self._write(COMPILING)
 
     def _write(self, line: str) -> None:
         """Write a line, if anybody takes it: no run fails for that."""
@@ -170,7 +161,7 @@ class LineDisplay(Display):
 
 
 class BarDisplay(Display):
-    """Draws a bar on the terminal behind standard error, and wipes it at the end."""
+    """Draws a bar on the terminal behind standard error, or under a cell of a notebook, and wipes it at the end."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         from rich.console import Console
@@ -223,67 +214,26 @@ class BarDisplay(Display):
         self._meter.restart()
         if is_compiling:
             with contextlib.suppress(OSError):
-                self._bars.update(self._task, description=compiling_text(), total=None, share="", pace="")
+                self._bars.update(self._task, description=COMPILING, total=None, share="", pace="")
                 self._bars.refresh()
 
 
-class NotebookDisplay(Display):
-    """Shows one bar under the cell of a notebook, replaced as the run goes on; notices stay above it."""
-
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        from IPython.display import HTML, display
-
-        self._html = HTML
-        self._handle = display(HTML(""), display_id=True)
-        self._clock = clock
-        self._meter = Meter()
-        self._due = 0.0
-        self._notices: list[str] = []
-        self._last = ""
-
-    def __exit__(self, *error: object) -> None:
-        self._show("" if error[0] is None else self._last)
-
-    def update(self, progress: Progress) -> None:
-        """Redraw, at most every `NOTEBOOK_SECONDS`."""
-        self._notices.extend(progress.notices)
-        now = self._clock()
-        if now < self._due:
-            return
-        self._due = now + NOTEBOOK_SECONDS
-        reading = self._meter.read(progress, now)
-        self._last = f'<progress max="1" value="{reading.fraction:.3f}"></progress> {escape(reading.text())}'
-        self._show(self._last)
-
-    def compile(self, is_compiling: bool) -> None:
-        """Show that kernels are being compiled."""
-        self._meter.restart()
-        if is_compiling:
-            self._show(f"<progress></progress> {compiling_text()}")
-
-    def _show(self, line: str) -> None:
-        notices = "".join(f"<div>{escape(printable(notice))}</div>" for notice in self._notices)
-        self._handle.update(self._html(f"{notices}<div>{line}</div>"))
-
-
 @contextlib.contextmanager
-def progress_bar() -> Iterator[OnProgress]:
+def progress_bar(*, silent: bool = False) -> Iterator[OnProgress]:
     """Show progress in a notebook, on a terminal or as lines; give it to a call as `on_progress`."""
     from mergepipe.kernels.compiled import listen_to_compilation
 
-    with choose_display(silent=False) as display, listen_to_compilation(display.compile):
+    with choose_display(silent=silent) as display, listen_to_compilation(display.compile):
         yield display.update
 
 
 @contextlib.contextmanager
 def progress_shown(interrupts: Interrupts, *, silent: bool) -> Iterator[OnProgress]:
     """Show progress while the context lasts; what it gives is called with each report, and is where a run can stop."""
-    from mergepipe.kernels.compiled import listen_to_compilation
-
-    with choose_display(silent=silent) as display, listen_to_compilation(display.compile):
+    with progress_bar(silent=silent) as update:
 
         def on_progress(progress: Progress) -> None:
             interrupts.report()
-            display.update(progress)
+            update(progress)
 
         yield on_progress
