@@ -329,7 +329,7 @@ class Rule(NamedTuple):
 
 
 @kernel
-def merge_block(block: RawBlock, rule: Rule, sparse: bool | None, seldom: bool | None) -> None:
+def merge_block(block: RawBlock, rule: Rule, sparse: bool | None, random: bool | None, seldom: bool | None) -> None:
     """Merge consecutive elements of one tensor.
 
     Without `consensus`: `anchor_scale * M_0 + sum_e coefficients_E[e] * K(delta_e)`, where `K` keeps what `rule` says.
@@ -337,7 +337,7 @@ def merge_block(block: RawBlock, rule: Rule, sparse: bool | None, seldom: bool |
     that share the sign of `sum_e votes_E[e] * K(delta_e)`, divided by the sum of those coefficients (at least
     `least_divisor`) if `normalize`. Where elements are marked, the first one's index is a multiple of 128; the result
     must not overlap what is merged. What a rule does not use is not compiled: with `sparse` None it keeps all elements
-    and has no consensus, with `seldom` None it keeps in none of the ways of `SELDOM`.
+    and has no consensus, with `random` None it draws none, with `seldom` None it keeps in none of the ways of `SELDOM`.
     """
     n_present = len(block.present_E)
     base = np.empty(_TILE, np.float32)
@@ -362,11 +362,11 @@ def merge_block(block: RawBlock, rule: Rule, sparse: bool | None, seldom: bool |
                 if keep == KEEP_LARGE:
                     _keep_large(delta, m, element, rule.lower_E3[e])
                     _scale(delta, m, rule.scales_E[e])
-                elif keep == KEEP_RANDOM:
-                    _keep_random(delta, m, rule.keys_E[e], element, rule.limits_E[e], rule.scales_E[e], words)
                 elif keep == KEEP_MARKED:
                     keep_marked(delta, m, rule.marks_MB[min(e, len(rule.marks_MB) - 1), element // 8 :])
                     _scale(delta, m, rule.scales_E[e])
+            if random is not None and keep == KEEP_RANDOM:
+                _keep_random(delta, m, rule.keys_E[e], element, rule.limits_E[e], rule.scales_E[e], words)
             if seldom is not None:
                 if keep == KEEP_BAND:
                     keep_band(delta, m, element, rule.lower_E3[e], rule.upper_E3[e])
@@ -400,7 +400,7 @@ def merge_nothing() -> None:
     block = RawBlock(nothing, 0, code, places_E, places_E, places_E, places_E, 0, 0, nothing, 0, code, rare=None)
     marks_MB = np.empty((0, 0), np.uint8)
     rule = Rule(ones, ones, KEEP_LARGE, cuts, cuts, no_words, no_words, ones, marks_MB, True, True, scale, scale, scale)
-    merge_block(block, rule, True, None)
+    merge_block(block, rule, True, None, None)
 
 
 @kernel

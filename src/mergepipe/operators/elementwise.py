@@ -114,7 +114,7 @@ class ElementwiseRule:
             delta_scale=np.float32(self.delta_scale),
         )
         is_sparse, is_seldom = rule.consensus or rule.keep != Keep.ALL, rule.keep in SELDOM
-        merge_block(block, rule, is_sparse or None, is_seldom or None)
+        merge_block(block, rule, is_sparse or None, rule.keep == Keep.RANDOM or None, is_seldom or None)
 
 
 def row_rule(
