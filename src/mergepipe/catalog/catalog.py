@@ -1,8 +1,8 @@
 """The catalog: an index of snapshots, of what they were made from, and of the digests of files, in the home folder.
 
 Each snapshot has a record in `snapshots/`, and each file of a model whose SHA-256 was taken one in `digests/`, named by
-where it lies. A record is replaced in one step, so that any number of processes and threads may write at once, and
-damage is that of one record. Manifests and `analyze` make all of it again.
+where it lies. A record is replaced in one step, so that any number of processes and threads may write at once. Damage
+loses one record; that of a snapshot is refused until a rebuild. Manifests and `analyze` make all of it again.
 """
 
 from __future__ import annotations

@@ -118,11 +118,12 @@ class Kernel:
             with suppress(OSError), _open_folder(make=True):
                 self._elsewhere = subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
 
-    def _wait(self) -> None:
-        """Wait until the kernel is compiled elsewhere, if it is."""
+    def _wait(self) -> bool:
+        """Wait until the kernel is compiled elsewhere; return whether it was asked to be."""
         if self._elsewhere is not None and self._elsewhere.poll() is None:
             with mark_compilation(), suppress(subprocess.TimeoutExpired):
                 self._elsewhere.wait(_LONGEST_SECONDS)
+        return self._elsewhere is not None
 
 
 class Template(Kernel):
@@ -260,8 +261,8 @@ _WITHOUT_EFFECT = {"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS"}  # on the code that i
 class CodeCache:
     """The cache of one kernel, as numba's dispatchers call it."""
 
-    def __init__(self, kernel: str, sources: str, wait: Callable[[], None]) -> None:
-        """`wait` returns when nobody else compiles the kernel."""
+    def __init__(self, kernel: str, sources: str, wait: Callable[[], bool]) -> None:
+        """`wait` returns when nobody else compiles the kernel: True where somebody may have."""
         self._kernel = kernel
         self._sources = sources
         self._wait = wait
@@ -273,8 +274,7 @@ class CodeCache:
         target.refresh()
         key = self._key(signature, target.codegen())
         content = _read(self._kernel, key)
-        if content is None:
-            self._wait()
+        if content is None and self._wait():
             content = _read(self._kernel, key)
         try:
             return None if content is None else CompileResult._rebuild(target, *pickle.loads(content))
