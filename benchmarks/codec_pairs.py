@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.api import load_file
+from mergepipe import load_file
 from mergepipe.core.blocks import BF16, DTYPES, DType
 from support.rounding import NUMPY_DTYPES, decode, encode
 

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.make_family import SHAPES
 from benchmarks.process import ProcessCost, measure_checked
 from benchmarks.recipes import DENSITY, recipe_text
-from mergepipe.api import pack
+from mergepipe import pack
 from mergepipe.storage.contract import RemoteSettings
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location

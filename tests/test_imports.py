@@ -12,7 +12,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 PUBLIC = {
-    "mergepipe", "mergepipe.api", "mergepipe.cli", "mergepipe.errors", "mergepipe.options", "mergepipe.reports",
+    "mergepipe", "mergepipe.cli", "mergepipe.errors", "mergepipe.options", "mergepipe.reports",
     "mergepipe.tailor", "mergepipe.tailor.api", "mergepipe.testing",
 }  # fmt: skip
 CONTRACTS = {

@@ -19,13 +19,13 @@ from support.source_code import PACKAGE, trees_with
 SRC = Path(__file__).resolve().parent.parent / "src"
 LAYERS = (
     {"errors"}, {"core"}, {"storage"}, {"kernels", "operators"}, {"checkpoints"}, {"recipes", "catalog", "snapshots"},
-    {"reports"}, {"planning", "engine"}, {"options"}, {"runs", "deltastore", "tailor"}, {"jobs"}, {"api"},
+    {"reports"}, {"planning", "engine"}, {"options"}, {"runs", "deltastore", "tailor"}, {"jobs"},
     {"cli", "__main__"},
 )  # fmt: skip
 LAYER_OF = {component: number for number, components in enumerate(LAYERS) for component in components}
 FACADE = "__init__"  # lazy names for users; others may take the version from it
 ANYTHING_GOES = "testing"
-LEAVES = {"deltastore": {"api", "jobs", "cli", ANYTHING_GOES}}
+LEAVES = {"deltastore": {"jobs", "cli", ANYTHING_GOES}}
 """Components that register themselves where others need them, and the only ones that may import them."""
 REGISTRY_OF_PACKS = "checkpoints/packed.py"
 ONE_MODULE_EACH = ("torch", "transformers", "deepspeed", "obstore", "huggingface_hub", "ray", "optuna", "gguf")

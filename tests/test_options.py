@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import mergepipe
-from mergepipe import api, options
+from mergepipe import options
 from mergepipe.cli.app import build_command
 from mergepipe.cli.guard import failure_of
 from mergepipe.core.flags import Options
@@ -194,7 +194,7 @@ def test_errors__name_options_that_a_command_has() -> None:
 
 
 def test_errors__keyword_arguments_are_parameters_or_options() -> None:
-    calls = [each for module in (api, tailor_api) for _, each in inspect.getmembers(module, inspect.isfunction)]
+    calls = [each for module in (mergepipe, tailor_api) for _, each in inspect.getmembers(module, inspect.isfunction)]
     kinds: list[Any] = [each for _, each in inspect.getmembers(options, inspect.isclass) if issubclass(each, Options)]
     names = {name for each in (*calls, *kinds) for name in inspect.signature(each).parameters}
     assert {keyword.partition("=")[0] for keyword in KEYWORD_OF_OPTION.values()} - names == set()

@@ -41,44 +41,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mergepipe import errors, tailor
-    from mergepipe.api import (
-        analyze,
-        apply_lora,
-        catalog_stats,
-        check,
-        diff,
-        explain,
-        extract_lora,
-        gc,
-        lineage,
-        list_snapshots,
-        load_file,
-        load_model,
-        merge,
-        merge_into,
-        merge_lora,
-        merged_tensors,
-        pack,
-        parts_status,
-        plan,
-        push,
-        rebuild_catalog,
-        repair,
-        replay,
-        run,
-        run_part,
-        search,
-        show,
-        store_plan,
-        sweep,
-        unpack,
-        verify,
-    )
     from mergepipe.catalog.catalog import Catalog
     from mergepipe.catalog.snapshots import CatalogStats, LineageNode, RebuildReport
     from mergepipe.cli.progress import progress_bar
     from mergepipe.errors import MergePipeError
-    from mergepipe.jobs.load import LoadedTensors
+    from mergepipe.jobs.analyze import analyze
+    from mergepipe.jobs.diff import diff
+    from mergepipe.jobs.explain import explain
+    from mergepipe.jobs.extract_lora import extract_lora
+    from mergepipe.jobs.gc import gc
+    from mergepipe.jobs.load import LoadedTensors, load_file, load_model, merge_into, merged_tensors
+    from mergepipe.jobs.merge import merge, run
+    from mergepipe.jobs.merge_lora import apply_lora, merge_lora
+    from mergepipe.jobs.pack import pack, unpack
+    from mergepipe.jobs.parts import parts_status, run_part
+    from mergepipe.jobs.plan import check, plan
+    from mergepipe.jobs.push import push
+    from mergepipe.jobs.replay import replay
+    from mergepipe.jobs.search import search
+    from mergepipe.jobs.sweep import sweep
+    from mergepipe.jobs.verify import repair, verify
     from mergepipe.operators.custom import operator
     from mergepipe.options import (
         AnalyzeOptions,
@@ -97,7 +79,7 @@ if TYPE_CHECKING:
         UnpackOptions,
         VerifyOptions,
     )
-    from mergepipe.planning.plan import Plan
+    from mergepipe.planning.plan import Plan, store_plan
     from mergepipe.reports import (
         AnalyzeReport,
         CheckReport,
@@ -119,6 +101,7 @@ if TYPE_CHECKING:
         UnpackReport,
         VerifyReport,
     )
+    from mergepipe.runs.snapshots import catalog_stats, lineage, list_snapshots, rebuild_catalog, show
 
 __version__ = "0.1.0"
 __all__ = [
@@ -202,24 +185,28 @@ __all__ = [
 ]
 
 _MODULES = ("errors", "tailor")
-_REPORTS = frozenset(name for name in __all__ if name.endswith(("Report", "Diff")))
-_OTHER_HOMES = {
-    "Catalog": "catalog.catalog",
-    "CatalogStats": "catalog.snapshots",
-    "Explanation": "reports",
-    "ExtractLoraReport": "reports",
-    "MergeLoraReport": "reports",
-    "LineageNode": "catalog.snapshots",
-    "LoadedTensors": "jobs.load",
-    "MergePipeError": "errors",
-    "PartsStatus": "reports",
-    "Plan": "planning.plan",
-    "progress_bar": "cli.progress",
-    "Progress": "reports",
-    "RebuildReport": "catalog.snapshots",
-    "operator": "operators.custom",
-}
-"""Modules of the names that are neither calls nor options nor reports."""
+_HOMES = {
+    "catalog.catalog": ("Catalog",),
+    "catalog.snapshots": ("CatalogStats", "LineageNode", "RebuildReport"),
+    "cli.progress": ("progress_bar",),
+    "errors": ("MergePipeError",),
+    "jobs.load": ("LoadedTensors", "load_file", "load_model", "merge_into", "merged_tensors"),
+    "jobs.merge": ("merge", "run"),
+    "jobs.merge_lora": ("apply_lora", "merge_lora"),
+    "jobs.pack": ("pack", "unpack"),
+    "jobs.parts": ("parts_status", "run_part"),
+    "jobs.plan": ("check", "plan"),
+    "jobs.verify": ("repair", "verify"),
+    "operators.custom": ("operator",),
+    "options": tuple(name for name in __all__ if name.endswith("Options")),
+    "planning.plan": ("Plan", "store_plan"),
+    "reports": (
+        "Explanation", "PartsStatus", "Progress", "SnapshotDiff",
+        *(name for name in __all__ if name.endswith("Report") and name != "RebuildReport"),
+    ),
+    "runs.snapshots": ("catalog_stats", "lineage", "list_snapshots", "rebuild_catalog", "show"),
+}  # fmt: skip
+"""Modules of the public names; a call that is not listed is in the module of `jobs` that has its name."""
 
 
 def __getattr__(name: str) -> object:
@@ -233,7 +220,7 @@ def __getattr__(name: str) -> object:
     from mergepipe.errors import check_platform
 
     check_platform()
-    home = _OTHER_HOMES.get(name, "reports" if name in _REPORTS else "options" if name.endswith("Options") else "api")
+    home = next((module for module, names in _HOMES.items() if name in names), f"jobs.{name}")
     return getattr(import_module(f"mergepipe.{home}"), name)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe import api as session
+import mergepipe
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
@@ -43,7 +43,7 @@ class Setting:
     def analyze(self, block_elements: int = GRAIN) -> None:
         """Fill the catalog with all that the case needs."""
         base, *experts = self.family.places
-        session.analyze(
+        mergepipe.analyze(
             base,
             experts,
             block_elements=block_elements,
@@ -55,7 +55,7 @@ class Setting:
         self, budget: str, select: str = "norm", *, on_omit: str = "keep", block_elements: int = GRAIN, seed: int = 0
     ) -> Plan:
         """Plan the recipe on small blocks."""
-        return session.plan(
+        return mergepipe.plan(
             self.recipe,
             budget,
             seed=seed,
@@ -66,14 +66,14 @@ class Setting:
     def run(self, plan: Plan | Path, name: str, memory_bytes: int | None = None) -> Path:
         """Run a plan; where its output is."""
         out = self.folder / name
-        session.run(plan, out, options=RunOptions(home=self.home, memory_bytes=memory_bytes, threads=2))
+        mergepipe.run(plan, out, options=RunOptions(home=self.home, memory_bytes=memory_bytes, threads=2))
         return out
 
     def full(self, seed: int = 0) -> Path:
         """The merge without a budget."""
         out = self.folder / f"full-{seed}"
         if not out.exists():
-            session.merge(self.recipe, out, seed=seed, options=MergeOptions(catalog=False, threads=2))
+            mergepipe.merge(self.recipe, out, seed=seed, options=MergeOptions(catalog=False, threads=2))
         return out
 
     def with_home(self, name: str) -> Setting:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from mergepipe import api as session
+import mergepipe
 from mergepipe.errors import MergePipeError
 from mergepipe.options import RunOptions
 from support.faults import Fault, drop_from_page_cache, replaced
@@ -35,7 +35,7 @@ def _answer(order: dict[str, Any]) -> dict[str, Any]:
     faulty = replaced(os, "preadv", fault.wrap) if order["fault_at"] is not None else nullcontext()
     try:
         with faulty:
-            report = session.run(
+            report = mergepipe.run(
                 Path(order["plan"]),
                 Path(order["out"]),
                 options=RunOptions(memory_bytes=order["memory_bytes"], home=order["home"], threads=2),

@@ -12,7 +12,7 @@ from budget_cases import CASES, Setting, make_setting
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from mergepipe import api
+import mergepipe
 from mergepipe.core.blocks import F32
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
 from mergepipe.options import PlanOptions, RunOptions
@@ -32,7 +32,7 @@ def setting(tmp_path: Path) -> Setting:
 
 def planned(setting: Setting, importance: Path | None, budget: str = "20%") -> Plan:
     options = PlanOptions(select="sample", block_elements=GRAIN, importance=importance)
-    return api.plan(setting.recipe, budget, home=setting.home, options=options)
+    return mergepipe.plan(setting.recipe, budget, home=setting.home, options=options)
 
 
 def probabilities(plan: Plan) -> Mapping[str, float]:
@@ -115,17 +115,17 @@ def test_importance__is_stated_by_plan_and_manifest_without_paths_of_this_machin
     assert planned(setting, moved).digest == plan.digest
     assert planned(setting, write_json(tmp_path / "elsewhere", TOTALS | {"layers.0.wide": 11})).digest != plan.digest
     out = tmp_path / "out"
-    api.run(plan, out, options=RunOptions(home=setting.home))
+    mergepipe.run(plan, out, options=RunOptions(home=setting.home))
     manifest = (out / "mergepipe.json").read_text()
     assert json.loads(manifest)["plan"]["importance"] == {
         "path": "../importance.json", "digest": plan.importance.digest,
     }  # fmt: skip
     assert str(tmp_path) not in manifest
-    sampling = api.explain(out, home=setting.home).sampling
+    sampling = mergepipe.explain(out, home=setting.home).sampling
     assert sampling is not None
     assert sampling.importance == str(path)
     path.unlink()
-    api.replay(out, tmp_path / "again", options=RunOptions(home=setting.home))
+    mergepipe.replay(out, tmp_path / "again", options=RunOptions(home=setting.home))
 
 
 def without(name: str) -> dict[str, float]:

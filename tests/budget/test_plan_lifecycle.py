@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from budget_cases import CASES, POLICIES, Setting, make_setting
 
-from mergepipe import api as session
+import mergepipe
 from mergepipe.core.blocks import F32
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
 from mergepipe.options import MergeOptions, RunOptions
@@ -22,17 +22,18 @@ from support.refusals import refuses
 
 PLANNER = """
 import sys
-from mergepipe import PlanOptions, api as session
+import mergepipe
+from mergepipe import PlanOptions
 recipe, home, *policies = sys.argv[1:]
 for policy in policies:
     options = PlanOptions(select=policy, block_elements=16384)
-    print(session.plan(recipe, "35%", home=home, options=options).digest)
+    print(mergepipe.plan(recipe, "35%", home=home, options=options).digest)
 """
 
 
 def is_within(setting: Setting, plan_budget: str, name: str) -> bool:
     """Whether a merge under a budget keeps to it, whatever is known."""
-    report = session.merge(
+    report = mergepipe.merge(
         setting.recipe, setting.folder / name, budget=plan_budget, options=MergeOptions(home=setting.home)
     )
     assert report.planned_bytes is not None
@@ -64,7 +65,7 @@ def test_plan__without_statistics_records_it_and_is_sound(tmp_path: Path, name: 
     for budget in ("25%", "75%"):
         plan = poor.plan(budget)
         assert any("no statistics" in fallback.reason for fallback in plan.fallbacks)
-        report = session.run(plan, tmp_path / f"out-{budget}", options=RunOptions(home=poor.home))
+        report = mergepipe.run(plan, tmp_path / f"out-{budget}", options=RunOptions(home=poor.home))
         assert 0 < report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
 
 
@@ -77,7 +78,7 @@ def test_plan__of_a_file_changed_since_its_analysis_does_not_use_its_statistics(
     plan = setting.plan("40%")
     assert known.fallbacks == ()
     assert [f.where for f in plan.fallbacks if "no statistics" in f.reason] == ["expert './models/expert1'"]
-    report = session.run(plan, tmp_path / "out", options=RunOptions(home=setting.home))
+    report = mergepipe.run(plan, tmp_path / "out", options=RunOptions(home=setting.home))
     assert report.expert_bytes <= plan.planned_bytes <= plan.budget_bytes
 
 
@@ -117,7 +118,7 @@ def test_run__of_a_plan_whose_inputs_changed_is_refused(
     plan = setting.plan("40%")
     change(setting.family.places[victim])
     with pytest.raises(kinds) as caught:
-        session.run(plan, tmp_path / "results" / "out", options=RunOptions(home=setting.home))
+        mergepipe.run(plan, tmp_path / "results" / "out", options=RunOptions(home=setting.home))
     assert not isinstance(caught.value, ConflictError) or caught.value.code == "input.changed"
     assert not (tmp_path / "results").exists()
 
@@ -130,10 +131,10 @@ def test_catalog__that_cannot_be_used_stops_plans_but_not_merges(tmp_path: Path)
     setting.home.write_text("a file where the folder should be")
     with refuses(MergePipeError, "catalog.io"):
         setting.plan("40%")
-    report = session.merge(setting.recipe, tmp_path / "merged", options=MergeOptions(home=setting.home))
+    report = mergepipe.merge(setting.recipe, tmp_path / "merged", options=MergeOptions(home=setting.home))
     assert any("catalog is not used" in notice for notice in report.notices)
     assert weights_digest(tmp_path / "merged") == weights_digest(setting.full())
-    report = session.run(plan, tmp_path / "planned", options=RunOptions(home=setting.home))
+    report = mergepipe.run(plan, tmp_path / "planned", options=RunOptions(home=setting.home))
     assert report.notices
     assert report.expert_bytes <= plan.planned_bytes
     assert is_within(setting, "30%", "budgeted")
@@ -143,10 +144,10 @@ def test_catalog__that_cannot_be_used_stops_plans_but_not_merges(tmp_path: Path)
 def test_catalog__with_a_damaged_record_stops_no_merge(tmp_path: Path) -> None:
     setting = make_setting(tmp_path, CASES["ties"])
     options = MergeOptions(home=setting.home)
-    assert not session.merge(setting.recipe, tmp_path / "first", options=options).notices
+    assert not mergepipe.merge(setting.recipe, tmp_path / "first", options=options).notices
     (record,) = (setting.home / "snapshots").iterdir()
     record.write_text("no record")
-    report = session.merge(setting.recipe, tmp_path / "merged", options=options)
+    report = mergepipe.merge(setting.recipe, tmp_path / "merged", options=options)
     assert any("catalog is not used" in notice for notice in report.notices)
     assert (tmp_path / "merged").exists()
     assert record.read_text() == "no record"
@@ -158,8 +159,8 @@ def test_plan__of_tensors_above_the_memory_cap_reads_nothing_twice(tmp_path: Pat
     plan, refused = setting.plan("100%"), tmp_path / "refused"  # nothing is known: cuts and products must be worked out
     small = RunOptions(memory_bytes=smallest_memory(plan, refused), home=setting.home)
     reports = [
-        session.run(plan, tmp_path / "small", options=small),
-        session.run(plan, tmp_path / "large", options=RunOptions(home=setting.home)),
+        mergepipe.run(plan, tmp_path / "small", options=small),
+        mergepipe.run(plan, tmp_path / "large", options=RunOptions(home=setting.home)),
     ]
     for report in reports:
         assert report.analysis_bytes == 0

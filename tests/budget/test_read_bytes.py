@@ -14,7 +14,7 @@ import pytest
 from budget_cases import CASES, Setting, make_setting
 from tracing import STRACE, traced_server
 
-from mergepipe.api import pack
+from mergepipe import pack
 from mergepipe.core.blocks import BF16
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf
 from support.disk_families import write_recipe

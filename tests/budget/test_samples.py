@@ -13,7 +13,7 @@ from budget_cases import CASES, Setting, make_setting
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from mergepipe import api as session
+import mergepipe
 from mergepipe.core.blocks import BF16, F32, DType
 from mergepipe.errors import LimitError, UnsupportedError
 from mergepipe.operators.statistics import Cut
@@ -115,7 +115,7 @@ def test_sample__cuts_magnitudes_among_what_it_read(tmp_path: Path) -> None:
     parts = [{WIDE[0].name: model[WIDE[0].name][inside_N]} for model in setting.family.models]
     family = write_family(tmp_path / "part", parts)
     recipe = write_recipe(tmp_path / "part.yml", setting.case, family, "float32")
-    session.merge(recipe, tmp_path / "part-full", options=MergeOptions(catalog=False))
+    mergepipe.merge(recipe, tmp_path / "part-full", options=MergeOptions(catalog=False))
     of_part = load_weights(tmp_path / "part-full")[WIDE[0].name]
     out_N = load_weights(setting.run(plan, "out"))[WIDE[0].name]
     base_N = parts[0][WIDE[0].name]
@@ -140,7 +140,7 @@ def test_sample__is_the_same_whatever_the_threads_the_memory_and_the_run(tmp_pat
     memory_bytes = smallest_memory(plan, tmp_path / "refused")
     for threads, memory in ((1, None), (3, memory_bytes)):
         out = tmp_path / f"out-{threads}"
-        session.run(plan, out, options=RunOptions(home=setting.home, threads=threads, memory_bytes=memory))
+        mergepipe.run(plan, out, options=RunOptions(home=setting.home, threads=threads, memory_bytes=memory))
         assert weights_digest(out) == digest
     again = setting.with_home("another")
     assert sampled(again, "35%", GRAIN).digest == plan.digest
@@ -151,14 +151,14 @@ def test_sample__is_repaired_and_replayed_to_the_same_bytes(tmp_path: Path) -> N
     setting = make_setting(tmp_path, CASES["ties"], plans=WIDE)
     out = setting.run(sampled(setting, "40%"), "out")
     digest = weights_digest(out)
-    session.replay(out, tmp_path / "again", options=RunOptions(home=setting.home))
+    mergepipe.replay(out, tmp_path / "again", options=RunOptions(home=setting.home))
     assert weights_digest(tmp_path / "again") == digest
     file = next(out.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-200_000:-100_000:997] = bytes(len(content[-200_000:-100_000:997]))
     file.write_bytes(content)
     assert weights_digest(out) != digest
-    session.repair(out, options=RunOptions(home=setting.home))
+    mergepipe.repair(out, options=RunOptions(home=setting.home))
     assert weights_digest(out) == digest
 
 
@@ -171,7 +171,7 @@ def test_sample__is_stated_by_plans_and_explanations(tmp_path: Path) -> None:
     assert (sampling.unit_elements, sampling.seed, sampling.most_probability) == (UNIT, 7, 1.0)
     assert 0.1 < sampling.least_probability < sampling.mean_probability < 0.3
     out = setting.run(plan, "out")
-    explanation = session.explain(out, tensor="*.wide", home=setting.home)
+    explanation = mergepipe.explain(out, tensor="*.wide", home=setting.home)
     assert explanation.sampling == sampling
     reasons = {use.reason for tensor in explanation.tensors for use in tensor.uses}
     factor = 1 / sampling.least_probability
@@ -204,7 +204,7 @@ def test_sample__that_holds_no_position_is_refused(tmp_path: Path) -> None:
 def test_sample__of_packed_experts_reads_whole_encoded_blocks(tmp_path: Path) -> None:
     raw = make_setting(tmp_path, CASES["linear_sum"], plans=(TensorPlanOf("layers.0.wide", (900_000,), BF16, (BF16,)),))
     base, *experts = raw.family.places
-    stores = [expert.folder for expert in session.pack(base, experts, tmp_path / "stores", threads=2).experts]
+    stores = [expert.folder for expert in mergepipe.pack(base, experts, tmp_path / "stores", threads=2).experts]
     family = DiskFamily(raw.family.models, (base, *stores))
     recipe = write_recipe(tmp_path / "packed.yml", raw.case, family)
     packed = replace(raw, family=family, recipe=recipe)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe import api as session
+import mergepipe
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.statistics_file import statistics_folder
 from mergepipe.core.blocks import BF16, F32
@@ -44,7 +44,7 @@ def recorded(family: DiskFamily, home: Path) -> list[Any]:
 def analyze(family: DiskFamily, home: Path, **options: Any) -> Any:
     """ANALYZE on small blocks."""
     options = {"block_elements": GRAIN, "threads": 2, **options}
-    return session.analyze(family.places[0], family.places[1:], home=home, **options)
+    return mergepipe.analyze(family.places[0], family.places[1:], home=home, **options)
 
 
 def deltas(base: Model, expert: Model, name: str) -> NDArray[np.float32]:
@@ -197,7 +197,7 @@ def test_merge__records_no_statistics_that_a_plan_would_depend_on(tmp_path: Path
     recipe = write_recipe(tmp_path / "recipe.yml", case, family)
     home = tmp_path / "merged"
     for number, budget in enumerate((None, "40%")):
-        session.merge(recipe, tmp_path / f"out-{number}", budget=budget, options=MergeOptions(home=home, threads=2))
+        mergepipe.merge(recipe, tmp_path / f"out-{number}", budget=budget, options=MergeOptions(home=home, threads=2))
     stats = Catalog(home).stats()
     assert (stats.snapshots, stats.digests, stats.statistics) == (2, 0, 0)
 

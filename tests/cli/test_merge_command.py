@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from mergepipe import api, errors
+import mergepipe
+from mergepipe import errors
 from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
 from support.command_line import Runner, Workplace
@@ -30,7 +31,7 @@ def test_merge__quiet_and_json_together_still_give_the_report(work: Workplace, r
 
 
 class Given(NamedTuple):
-    """Arguments of `api.merge`, as the command line filled them in."""
+    """Arguments of `mergepipe.merge`, as the command line filled them in."""
 
     recipe: str
     out: str
@@ -38,7 +39,7 @@ class Given(NamedTuple):
 
 
 def given_to_api(monkeypatch: pytest.MonkeyPatch, run: Runner, *arguments: object) -> Given:
-    """Run a merge command with `api.merge` replaced by one that fails after noting what it was given."""
+    """Run a merge command with `mergepipe.merge` replaced by one that fails after noting what it was given."""
     noted: list[Given] = []
 
     def merge(recipe: str, out: str, **keywords: object) -> MergeReport:
@@ -46,7 +47,7 @@ def given_to_api(monkeypatch: pytest.MonkeyPatch, run: Runner, *arguments: objec
         noted.append(Given(recipe, out, keywords))
         raise errors.ConflictError.of("test.noted", "", "noted")
 
-    monkeypatch.setattr(api, "merge", merge)
+    monkeypatch.setattr(mergepipe, "merge", merge)
     assert run("merge", *arguments).exit_code == 9
     return noted[0]
 

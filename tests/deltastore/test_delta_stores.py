@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packing_cases import content_of, halves, relabel, store_tree, tree
 
-from mergepipe.api import pack, unpack, verify
+from mergepipe import pack, unpack, verify
 from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, LeveledTensor
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from packing_cases import N_WIDE, PackFamily, make_family, relabel
 
 import mergepipe
-from mergepipe.api import pack
+from mergepipe import pack
 from mergepipe.checkpoints.contract import range_cost_bytes
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from packing_cases import make_family, tree, write_model
 
-from mergepipe import api
+import mergepipe
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
 from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME, INDEX_NAME, PIECE_NAMES, StoreIndex
 from mergepipe.errors import MergePipeError, NotFoundError, OutputError, RecipeError, StorageError, UnsupportedError
@@ -53,7 +53,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = write_model(root / name, {"a.weight": moved, "b.norm": moved[0]})
         if number == 1:
             (folder / MANIFEST_NAME).write_text("an expert may be a snapshot")
-    api.pack(root / "base", [root / name for name in EXPERTS], root / "packs", threads=2)
+    mergepipe.pack(root / "base", [root / name for name in EXPERTS], root / "packs", threads=2)
     return root
 
 
@@ -65,7 +65,7 @@ def out(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def pack(family: Path, out: str | Path) -> PackReport:
     experts = [family / name for name in EXPERTS]
-    return api.pack(family / "base", experts, out, threads=2, home=family / "home")
+    return mergepipe.pack(family / "base", experts, out, threads=2, home=family / "home")
 
 
 def assert_packed(family: Path, out: str, name: str = "") -> None:
@@ -150,11 +150,11 @@ def test_pack__never_writes_among_objects_of_others(family: Path, out: str) -> N
 
 def test_push__of_a_packed_expert_is_that_of_pack(family: Path, out: str) -> None:
     for name in EXPERTS:
-        report = api.push(family / "packs" / name, f"{out}/{name}")
+        report = mergepipe.push(family / "packs" / name, f"{out}/{name}")
         assert_packed(family, f"{out}/{name}", name)
         assert report.files == len(files_below(family / "packs" / name))
         with pytest.raises(OutputError, match="packed expert already"):
-            api.push(family / "packs" / name, f"{out}/{name}")
+            mergepipe.push(family / "packs" / name, f"{out}/{name}")
 
 
 RECIPE = """\
@@ -185,7 +185,7 @@ class Packs:
 @pytest.fixture
 def packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packs]:
     family = make_family(tmp_path)
-    api.pack(family.base, family.experts, tmp_path / "packs", threads=2)
+    mergepipe.pack(family.base, family.experts, tmp_path / "packs", threads=2)
     root = tmp_path / "packs"
     files = {f"bucket/{path.relative_to(root)}": path.read_bytes() for path in root.rglob("*") if path.is_file()}
     with BucketServer(files) as server:
@@ -194,7 +194,7 @@ def packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packs]:
 
 
 def merged(packs: Packs, place: str, out: str) -> dict[str, bytes]:
-    api.merge(packs.recipe(place), packs.folder / out, options=MergeOptions(catalog=False, threads=2))
+    mergepipe.merge(packs.recipe(place), packs.folder / out, options=MergeOptions(catalog=False, threads=2))
     return {path.name: path.read_bytes() for path in sorted((packs.folder / out).glob("*.safetensors"))}
 
 
@@ -205,9 +205,9 @@ def test_merge__of_remote_packs_is_that_of_packs_here(packs: Packs) -> None:
 @pytest.mark.parametrize("budget", ["30%", "60%"])
 def test_run__of_remote_packs_asks_for_headers_index_and_planned_levels_alone(packs: Packs, budget: str) -> None:
     options = PlanOptions(block_elements=BLOCK_ELEMENTS)
-    decided = api.plan(packs.recipe(BUCKET), budget, home=packs.folder / "home", options=options)
+    decided = mergepipe.plan(packs.recipe(BUCKET), budget, home=packs.folder / "home", options=options)
     packs.server.requests.clear()
-    api.run(decided, packs.folder / "out", options=RunOptions(home=packs.folder / "home", threads=2))
+    mergepipe.run(decided, packs.folder / "out", options=RunOptions(home=packs.folder / "home", threads=2))
     sent = 0
     for e, name in enumerate(("expert-1", "expert-2")):
         allowed = planned_pages(packs.folder / "packs" / name, decided, e)
@@ -245,8 +245,8 @@ def planned_pages(folder: Path, decided: Plan, e: int) -> set[tuple[str, int]]:
 
 def test_unpack__of_a_remote_pack_is_the_original(packs: Packs) -> None:
     with pytest.raises(NotFoundError, match="give it with base"):  # a store names its base relative to itself
-        api.unpack(f"{BUCKET}/expert-2", packs.folder / "unpacked")
-    api.unpack(f"{BUCKET}/expert-2", packs.folder / "unpacked", base=packs.folder / "base", threads=2)
+        mergepipe.unpack(f"{BUCKET}/expert-2", packs.folder / "unpacked")
+    mergepipe.unpack(f"{BUCKET}/expert-2", packs.folder / "unpacked", base=packs.folder / "base", threads=2)
     assert tree(packs.folder / "unpacked") == tree(packs.folder / "expert-2")
 
 
@@ -254,29 +254,29 @@ def test_unpack__of_a_pack_that_was_moved_into_a_bucket_with_its_base_finds_it(p
     for place in ("base", "packs/expert-2"):
         for name, content in tree(packs.folder / place).items():
             packs.server.put(f"bucket/family/{place}/{name}", content)
-    api.unpack(f"{BUCKET}/family/packs/expert-2", packs.folder / "unpacked", threads=2)
+    mergepipe.unpack(f"{BUCKET}/family/packs/expert-2", packs.folder / "unpacked", threads=2)
     assert tree(packs.folder / "unpacked") == tree(packs.folder / "expert-2")
 
 
 def test_unpack__of_a_pack_here_finds_a_base_in_a_bucket(packs: Packs) -> None:
     for name, content in tree(packs.folder / "base").items():
         packs.server.put(f"bucket/base/{name}", content)
-    api.pack(f"{BUCKET}/base", [packs.folder / "expert-2"], packs.folder / "others", threads=2)
+    mergepipe.pack(f"{BUCKET}/base", [packs.folder / "expert-2"], packs.folder / "others", threads=2)
     (packs.folder / "deep").mkdir()
     (packs.folder / "others").rename(packs.folder / "deep" / "er")
-    api.unpack(packs.folder / "deep" / "er" / "expert-2", packs.folder / "unpacked", threads=2)
+    mergepipe.unpack(packs.folder / "deep" / "er" / "expert-2", packs.folder / "unpacked", threads=2)
     assert tree(packs.folder / "unpacked") == tree(packs.folder / "expert-2")
 
 
 def test_verify__of_a_remote_pack_names_the_tensor_that_is_damaged(packs: Packs) -> None:
-    report = api.verify(f"{BUCKET}/expert-1", base=packs.folder / "base", options=RunOptions(threads=2))
+    report = mergepipe.verify(f"{BUCKET}/expert-1", base=packs.folder / "base", options=RunOptions(threads=2))
     assert (report.is_sound, report.tensors, str(report.path)) == (True, 4, f"{BUCKET}/expert-1")
     file = f"bucket/expert-1/{PIECE_NAMES[Piece.HEAD]}"
     content = bytearray(packs.server.files[file])
     content[len(content) // 2] ^= 1
     packs.server.put(file, bytes(content))
     packs.server.put("bucket/expert-1/notes.txt", b"about expert-2")
-    report = api.verify(f"{BUCKET}/expert-1", base=packs.folder / "base", options=RunOptions(threads=2))
+    report = mergepipe.verify(f"{BUCKET}/expert-1", base=packs.folder / "base", options=RunOptions(threads=2))
     assert [each.kind for each in report.damages] == ["pack", "pack"]
     assert [each.tensor or each.file for each in report.damages] == ["a.wide", "notes.txt"]
 
@@ -284,15 +284,15 @@ def test_verify__of_a_remote_pack_names_the_tensor_that_is_damaged(packs: Packs)
 def test_verify__of_a_pack_finds_a_base_that_moved(packs: Packs) -> None:
     (packs.folder / "base").rename(packs.folder / "moved")
     with pytest.raises(NotFoundError, match="give it with base"):
-        api.verify(packs.folder / "packs" / "expert-1")
-    assert api.verify(packs.folder / "packs" / "expert-1", base=packs.folder / "moved").is_sound
+        mergepipe.verify(packs.folder / "packs" / "expert-1")
+    assert mergepipe.verify(packs.folder / "packs" / "expert-1", base=packs.folder / "moved").is_sound
     with pytest.raises(RecipeError, match="is no packed expert"):
-        api.verify(packs.folder / "moved", base=packs.folder)
+        mergepipe.verify(packs.folder / "moved", base=packs.folder)
 
 
 def test_pack__onto_the_hub_or_a_web_server_is_refused_before_anything_is_read(packs: Packs) -> None:
     for place in ("hf://org/packs", f"{packs.server.url}/bucket"):
         with pytest.raises(UnsupportedError) as caught:
-            api.pack(packs.folder / "base", [packs.folder / "expert-1"], place)
+            mergepipe.pack(packs.folder / "base", [packs.folder / "expert-1"], place)
         assert caught.value.code == "pack.unsupported"
     assert packs.server.requests == []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mergepipe
-from mergepipe.api import pack
+from mergepipe import pack
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.index import INDEX_NAME

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe import api as keeping
 from mergepipe.errors import ConflictError, MergePipeError
 from mergepipe.options import MergeOptions, RunOptions
 from support.families import TINY, write_family
@@ -70,7 +69,7 @@ def list_all(root: Path, _worker: int, _turn: int, _published: list[str]) -> Non
 
 
 def collect(root: Path, _worker: int, _turn: int, _published: list[str]) -> None:
-    assert keeping.gc([root / "results"], home=root / "home").garbage == ()
+    assert mergepipe.gc([root / "results"], home=root / "home").garbage == ()
 
 
 ACTIONS: list[Callable[[Path, int, int, list[str]], None]] = [merge_own, merge_same, analyze, list_all, collect]
@@ -129,7 +128,7 @@ def check_crowd(root: Path, seconds: float) -> None:
     assert sorted(paths) == sorted(published)
     assert sorted(path.name for path in (root / "results").iterdir()) == sorted(published)
     for name in sorted(published)[:20]:
-        assert keeping.verify(root / "results" / name).is_sound
+        assert mergepipe.verify(root / "results" / name).is_sound
     print(f"{sum(int(str(each['turns'])) for each in found)} actions, {len(published)} snapshots")
 
 

@@ -37,7 +37,7 @@ def family(tmp_path: Path) -> Path:
 
 def measured(family: Path, *experts: str) -> dict[str, float]:
     out = family / "importance.json"
-    places = [Location.of(family / expert) for expert in experts]
+    places = [family / expert for expert in experts]
     write_text_importance(family / "base", places, Location.of(family / "text.txt"), out, threads=1)
     totals: dict[str, float] = json.loads(out.read_text())
     return totals

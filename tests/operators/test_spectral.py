@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from mergepipe import api
+import mergepipe
 from mergepipe.operators import spectral
 from mergepipe.operators.spectral import calibrate
 from mergepipe.reports import Progress
@@ -97,7 +97,7 @@ def tensors_of(folder: Path) -> dict[str, Array]:
 
 
 def merged(recipe: Path, out: Path, **options: Any) -> dict[str, Array]:
-    api.merge(recipe, out, home=out.parent / "home", **options)
+    mergepipe.merge(recipe, out, home=out.parent / "home", **options)
     return tensors_of(out)
 
 
@@ -124,17 +124,17 @@ def test_post__is_the_same_in_little_memory_and_holds_by_filter(models: Path, tm
     plain = merged(recipe_of(models, "ties", None, density=0.5), tmp_path / "plain")
     assert {name for name in SHAPES if found[name].tobytes() != plain[name].tobytes()} == {WIDE}
     assert all(found[name].tobytes() == again[name].tobytes() for name in SHAPES)
-    assert api.verify(tmp_path / "found", deep_fraction=1.0, home=tmp_path / "home").is_sound
+    assert mergepipe.verify(tmp_path / "found", deep_fraction=1.0, home=tmp_path / "home").is_sound
 
 
 def test_post__under_a_budget_takes_what_is_read_by_the_same_plan(models: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"select": "norm", "block_elements": 16384, "home": tmp_path / "home"}
-    api.analyze(models / "base", [models / m for m in "abc"], home=tmp_path / "home", block_elements=16384)
+    mergepipe.analyze(models / "base", [models / m for m in "abc"], home=tmp_path / "home", block_elements=16384)
     recipes = [recipe_of(models, "task_arithmetic", post) for post in (None, {"isotropic": True})]
-    plain_plan, plan = (api.plan(recipe, "60%", **options) for recipe in recipes)
+    plain_plan, plan = (mergepipe.plan(recipe, "60%", **options) for recipe in recipes)
     assert plain_plan.planned_bytes == plan.planned_bytes < plan.full_cost_bytes
     assert [tensor.reads for tensor in plain_plan.tensors] == [tensor.reads for tensor in plan.tensors]
-    api.run(plain_plan, tmp_path / "plain"), api.run(plan, tmp_path / "found")
+    mergepipe.run(plain_plan, tmp_path / "plain"), mergepipe.run(plan, tmp_path / "found")
     base, plain, found = (tensors_of(place) for place in (models / "base", tmp_path / "plain", tmp_path / "found"))
     delta = plain[WIDE].astype(np.float64) - base[WIDE]
     assert relative(found[WIDE].astype(np.float64) - base[WIDE], oracle(delta, [], None)) < 1e-4
@@ -142,10 +142,10 @@ def test_post__under_a_budget_takes_what_is_read_by_the_same_plan(models: Path, 
 
 def test_post__tells_its_cost_before_it_starts(models: Path, tmp_path: Path) -> None:
     recipe, seen = recipe_of(models, "task_arithmetic", {"svc": 1}), list[Progress]()
-    text = api.check(recipe).spectral
+    text = mergepipe.check(recipe).spectral
     assert text.startswith("spectral step on 2 of 5 tensors: at most ")
-    api.merge(recipe, tmp_path / "out", home=tmp_path / "home", on_progress=seen.append)
+    mergepipe.merge(recipe, tmp_path / "out", home=tmp_path / "home", on_progress=seen.append)
     told = next(progress for progress in seen if progress.notices)
     assert told.notices[0].split(", about")[0] == text.split(", about")[0]
     assert told.done_bytes == seen[0].done_bytes
-    assert api.check(recipe_of(models, "task_arithmetic", None)).spectral == ""
+    assert mergepipe.check(recipe_of(models, "task_arithmetic", None)).spectral == ""

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mergepipe import api
+import mergepipe
 from mergepipe.cli.pages import heat_maps
 from mergepipe.cli.printing import report_text
 from mergepipe.reports import Overlap
@@ -51,7 +51,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> DiskFamily:
 
 
 def test_overlaps__are_those_of_the_deltas_within_what_they_state(family: DiskFamily, tmp_path: Path) -> None:
-    report = api.analyze(family.places[0], family.places[1:], home=tmp_path, block_elements=GRAIN, threads=2)
+    report = mergepipe.analyze(family.places[0], family.places[1:], home=tmp_path, block_elements=GRAIN, threads=2)
     names = [Path(place).name for place in family.places[1:]]
     pairs = list(combinations(range(4), 2))
     layers = ("0", "2", "10", "")
@@ -122,15 +122,17 @@ def test_explain__tells_what_analyze_told_once_experts_are_analyzed(
     models = [{"model": expert, "parameters": {"weight": 0.3}} for expert in experts]
     recipe = tmp_path / "r.yml"
     recipe.write_text(json.dumps({"merge_method": "linear", "base_model": base, "models": models}), encoding="utf-8")
-    api.merge(recipe, tmp_path / "before", home=tmp_path / "home")
-    assert api.explain(tmp_path / "before", home=tmp_path / "home").overlaps == ()
-    told = api.analyze(family.places[0], family.places[1:], home=tmp_path / "home", block_elements=GRAIN, threads=2)
-    api.merge(recipe, tmp_path / "after", budget=budget, home=tmp_path / "home")
-    explanation = api.explain(tmp_path / "after", home=tmp_path / "home")
+    mergepipe.merge(recipe, tmp_path / "before", home=tmp_path / "home")
+    assert mergepipe.explain(tmp_path / "before", home=tmp_path / "home").overlaps == ()
+    told = mergepipe.analyze(
+        family.places[0], family.places[1:], home=tmp_path / "home", block_elements=GRAIN, threads=2
+    )
+    mergepipe.merge(recipe, tmp_path / "after", budget=budget, home=tmp_path / "home")
+    explanation = mergepipe.explain(tmp_path / "after", home=tmp_path / "home")
     assert [replace(x, first="", second="") for x in explanation.overlaps] == [
         replace(x, first="", second="") for x in told.overlaps
     ]
-    again = api.analyze(family.places[0], family.places[1:], home=tmp_path / "home", block_elements=GRAIN)
+    again = mergepipe.analyze(family.places[0], family.places[1:], home=tmp_path / "home", block_elements=GRAIN)
     assert again.overlaps == told.overlaps
     assert report_text(told).count("same sign") == report_text(explanation).count("same sign") == 6
 

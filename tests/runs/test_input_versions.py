@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 
 import mergepipe
-from mergepipe import api as keeping
 from mergepipe.errors import ConflictError, MergePipeError
 from mergepipe.options import RunOptions
 from mergepipe.runs.progress import MergeProgress
@@ -189,6 +188,6 @@ def test_records__hold_files_of_any_time(bench: Bench, time: int) -> None:
     assert manifest.inputs[1].files[0].version == version_of(path, path.stat())
     plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home)
     mergepipe.run(plan, bench.folder / "planned", options=RunOptions(home=bench.home))
-    assert keeping.verify(bench.folder / "planned").is_sound
-    keeping.replay(bench.folder / "planned", bench.folder / "replayed")
+    assert mergepipe.verify(bench.folder / "planned").is_sound
+    mergepipe.replay(bench.folder / "planned", bench.folder / "replayed")
     load_file(bench.only_file("replayed"))

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from mergepipe import api
+import mergepipe
 from mergepipe.errors import MergePipeError
 from support.command_line import Runner
 
@@ -44,7 +44,7 @@ def models(tmp_path: Path) -> dict[str, dict[str, NDArray[Any]]]:
 
 def build(folder: Path, recipe: dict[str, Any], out: str = "out") -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     (folder / "recipe.yml").write_text(json.dumps(recipe))
-    api.merge(folder / "recipe.yml", folder / out)
+    mergepipe.merge(folder / "recipe.yml", folder / out)
     return load_file(folder / out / "model.safetensors"), json.loads((folder / out / "config.json").read_text())
 
 
@@ -182,7 +182,7 @@ def test_shared_parts__are_merged_by_another_document_of_the_recipe(
         },
     ]  # fmt: skip
     (tmp_path / "recipe.yml").write_text("\n---\n".join(map(json.dumps, documents)))
-    api.merge(tmp_path / "recipe.yml", tmp_path / "out")
+    mergepipe.merge(tmp_path / "recipe.yml", tmp_path / "out")
     made = load_file(tmp_path / "out" / "model.safetensors")
     name = "model.layers.1.self_attn.q_proj.weight"
     mean = (models["a"][name] + models["b"][name]) / 2

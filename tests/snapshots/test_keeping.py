@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe import api as keeping
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.runs.snapshots import read_manifest_value
@@ -63,7 +62,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 
 def test_verify__a_snapshot_is_sound(made: Path) -> None:
-    report = keeping.verify(made / "out", deep_fraction=1.0)
+    report = mergepipe.verify(made / "out", deep_fraction=1.0)
     manifest = read_manifest_value(LocalStore(), Location.local(made / "out"))
     assert (report.damages, report.notices) == ((), ())
     assert report.is_sound
@@ -79,19 +78,19 @@ def test_verify__a_flipped_bit_anywhere_is_found(copy: Path) -> None:
         for position in sorted({0, 7, 8, len(sound) // 3, len(sound) // 2, len(sound) - 1}):
             flip(path, position, position % 8)
             try:
-                found = bool(keeping.verify(copy).damages)
+                found = bool(mergepipe.verify(copy).damages)
             except MergePipeError as error:
                 found = path.name == MANIFEST_NAME and isinstance(error, CorruptError)
             assert found, (path.name, position)
             path.write_bytes(sound)
-    assert keeping.verify(copy).is_sound
+    assert mergepipe.verify(copy).is_sound
 
 
 def test_verify__names_the_tensor_and_the_bytes(copy: Path) -> None:
     manifest = read_manifest_value(LocalStore(), Location.local(copy))
     file = manifest.files[1]
     flip(copy / file.name, file.size_bytes - 1)
-    (damage,) = keeping.verify(copy).damages
+    (damage,) = mergepipe.verify(copy).damages
     assert (damage.kind, damage.file) == ("block", file.name)
     assert damage.tensor == [tensor.name for tensor in manifest.tensors if tensor.file == file.name][-1]
     assert damage.start < file.size_bytes == damage.stop
@@ -133,8 +132,8 @@ def test_repair__brings_every_file_back_to_the_byte(
         if path.name == MANIFEST_NAME or (change is cut and path.stat().st_size < 1000):
             continue
         change(path)
-        assert not keeping.verify(copy).is_sound
-        report = keeping.repair(copy)
+        assert not mergepipe.verify(copy).is_sound
+        report = mergepipe.repair(copy)
         assert report.repaired
         assert {p.name: p.read_bytes() for p in files_of(copy)} == wanted
     assert tree_digest(made / "family") == inputs
@@ -148,7 +147,7 @@ def test_repair__mends_everything_at_once_and_keeps_times(made: Path, copy: Path
     time = weights[0].stat().st_mtime_ns
     weights[1].unlink()
     (copy / BLOCKS_NAME).unlink()
-    keeping.repair(copy)
+    mergepipe.repair(copy)
     assert {path.name: path.read_bytes() for path in files_of(copy)} == wanted
     assert weights[0].stat().st_mtime_ns == time
 
@@ -156,14 +155,14 @@ def test_repair__mends_everything_at_once_and_keeps_times(made: Path, copy: Path
 def test_verify__lists_a_table_of_digests_that_is_no_file_and_repair_puts_it_back(made: Path, copy: Path) -> None:
     (copy / BLOCKS_NAME).unlink()
     os.mkfifo(copy / BLOCKS_NAME)
-    assert [damage.kind for damage in keeping.verify(copy).damages] == ["blocks-file"]
-    keeping.repair(copy)
+    assert [damage.kind for damage in mergepipe.verify(copy).damages] == ["blocks-file"]
+    mergepipe.repair(copy)
     assert (copy / BLOCKS_NAME).read_bytes() == (made / "out" / BLOCKS_NAME).read_bytes()
 
 
 def test_repair__leaves_a_sound_snapshot_alone(copy: Path) -> None:
     before = tree_digest(copy)
-    assert keeping.repair(copy).repaired == ()
+    assert mergepipe.repair(copy).repaired == ()
     assert tree_digest(copy) == before
 
 
@@ -171,17 +170,17 @@ def test_repair__believes_no_manifest_that_was_edited(copy: Path) -> None:
     manifest = (copy / MANIFEST_NAME).read_text()
     (copy / MANIFEST_NAME).write_text(manifest.replace("../family/base", "../family/expert-1"))
     with pytest.raises(CorruptError) as caught:
-        keeping.repair(copy)
+        mergepipe.repair(copy)
     assert caught.value.code == "format.damaged"
 
 
 def test_replay__gives_the_same_bytes(made: Path, tmp_path: Path) -> None:
-    report = keeping.replay(made / "out", tmp_path / "again", options=RunOptions(catalog=False))
+    report = mergepipe.replay(made / "out", tmp_path / "again", options=RunOptions(catalog=False))
     manifest = read_manifest_value(LocalStore(), Location.local(made / "out"))
     assert report.sid == manifest.sid
     for file in manifest.files:
         assert (tmp_path / "again" / file.name).read_bytes() == (made / "out" / file.name).read_bytes()
-    assert keeping.diff(made / "out", tmp_path / "again").tensors == ()
+    assert mergepipe.diff(made / "out", tmp_path / "again").tensors == ()
 
 
 @pytest.fixture
@@ -199,7 +198,7 @@ def own(tmp_path: Path) -> Path:
 def test_replay__says_which_input_is_gone(own: Path) -> None:
     (own / "family" / "expert-2").rename(own / "elsewhere")
     with pytest.raises(NotFoundError) as caught:
-        keeping.replay(own / "out", own / "again", options=RunOptions(catalog=False))
+        mergepipe.replay(own / "out", own / "again", options=RunOptions(catalog=False))
     assert caught.value.code == "input.not-found"
     assert "expert-2" in str(caught.value)
     assert "expert-1" not in str(caught.value)
@@ -209,7 +208,7 @@ def test_replay__says_which_input_has_other_files(own: Path) -> None:
     (file,) = (own / "family" / "expert-1").glob("*.safetensors")
     file.write_bytes((own / "out" / "model-00001-of-00003.safetensors").read_bytes())
     with pytest.raises(MergePipeError) as caught:
-        keeping.replay(own / "out", own / "again", options=RunOptions(catalog=False))
+        mergepipe.replay(own / "out", own / "again", options=RunOptions(catalog=False))
     assert "expert-1" in str(caught.value)
     assert not (own / "again").exists()
 
@@ -218,16 +217,16 @@ def test_replay__publishes_nothing_if_values_have_changed(own: Path) -> None:
     (file,) = (own / "family" / "expert-1").glob("*.safetensors")
     flip(file, -1, 3)
     with pytest.raises(ConflictError) as caught:
-        keeping.replay(own / "out", own / "again", options=RunOptions(catalog=False))
+        mergepipe.replay(own / "out", own / "again", options=RunOptions(catalog=False))
     assert [problem.code for problem in caught.value.problems] == ["input.changed", "input.changed"]
     assert str(file) in str(caught.value)
     assert not (own / "again").exists()
-    report = keeping.verify(own / "out", deep_fraction=1.0)
+    report = mergepipe.verify(own / "out", deep_fraction=1.0)
     assert {damage.kind for damage in report.damages} == {"replay"}
     flip(sorted((own / "out").glob("*.safetensors"))[-1], -1)
     damaged = tree_digest(own / "out")
     with pytest.raises(ConflictError) as caught:
-        keeping.repair(own / "out")
+        mergepipe.repair(own / "out")
     assert caught.value.code == "input.changed"
     assert tree_digest(own / "out") == damaged
 
@@ -236,7 +235,7 @@ def test_diff__tells_what_differs_and_by_how_much(own: Path) -> None:
     other = own / "other.yml"
     other.write_text((own / "recipe.yml").read_text().replace("0.2", "0.5"))
     mergepipe.merge(other, own / "other", budget="50%", options=MergeOptions(shard_bytes=SHARD_BYTES, catalog=False))
-    found = keeping.diff(own / "out", own / "other")
+    found = mergepipe.diff(own / "out", own / "other")
     assert "-- {model: family/expert-2, parameters: {weight: 0.2}}" in found.recipe
     assert any(line.startswith("plan: none") for line in found.settings)
     assert found.inputs == ()
@@ -245,13 +244,13 @@ def test_diff__tells_what_differs_and_by_how_much(own: Path) -> None:
     assert found.norm is not None
     squares = sum((change.norm or 0.0) ** 2 for change in found.tensors)
     assert found.norm**2 == pytest.approx(squares)
-    fast = keeping.diff(own / "out", own / "other", reads_tensors=False)
+    fast = mergepipe.diff(own / "out", own / "other", reads_tensors=False)
     assert [change.name for change in fast.tensors] == [change.name for change in found.tensors]
     assert {change.norm for change in fast.tensors} == {None}
 
 
 def test_verify__of_the_golden_snapshot(tmp_path: Path) -> None:
     snapshot = Path(shutil.copytree(GOLDEN / "manifest-5", tmp_path / "golden"))
-    assert keeping.verify(snapshot).is_sound
+    assert mergepipe.verify(snapshot).is_sound
     flip(sorted(snapshot.glob("*.safetensors"))[0], -1)
-    assert [damage.kind for damage in keeping.verify(snapshot).damages] == ["block"]
+    assert [damage.kind for damage in mergepipe.verify(snapshot).damages] == ["block"]

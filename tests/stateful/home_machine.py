@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import mergepipe
-from mergepipe import api as keeping
 from mergepipe.errors import OutputError
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.reports import MergeReport
@@ -239,7 +238,7 @@ class HomeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def verify(self, data: st.DataObject) -> None:
         place = data.draw(st.sampled_from(sorted(self.visible)))
-        report = keeping.verify(self.outs / place, options=RunOptions(threads=2, home=self.home))
+        report = mergepipe.verify(self.outs / place, options=RunOptions(threads=2, home=self.home))
         assert (report.damages, report.notices) == ((), ())
 
     @precondition(lambda self: self.visible)
@@ -251,13 +250,13 @@ class HomeMachine(RuleBasedStateMachine):
 
     @rule()
     def collect(self) -> None:
-        listed = keeping.gc([self.outs], dry_run=True, home=self.home)
+        listed = mergepipe.gc([self.outs], dry_run=True, home=self.home)
         assert not any(garbage.is_removed for garbage in listed.garbage)
-        report = keeping.gc([self.outs], home=self.home)
+        report = mergepipe.gc([self.outs], home=self.home)
         assert [(g.kind, g.what) for g in report.garbage] == [(g.kind, g.what) for g in listed.garbage]
         assert report.living == ()
         assert sorted(path.name for path in self.outs.iterdir()) == sorted(self.visible)
-        while keeping.gc([self.outs], home=self.home).garbage:  # what a collected row needed is garbage now
+        while mergepipe.gc([self.outs], home=self.home).garbage:  # what a collected row needed is garbage now
             pass
         rows = mergepipe.list_snapshots(home=self.home)
         needed = {source.sid for row in rows for source in row.inputs}

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.api import run
+from mergepipe import run
 from mergepipe.catalog.statistics_file import parse_statistics, statistics_folder
 from mergepipe.core.blocks import BF16, F16, F32, F64, BlockGrid, DType
 from mergepipe.errors import LimitError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe.api import pack
+from mergepipe import pack
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from mergepipe import api as session
+import mergepipe
 from mergepipe.reports import MergeReport
 from support.disk_families import weights_digest
 
@@ -83,7 +83,7 @@ class Bench:
 
     def merge(self, recipe: Recipe, name: str, **options: Any) -> MergeReport:
         """Merge into `name`, with what the catalog knows."""
-        return session.merge(
+        return mergepipe.merge(
             self.write(recipe), self.folder / name, **{"home": self.home, "threads": 2, "seed": 3, **options}
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from composing import FORMATS, make_pair
 
-from mergepipe import api as keeping
+import mergepipe
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 
@@ -26,7 +26,7 @@ def composite(tmp_path: Path) -> Path:
 
 
 def test_verify__a_composite_is_sound(composite: Path) -> None:
-    report = keeping.verify(composite)
+    report = mergepipe.verify(composite)
     assert report.is_sound
     assert report.files > 1
     assert report.read_bytes == sum(path.stat().st_size for path in files_of(composite))
@@ -38,23 +38,23 @@ def test_verify__names_the_damaged_file_of_a_composite(composite: Path) -> None:
         sound = path.read_bytes()
         for damaged in (sound[:-1] + bytes([sound[-1] ^ 1]), sound[:-1], sound + b"x", None):
             path.unlink() if damaged is None else path.write_bytes(damaged)
-            (damage,) = keeping.verify(composite).damages
+            (damage,) = mergepipe.verify(composite).damages
             assert damage.file == path.relative_to(composite).as_posix()
             found.append(damage.kind)
         path.write_bytes(sound)
     assert set(found) == {"small-file", "size", "missing"}
-    assert keeping.verify(composite).is_sound
+    assert mergepipe.verify(composite).is_sound
 
 
 def test_verify__believes_no_composite_manifest_that_was_edited(composite: Path) -> None:
     manifest = composite / MANIFEST_NAME
     manifest.write_text(manifest.read_text().replace("layers all", "layers 0-1"))
     with pytest.raises(CorruptError) as caught:
-        keeping.verify(composite)
+        mergepipe.verify(composite)
     assert caught.value.code == "format.damaged"
 
 
 def test_verify__cannot_make_a_composite_again(composite: Path) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        keeping.verify(composite, deep_fraction=0.1)
+        mergepipe.verify(composite, deep_fraction=0.1)
     assert caught.value.code == "snapshot.composite"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import mergepipe
 from mergepipe.cli.app import WIDEST_HELP, SectionedCommand, Without, with_option_groups
 from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
 from mergepipe.cli.printing import DEBUG, ReportOptions, print_report, print_warnings
@@ -164,10 +165,8 @@ def merge_as_mergekit(
     printing = ReportOptions(quiet=bool(flags.quiet))
     if not printing.quiet:
         _print_notices(flags.notices())
-    from mergepipe import api
-
     with progress_shown(context.obj, silent=printing.quiet) as on_progress:
-        report = api.merge(config, out, options=options, on_progress=on_progress)
+        report = mergepipe.merge(config, out, options=options, on_progress=on_progress)
     if verbose or printing.quiet:
         print_report(report, printing)
     else:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,9 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 from mergepipe.storage.stores import Stores
 
+if TYPE_CHECKING:
+    from mergepipe.core.flags import Options
+
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
@@ -49,20 +53,33 @@ class _Subject:
     is_wanted: bool
 
 
-def run_analysis(
-    base_path: Location, expert_paths: Sequence[Location], options: AnalyzeOptions, on_progress: ProgressCallback | None
+def analyze(
+    base: str | Path,
+    experts: Sequence[str | Path],
+    *,
+    options: Options | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
 ) -> AnalyzeReport:
-    """Analyse and record; see `api.analyze`."""
-    started = time.perf_counter()
-    engine, home = engine_options(options), home_of(options.home)
-    if options.text is not None and options.importance_out is not None:
-        text, out = Location.of(options.text), Path(options.importance_out)
-        write_text_importance(base_path.local_path, expert_paths, text, out, engine.threads)
-    block_elements = block_elements_of(options.block_elements)
-    densities = tuple(sorted({*COMMON_DENSITIES, *options.densities}))
+    """Read experts once against their base, and keep for each a file of what plans are made from.
+
+    The files lie in the home folder and are named by the contents of expert and base: a copy of one in the home folder
+    of another machine, or next to the model as `mergepipe.stats`, serves there. What is on record is not read again.
+
+    Args:
+        options: `AnalyzeOptions`: what is measured, threads, memory, the home folder.
+    """
+    started, settings = time.perf_counter(), AnalyzeOptions.of(options, fields)
+    engine, home = engine_options(settings), home_of(settings.home)
+    base_path, expert_paths = Location.of(base), [Location.of(expert) for expert in experts]
+    if settings.text is not None and settings.importance_out is not None:
+        text, out = Location.of(settings.text), Path(settings.importance_out)
+        write_text_importance(base_path.local_path, experts, text, out, engine.threads)
+    block_elements = block_elements_of(settings.block_elements)
+    densities = tuple(sorted({*COMMON_DENSITIES, *settings.densities}))
     store = Stores(settings=engine.remote)
-    base = open_path(store, base_path)
-    opened = [open_path(store, path, base) for path in expert_paths]
+    opened_base = open_path(store, base_path)
+    opened = [open_path(store, path, opened_base) for path in expert_paths]
     notices: list[str] = []
     total = 0
 
@@ -71,20 +88,20 @@ def run_analysis(
             on_progress(Progress("analyze", store.ledger.total_bytes(), total))
 
     catalog = Catalog(home, store)
-    base = catalog.with_known_digests(base)
+    opened_base = catalog.with_known_digests(opened_base)
     known = KnownStatistics(store, home, notices, beside=False)
     subjects = [
-        _subject(known.file(expert, base), base, expert, block_elements, densities)
+        _subject(known.file(expert, opened_base), opened_base, expert, block_elements, densities)
         for expert in map(catalog.with_known_digests, opened)
     ]
     wanted = [subject for subject in subjects if subject.is_wanted]
-    tasks = _tasks(base, wanted)
+    tasks = _tasks(opened_base, wanted)
     total = store.ledger.total_bytes() + sum(
         task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks
     )
     report_progress()
     work = AnalysisWork(tasks, block_elements, _densities(densities, wanted))
-    files = _analyze(store, base, wanted, work, engine, report_progress)
+    files = _analyze(store, opened_base, wanted, work, engine, report_progress)
     for file in files:
         write_statistics(home, file.statistics)
         catalog.record_digests(file.expert)

@@ -16,7 +16,7 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import read_elements
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.reports import ByteProgress, ProgressCallback, SnapshotDiff, TensorChange
-from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.runs.snapshots import find_snapshot, read_manifest_value
 from mergepipe.snapshots.manifest import Coverage, InputRecord, Manifest, OutputTensor
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
@@ -24,17 +24,30 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
 
-def compare_snapshots(a: Path, b: Path, *, reads_tensors: bool, on_progress: ProgressCallback | None) -> SnapshotDiff:
-    """Compare the snapshots in two directories; `reads_tensors` works out norms of what differs."""
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    reads_tensors: bool = True,
+    home: str | Path | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> SnapshotDiff:
+    """Compare two snapshots: recipes, settings, inputs, coverage, and tensors with the norms of what differs.
+
+    Args:
+        a, b: snapshots: their directories, sids, or first digits of them.
+        reads_tensors: work out the norms; without, only manifests are read.
+    """
     store = Stores()
-    first, second = (read_manifest_value(store, Location.local(path)) for path in (a, b))
+    place_a, place_b = (find_snapshot(snapshot, home).local_path for snapshot in (a, b))
+    first, second = (read_manifest_value(store, Location.local(path)) for path in (place_a, place_b))
     changes, equal = _changes(first, second)
-    measured = tuple(_measured(store, a, b, changes, on_progress)) if reads_tensors else tuple(changes)
+    measured = tuple(_measured(store, place_a, place_b, changes, on_progress)) if reads_tensors else tuple(changes)
     changes_with_norm = [change for change in measured if change.norm is not None]
     norm = math.sqrt(sum((change.norm or 0.0) ** 2 for change in changes_with_norm)) if reads_tensors else None
     return SnapshotDiff(
-        a=a,
-        b=b,
+        a=place_a,
+        b=place_b,
         a_sid=first.sid,
         b_sid=second.sid,
         recipe="".join(_recipe_diff(first, second)),

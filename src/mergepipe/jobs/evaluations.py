@@ -21,7 +21,7 @@ import numpy as np
 from mergepipe.core.display import json_line
 from mergepipe.core.strict_json import canonical_json
 from mergepipe.errors import MergePipeError, UnsupportedError
-from mergepipe.jobs.load import load_tensors
+from mergepipe.jobs.load import load_file
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import replace_durably
@@ -32,7 +32,7 @@ MOST_WINDOWS = 16
 TEXT_BYTES = 64 << 20
 
 
-def write_text_importance(base: Path, experts: Sequence[Location], text: Location, out: Path, threads: int) -> None:
+def write_text_importance(base: Path, experts: Sequence[str | Path], text: Location, out: Path, threads: int) -> None:
     """Write the importance of each tensor to a text, for `--importance`: a JSON object of names and numbers.
 
     The gradient is that of the base's loss on at most `MOST_WINDOWS` windows of `WINDOW_TOKENS` tokens; the sums over
@@ -42,10 +42,10 @@ def write_text_importance(base: Path, experts: Sequence[Location], text: Locatio
     Memory: the base in float32 with its gradient, 8 bytes a parameter, and one tensor of an expert.
     """
     gradients = _gradients(base, Stores().read_small(text, TEXT_BYTES).decode("utf-8", "replace"))
-    weights = load_tensors(Location.local(base), base=None, framework="numpy", threads=threads)
+    weights = load_file(base, threads=threads)
     totals = dict.fromkeys(weights, 0.0)
     for expert in experts:
-        tensors = load_tensors(expert, base=None, framework="numpy", threads=threads)
+        tensors = load_file(expert, threads=threads)
         for name in weights:
             gradient = gradients.get(name)
             if gradient is not None and name in tensors and tensors.shape(name) == gradient.shape:

@@ -19,9 +19,9 @@ from mergepipe.checkpoints.quantised import MASK_BITS
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span, element_count
 from mergepipe.engine.tensor_work import FREE, OMITTED, level_of_blocks
 from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError, did_you_mean
-from mergepipe.jobs.plan import read_plan
 from mergepipe.operators.base import NUMBERS_OF
 from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.options import home_of
 from mergepipe.planning.overlap import overlaps_of
 from mergepipe.planning.plan import ALL, Access, Plan, PlannedTensor, format_runs, read_alike
 from mergepipe.planning.selection import layer_of
@@ -31,7 +31,7 @@ from mergepipe.runs.adapters import AdapterTensor, AdapterWriter
 from mergepipe.runs.budget import BlockCounts, analysis_advice, blocks_by_level, count_blocks, level_name, verdict_of
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value, with_inputs_found
-from mergepipe.runs.stored_plan import plan_of
+from mergepipe.runs.stored_plan import plan_of, read_plan
 from mergepipe.runs.work import KnownStatistics
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.staging import Staging, check_target
@@ -41,20 +41,35 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
 
-def explain_subject(subject_text: str, pattern: str | None, home: Path) -> Explanation:
-    """Explain a snapshot (its directory, sid or prefix of the sid) or a stored plan.
+def explain(
+    subject: Plan | str | Path,
+    *,
+    tensor: str | None = None,
+    masks: str | Path | None = None,
+    home: str | Path | None = None,
+) -> Explanation:
+    """Explain which experts contribute to which blocks of a plan or a snapshot, and why; reads no tensor data.
 
-    `pattern` chooses tensors that are told of block by block, by a shell pattern over their names.
+    Args:
+        subject: a plan, given or stored, or a snapshot: its directory, its sid, or first digits of it.
+        tensor: a shell pattern (`model.layers.0.*`); the tensors it matches are explained block by block.
+        masks: of a snapshot: the directory to create for a mask of each expert, which the merged model and the base
+            restore it with. This reads the merged weights, the base's and the experts'.
     """
-    store, place, plan = Stores(), Location.of(subject_text), None
-    if place.name != MANIFEST_NAME and is_file(store, place):
-        path, plan, manifest = Path(subject_text), read_plan(store, place), None
+    store, folder = Stores(), home_of(home)
+    if isinstance(subject, Plan):
+        explanation = explanation_of(Path(), subject, None, tensor)
     else:
-        path = find_snapshot_path(subject_text, home)
-        manifest = read_manifest_value(store, Location.local(path))
-        plan = plan_of(manifest, f"{path / MANIFEST_NAME}: plan")
-    explanation = explanation_of(path, plan, manifest, pattern)
-    return replace(explanation, overlaps=_overlaps(store, plan, manifest, home))
+        place, decided, manifest = Location.of(subject), None, None
+        if place.name != MANIFEST_NAME and is_file(store, place):
+            path, decided = Path(subject), read_plan(subject)
+        else:
+            path = find_snapshot_path(subject, folder)
+            manifest = read_manifest_value(store, Location.local(path))
+            decided = plan_of(manifest, f"{path / MANIFEST_NAME}: plan")
+        explanation = explanation_of(path, decided, manifest, tensor)
+        explanation = replace(explanation, overlaps=_overlaps(store, decided, manifest, folder))
+    return explanation if masks is None else _with_masks(explanation, Path(masks), folder)
 
 
 def _overlaps(store: Store, plan: Plan | None, manifest: Manifest | None, home: Path) -> tuple[Overlap, ...]:
@@ -224,7 +239,7 @@ def _runs_text(is_in_B: NDArray[np.bool_]) -> str:
 _MASKED_ELEMENTS = 1 << 22  # compared at once; a multiple of 8
 
 
-def with_masks(explanation: Explanation, out: Path, home: Path) -> Explanation:
+def _with_masks(explanation: Explanation, out: Path, home: Path) -> Explanation:
     """Write a mask of each expert of a snapshot into a new folder, and add them to its explanation.
 
     A bit is set where the merged value is nearer to the expert's than the base's is: no other mask leaves `M_0 + mask

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -46,37 +47,50 @@ _BARE_PREFIXES = {"gpt2": "transformer."}
 """Published weights of these lack the prefix that the names of their modules have."""
 
 
-def extract_lora_adapter(
-    base: Location, model: Location, out: Path, options: ExtractLoraOptions, *, on_progress: ProgressCallback | None
+def extract_lora(
+    base: str | Path,
+    model: str | Path,
+    out: str | Path,
+    *,
+    options: ExtractLoraOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
 ) -> ExtractLoraReport:
-    """Write the adapter that brings `base` as close to `model` as its ranks allow; see `api.extract_lora`.
+    """Write the LoRA adapter that brings `base` closest to `model` into the new directory `out`, as PEFT reads it.
 
-    Memory: about four times the largest matrix in float32.
+    Every matrix of the difference is decomposed by itself (truncated SVD) and written before the next is read. The
+    report names the error that is left, tensor by tensor, and what a LoRA cannot hold. `on_progress` tells the bytes
+    of tensors that are done.
+
+    Raises:
+        RecipeError: a rank or an energy out of its range, or neither.
+        MismatchError: nothing differs.
     """
-    started = time.perf_counter()
-    base_model_ids = () if options.base_model_id is None else (options.base_model_id,)
+    started, made = time.perf_counter(), ExtractLoraOptions.of(options, fields)
+    target, model_path = Path(out), Location.of(model)
+    base_model_ids = () if made.base_model_id is None else (made.base_model_id,)
     stated_ids = parse_base_model_ids(base_model_ids).of_merge
     store = Stores()
-    base_checkpoint = open_path(store, base)
-    model_checkpoint = open_path(store, model, base_checkpoint)
-    check_target(out, (base_checkpoint.path, model_checkpoint.path), force=None)
+    base_checkpoint = open_path(store, Location.of(base))
+    model_checkpoint = open_path(store, model_path, base_checkpoint)
+    check_target(target, (base_checkpoint.path, model_checkpoint.path), force=None)
     architecture = _architecture(store, base_checkpoint)
     paths = files_of((*base_checkpoint.tensors.values(), *model_checkpoint.tensors.values()))
     checkpoints = (base_checkpoint, model_checkpoint)
-    with open_files(store, paths, checkpoints) as files, Staging(out, force=False) as staging:
+    with open_files(store, paths, checkpoints) as files, Staging(target, force=False) as staging:
         progress = ByteProgress(on_progress, "extract", base_checkpoint.tensor_bytes + model_checkpoint.tensor_bytes)
-        extraction = _Extraction(base_checkpoint, model_checkpoint, files, architecture, options, progress)
-        check_free_space(out, extraction.largest_bytes())
+        extraction = _Extraction(base_checkpoint, model_checkpoint, files, architecture, made, progress)
+        check_free_space(target, extraction.largest_bytes())
         path = staging.path / WEIGHTS_NAME
         with AdapterWriter(path, extraction.possible(), store.ledger) as writer:
             extraction.write(writer)
             adapter_bytes = writer.finish()
         if not extraction.extracted and not extraction.saved:
             message = "no matrix of it differs from the base's: there is nothing to extract"
-            raise MismatchError.of("extract.nothing", model, message, "is it the model that you mean?")
+            raise MismatchError.of("extract.nothing", model_path, message, "is it the model that you mean?")
         hub_id = next(iter(stated_ids), None) or hub_id_of(base_checkpoint.path, store)
         write_durably(staging.path / ADAPTER_CONFIG_NAME, extraction.config(hub_id), store.ledger)
-        report = extraction.report(out, adapter_bytes, hub_id)
+        report = extraction.report(target, adapter_bytes, hub_id)
         write_durably(staging.path / "README.md", adapter_card(report), store.ledger)
         check_unchanged(store, checkpoints)
         staging.publish()

@@ -12,6 +12,7 @@ from typing import Final
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.snapshots import SnapshotRow
 from mergepipe.errors import MergePipeError, NotFoundError
+from mergepipe.options import home_of
 from mergepipe.reports import Garbage, GcReport
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -20,6 +21,7 @@ from mergepipe.snapshots.parts_places import FolderParts, read_job
 from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
 from mergepipe.snapshots.work_log import merge_state, read_work_log
 from mergepipe.storage import owned
+from mergepipe.storage.location import Location
 from mergepipe.storage.owner import is_alive, newest_change
 
 ABANDONED_SECONDS: Final = 7 * 24 * 3600.0
@@ -27,18 +29,15 @@ ABANDONED_SECONDS: Final = 7 * 24 * 3600.0
 BIRTH_SECONDS: Final = 60.0
 
 
-def collect_garbage(home: Path, roots: Sequence[Path], *, dry_run: bool) -> GcReport:
-    """Remove staging of dead runs below `roots` and next to known snapshots, and rows of deleted snapshots.
-
-    A snapshot on a disk that is not mounted does not count as deleted: a row goes only if the folder that held it is
-    there and it is not. What another snapshot was made from keeps its row.
-    """
-    for root in roots:
+def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | Path | None = None) -> GcReport:
+    """Remove staging of dead runs, next to known snapshots and under `roots`, and catalog rows of what is gone."""
+    folder, places = home_of(home), [Location.of(root).local_path for root in roots]
+    for root in places:
         if not root.is_dir():
             raise NotFoundError.of("storage.not-found", root, "no such directory", "check the path")
-    uploads = home / UPLOADS_NAME
-    catalog = Catalog(home)
-    folders = _folders(catalog.snapshots(), [*roots, *([uploads] if uploads.is_dir() else [])])
+    uploads = folder / UPLOADS_NAME
+    catalog = Catalog(folder)
+    folders = _folders(catalog.snapshots(), [*places, *([uploads] if uploads.is_dir() else [])])
     living: list[str] = []
     garbage = [*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)]
     garbage += _snapshot_rows(catalog, dry_run=dry_run)
@@ -125,7 +124,11 @@ def _allocated_bytes(directory: Path) -> int:
 
 
 def _snapshot_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
-    """Find rows of deleted snapshots that no other snapshot was made from."""
+    """Find rows of deleted snapshots that no other snapshot was made from.
+
+    A snapshot on a disk that is not mounted does not count as deleted: a row goes only if the folder that held it is
+    there and it is not.
+    """
     rows = catalog.snapshots()
     needed = {source.sid for row in rows for source in row.inputs if source.sid is not None}
     for row in rows:

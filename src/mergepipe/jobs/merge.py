@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mergepipe
 from mergepipe.checkpoints.content_id import stored_entries
@@ -19,26 +19,30 @@ from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.outcome import private_outputs, published_but
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.work import Observer, whole
+from mergepipe.errors import RecipeError
+from mergepipe.options import ExecutorName, MergeOptions, OutputOptions, RunOptions
 from mergepipe.planning.plan import NOTHING_READ, PLAN_FORMAT, Plan
 from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.yaml_source import RecipeText
-from mergepipe.reports import AppliedAdapter, MergeReport, Progress
+from mergepipe.reports import AppliedAdapter, MergeReport, Progress, ProgressCallback
 from mergepipe.runs.budget import analysis_advice, coverage_of, verdict_of
-from mergepipe.runs.inputs import Inputs, open_inputs, with_known_digests, with_parameters
+from mergepipe.runs.inputs import Inputs, open_inputs, recipe_of, with_known_digests, with_parameters
 from mergepipe.runs.model_card import hub_id_of
 from mergepipe.runs.progress import MergeProgress, Resume, run_key
 from mergepipe.runs.small_files import PlannedFiles, plan_small_files, planned_sidecars, sidecar_contents
-from mergepipe.runs.stored_plan import open_planned, plan_key, store_plan, stored_plan
+from mergepipe.runs.stored_plan import open_planned, plan_key, read_plan, store_plan, stored_plan
 from mergepipe.runs.work import (
     NO_IDS,
     CatalogLink,
     MergeSettings,
     kept_facts,
     kept_shares,
+    merge_settings,
     merge_work,
     output_of,
     requantisation_error,
+    run_settings,
     spectral_cost,
 )
 from mergepipe.snapshots.manifest import (
@@ -81,8 +85,70 @@ BeforePublish = Callable[[Manifest, Path], None]
 """Looks at the finished manifest and the folder that it describes; what it raises prevents publishing."""
 
 
+def merge(
+    recipe: str | Path | Mapping[str, object],
+    out: str | Path,
+    *,
+    options: OutputOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
+) -> MergeReport:
+    """Merge as the recipe says and publish the result at `out`, complete or not at all.
+
+    `out` is a folder, one file (its name ends in .safetensors or .gguf, and its record is a folder beside it), a prefix
+    of a bucket (`s3://bucket/prefix`, `gs://`, `az://`), which must hold nothing yet, or a repository of the Hub
+    (`hf://org/name`). Without a `budget` all experts are read in full. With one, a plan is made and run. With a
+    `target_loss` budgets are tried until it is met; `tried` of the report tells what each read and gave.
+
+    Args:
+        options: what is merged and how; the fields of `MergeOptions` are keywords, too: `budget="25%"`, `seed=7`.
+    """
+    made = MergeOptions.of(options, fields)
+    source, settings = recipe_of(recipe), merge_settings(made, out, on_progress)
+    on_cluster = made.executor == ExecutorName.RAY
+    if made.budget is None and made.target_loss is None and not on_cluster:
+        return run_merge(source, settings)
+    from mergepipe.jobs.evaluate import TARGET_BUDGETS, merge_to_target, parse_evaluation
+    from mergepipe.jobs.plan import plan_request
+
+    first_budget = made.budget if made.target_loss is None else TARGET_BUDGETS[0]
+    request = plan_request(first_budget, made, everything=first_budget is None)
+    if made.target_loss is not None and made.evaluate is not None:
+        if settings.destination is not None:
+            message, hint = "looks at each merge in a folder of this machine", "merge into a folder"
+            raise RecipeError.of("option.conflict", "--target-loss", message, hint)
+        return merge_to_target(source, request, settings, parse_evaluation(made.evaluate), made.target_loss)
+    if on_cluster:
+        from mergepipe.jobs.merge_on_ray import run_merge_on_ray
+
+        return run_merge_on_ray(source, request, made, settings)
+    return run_budgeted(source, request, settings)
+
+
+def run(
+    plan: Plan | str | Path,
+    out: str | Path,
+    *,
+    options: RunOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
+) -> MergeReport:
+    """Run a plan, given or stored, and publish the result at `out`; refused if an input changed since it was made.
+
+    Args:
+        options: `OutputOptions`: threads, memory and the catalog, and what is written how.
+    """
+    made, decided = OutputOptions.of(options, fields), read_plan(plan)
+    settings = run_settings(made, decided.seed, out, on_progress)
+    if made.executor == ExecutorName.RAY:
+        from mergepipe.jobs.merge_on_ray import run_plan_on_ray
+
+        return run_plan_on_ray(decided, made, settings)
+    return run_plan(decided, settings)
+
+
 def run_merge(recipe: Location | RecipeText, settings: MergeSettings) -> MergeReport:
-    """Merge in full, and publish; see `api.merge`."""
+    """Merge in full, and publish."""
     store = Stores(settings=settings.engine.remote)
     link = CatalogLink(settings.home)
     with IntermediateWriter(settings, store) as intermediates:

@@ -5,12 +5,14 @@ Legend: M rows, N columns, R rank, E experts, K adapters; U and V columns of the
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,20 +23,28 @@ from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_con
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.stored_adapters import KOHYA, AdaptedModule, StoredAdapter, read_adapter
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import MismatchError, RecipeError, UnsupportedError, did_you_mean
-from mergepipe.jobs.load import load_tensors
-from mergepipe.jobs.merge import run_merge
+from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.jobs.load import load_file
+from mergepipe.jobs.merge import merge, run_merge
 from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.spec import BaseRole
-from mergepipe.options import MergeLoraOptions, MergeOptions
+from mergepipe.options import (
+    APPLY_MEMORY_BYTES,
+    ApplyLoraOptions,
+    MergeLoraOptions,
+    MergeOptions,
+    OutputOptions,
+    default_memory_bytes,
+)
 from mergepipe.recipes.yaml_source import read_yaml, recipe_text
-from mergepipe.reports import MergedModule, MergeLoraReport
+from mergepipe.reports import MergedModule, MergeLoraReport, MergeReport, ProgressCallback
 from mergepipe.runs.adapters import (
     PREFIX,
     WEIGHTS_NAME,
     AdapterTensor,
     AdapterWriter,
     adapter_config,
+    apply_recipe,
     factor_names,
     located_adapters,
 )
@@ -52,6 +62,7 @@ _WITHOUT_FACTORS = {
     "LOKR": "its delta is a Kronecker product, not one of thin factors",
     "IA3": "it scales weights of the base, and has no delta of its own",
 }
+_RECIPE_LINE = re.compile(r"^recipe:\d+ \S+?(: |$)")
 _EXTRACT_HINT = "apply it to the base, and extract a LoRA from the result"
 _RECIPE_KEYS = ("output", "merge_method", "models", "parameters")
 Matrix = NDArray[np.float64]
@@ -59,25 +70,69 @@ Pair = tuple[Matrix, Matrix]
 """Factors of one delta: (M, R) with all scales in it, and (R, N)."""
 
 
-def merge_lora_adapters(adapters: Sequence[str], out: Path, options: MergeLoraOptions) -> MergeLoraReport:
-    """Write the adapter that stands for the merged deltas of `adapters`; see `api.merge_lora`.
+def apply_lora(
+    base: str | Path,
+    adapters: Sequence[str | Path],
+    out: str | Path,
+    *,
+    options: OutputOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
+) -> MergeReport:
+    """Add LoRA adapters to `base` and publish the result at `out`, complete or not at all: a merge of `base+adapter`.
 
-    Memory: one module's factors, in float64; of operators also the small cores of all modules.
+    One adapter at weight 1 gives what PEFT's `merge_and_unload` gives; several, or other weights, the base plus the
+    weighted sum of what each changes. Sums are taken in float32 and rounded once. Memory: 512 MiB of buffers, or
+    `memory_bytes` of the options.
+
+    Args:
+        options: `ApplyLoraOptions`: weights, dtype, threads, memory, shards, publishing.
+
+    Raises:
+        MismatchError: an adapter changes what the base lacks, or two store one module in full.
+    """
+    made = ApplyLoraOptions.of(options, fields)
+    recipe = apply_recipe(str(base), [str(adapter) for adapter in adapters], made.weights, made.dtype)
+    memory_bytes = made.memory_bytes or min(APPLY_MEMORY_BYTES, default_memory_bytes())
+    merging = made.common(MergeOptions, allow_dropped=made.allow_unapplied, memory_bytes=memory_bytes)
+    try:
+        return merge(recipe, out, options=merging, on_progress=on_progress)
+    except MergePipeError as error:  # the lines of a recipe that nobody wrote tell nothing
+        problems = (replace(problem, where=_RECIPE_LINE.sub("", problem.where)) for problem in error.problems)
+        raise type(error)(*problems) from error
+
+
+def merge_lora(
+    adapters: Sequence[str | Path], out: str | Path, *, options: MergeLoraOptions | None = None, **fields: Any
+) -> MergeLoraReport:
+    """Merge LoRA adapters of one base into one adapter in the new directory `out`, as PEFT reads it; no base is read.
+
+    `cat` is exact: the factors stand side by side, and ranks add up. `svd` is the best approximation of the same sum of
+    a rank. Any operator of recipes (`linear`, `ties`, `dare_ties`, ...) merges the cores of the deltas in bases that
+    all adapters share, which loses nothing of a delta, and what comes out is cut to `rank`, if there is one.
+    In place of the adapters stands a recipe (`.yml`) of such an operator, with `output: adapter`: its filters and
+    gradients hold for the modules of the adapters.
+
+    Raises:
+        RecipeError: options that do not fit together.
+        MismatchError: adapters of different bases, or two that store one module in full.
+        UnsupportedError: DoRA, whose delta depends on the base.
     """
     started = time.perf_counter()
-    store, recipe = Stores(), None
-    if len(adapters) == 1 and Path(adapters[0]).suffix in _RECIPE_SUFFIXES:
-        adapters, recipe, options = _read_recipe(store, Path(adapters[0]), options)
-    options = replace(options, weights=options.weights or (1.0,) * len(adapters))
-    _check_options(options, len(adapters))
-    locations = located_adapters(store, adapters)
+    store, target, core_recipe = Stores(), Path(out), None
+    names, made = [str(adapter) for adapter in adapters], MergeLoraOptions.of(options, fields)
+    if len(names) == 1 and Path(names[0]).suffix in _RECIPE_SUFFIXES:
+        names, core_recipe, made = _read_recipe(store, Path(names[0]), made)
+    made = replace(made, weights=made.weights or (1.0,) * len(names))
+    _check_options(made, len(names))
+    locations = located_adapters(store, names)
     opened = [read_adapter(store, location) for location in locations]
-    check_target(out, locations, force=None)
+    check_target(target, locations, force=None)
     entries = [entry for adapter in opened for entry in _entries(adapter)]
-    with open_files(store, {entry.file for entry in entries}) as files, Staging(out, force=False) as staging:
-        merge = _AdapterMerge(tuple(adapters), opened, options, files, store.ledger, recipe)
+    with open_files(store, {entry.file for entry in entries}) as files, Staging(target, force=False) as staging:
+        merge = _AdapterMerge(tuple(names), opened, made, files, store.ledger, core_recipe)
         is_kohya = opened[0].config.kind == KOHYA
-        path = staging.path / (f"{out.name}.safetensors" if is_kohya else WEIGHTS_NAME)
+        path = staging.path / (f"{target.name}.safetensors" if is_kohya else WEIGHTS_NAME)
         with AdapterWriter(path, merge.possible(), store.ledger) as writer:
             merge.write(writer)
             adapter_bytes = writer.finish()
@@ -87,9 +142,9 @@ def merge_lora_adapters(adapters: Sequence[str], out: Path, options: MergeLoraOp
             write_durably(staging.path / ADAPTER_CONFIG_NAME, merge.config(first), store.ledger)
         staging.publish()
     return MergeLoraReport(
-        adapters=tuple(adapters),
-        out=out,
-        method=options.method,
+        adapters=tuple(names),
+        out=target,
+        method=made.method,
         modules=tuple(merge.merged),
         saved_modules=tuple(merge.full),
         kept_energy=_share_kept(merge.lost_square, merge.square),
@@ -367,7 +422,7 @@ class _AdapterMerge:
             out = root / "merged"
             settings = merge_settings(MergeOptions(catalog=False, seed=self.options.seed, card=False), out)
             run_merge(recipe_text(recipe, Location.local(root)), settings)
-            tensors = load_tensors(Location.local(out), base=None, framework="numpy", threads=1)
+            tensors = load_file(out, threads=1)
             return {name: np.asarray(tensors[name], np.float64) for name in tensors}
 
     def _stated_recipe(self) -> Json:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -47,7 +48,7 @@ from mergepipe.deltastore.index import HEADER_NAME, HEADERS_NAME, PackedEntry, d
 from mergepipe.deltastore.job import check_names, doubt_about, is_done, job_of, match_base, open_base
 from mergepipe.deltastore.tensor import PackedFetch
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, Problem, RecipeError
-from mergepipe.options import PackOptions, home_of, threads_of
+from mergepipe.options import PackOptions, UnpackOptions, home_of, place_of_packs, threads_of
 from mergepipe.reports import (
     BaseMatch,
     ByteProgress,
@@ -68,14 +69,57 @@ from mergepipe.storage.ranges import aligned_buffer
 from mergepipe.storage.stores import Stores
 
 
-def pack_experts(
+def pack(
+    base: str | Path | Sequence[str | Path] | None,
+    experts: Sequence[str | Path],
+    out: str | Path,
+    *,
+    options: PackOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
+) -> PackReport:
+    """Pack each expert into a store `out/NAME`, bit for bit; one that is there already is left as it is.
+
+    With `out` in a bucket the stores grow in `home`, which needs room for those of eight experts, and are uploaded when
+    they are complete; each is visible there with its header, which is written last.
+
+    All are read in one pass with the base, eight at a time. Every element is decoded again and compared while it is
+    packed. An interrupted run is resumed. `on_progress` tells the bytes of experts that are packed.
+
+    Of several bases each expert is packed relative to the nearest one, found from samples: 0.1 % of its bytes, or
+    128 KiB. A base that is hardly an expert's is a notice to `on_progress` before anything is written.
+
+    Memory: 100 MiB for reading and as much for what is encoded, 8 MiB an expert, some 6 MiB a thread, whatever the size
+    of the models.
+
+    Args:
+        base: full weights, or several candidates; a packed expert, too. None packs the models on their own (exponents
+            coded, sign and mantissa as they are).
+        experts: full weights in safetensors files, fine-tuned from `base`.
+
+    Raises:
+        RecipeError: two experts of one name.
+        MismatchError: `base.mismatch`, refused by `strict`.
+        UnsupportedError: an expert that is no full weights in safetensors files.
+        OutputError, ConflictError, StorageError: the store cannot go there, or an input changed. A store is published
+            whole or not at all.
+    """
+    made = PackOptions.of(options, fields)
+    models = [base] if isinstance(base, str | Path) else base
+    bases = None if models is None else [Location.of(model) for model in models]
+    paths = [Location.of(expert) for expert in experts]
+    pack_models = _pack_experts if made.chain is None else _pack_chain
+    return pack_models(bases, paths, place_of_packs(out), made, on_progress)
+
+
+def _pack_experts(
     bases: Sequence[Location] | None,
     experts: Sequence[Location],
     folder: Location,
     options: PackOptions,
     on_progress: ProgressCallback | None,
 ) -> PackReport:
-    """Pack each expert into a store `folder/NAME`, on the nearest of `bases` or on its own; see `api.pack`."""
+    """Pack each expert into a store `folder/NAME`, on the nearest of `bases` or on its own."""
     started = time.perf_counter()
     home, threads = home_of(options.home), threads_of(options.threads)
     store = Stores()
@@ -116,14 +160,14 @@ def pack_experts(
     )
 
 
-def pack_chain(
+def _pack_chain(
     bases: Sequence[Location] | None,
     steps: Sequence[Location],
     folder: Location,
     options: PackOptions,
     on_progress: ProgressCallback | None,
 ) -> PackReport:
-    """Pack checkpoints of one run in order, each relative to the one before as packed; see `api.pack`.
+    """Pack checkpoints of one run in order, each relative to the one before as packed.
 
     Every `chain`-th is relative to what the chain begins on, so that at most `chain` stores restore one.
     """
@@ -135,7 +179,7 @@ def pack_chain(
     reports: list[PackReport] = []
     last = bases[0]
     for step in steps:
-        report = pack_experts([next_base(Stores(), last, length)], [step], folder, options, on_progress)
+        report = _pack_experts([next_base(Stores(), last, length)], [step], folder, options, on_progress)
         reports.append(report)
         last = Location.of(report.experts[0].store)
     return PackReport(
@@ -259,34 +303,48 @@ _ROOM_BYTES = 8 * BLOCK_ELEMENTS
 """Room for a block of the largest elements, or for several of smaller ones."""
 
 
-def unpack_store(
-    root: Location, out: Path, *, base: Location | None, threads: int, on_progress: ProgressCallback | None
+def unpack(
+    path: str | Path,
+    out: str | Path,
+    *,
+    options: UnpackOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
 ) -> UnpackReport:
-    """Write the files that the store in `root` was made from into the new directory `out`; see `api.unpack`."""
-    started = time.perf_counter()
-    store = Stores()
-    opened, checkpoint, bases = open_packed(store, root, base)
-    check_target(out, (root, *(base_checkpoint.path for base_checkpoint in bases)), force=None)
+    """Write the files that the store in `path` was made from into the new directory `out`, byte for byte.
+
+    Every block is compared with the digest of the original. `on_progress` tells the bytes of tensors that are restored.
+
+    Raises:
+        NotFoundError: the store, or its base.
+        MismatchError: another base.
+        CorruptError: the store is damaged.
+        OutputError, StorageError: the files cannot go there; nothing was published.
+    """
+    started, made = time.perf_counter(), UnpackOptions.of(options, fields)
+    threads, store, root, target = threads_of(made.threads), Stores(), Location.of(path), Path(out)
+    opened, checkpoint, bases = open_packed(store, root, None if made.base is None else Location.of(made.base))
+    check_target(target, (root, *(base_checkpoint.path for base_checkpoint in bases)), force=None)
     tensor_bytes = sum(entry.nbytes for entry in opened.header.tensors)
-    check_free_space(out, tensor_bytes)
+    check_free_space(target, tensor_bytes)
     progress = ByteProgress(on_progress, "unpack", tensor_bytes)
     reader = _Reader(opened, checkpoint, threads, checks_pieces=False)
     inputs = open_files(store, files_of(checkpoint.tensors.values()), (*bases, checkpoint))
-    with inputs as files, Staging(out, force=False) as staging:
+    with inputs as files, Staging(target, force=False) as staging:
         _write_weights(reader, files, staging.path, store, progress)
         for file in opened.header.kept:
             parts = _kept_parts(opened, file.name, file.size_bytes, file.blake3, store)
             write_kept(store, staging.path / file.name, parts, file.size_bytes)
         check_unchanged(store, (*bases, checkpoint))
         staging.publish()
-    return UnpackReport(root, bases[0].path if bases else None, out, tensor_bytes, time.perf_counter() - started)
+    return UnpackReport(root, bases[0].path if bases else None, target, tensor_bytes, time.perf_counter() - started)
 
 
 def verify_pack(
-    path: Location, *, base: Location | None, threads: int, started: float, on_progress: ProgressCallback | None
+    path: Location, *, base: Location | None, threads: int, on_progress: ProgressCallback | None
 ) -> VerifyReport:
-    """Decode a packed expert and compare it with the digests of the original, tensor by tensor; see `api.verify`."""
-    store = Stores()
+    """Decode a packed expert and compare it with the digests of the original, tensor by tensor."""
+    started, store = time.perf_counter(), Stores()
     opened, checkpoint, bases = open_packed(store, path, base)
     reader = _Reader(opened, checkpoint, threads, checks_pieces=True)
     progress = ByteProgress(on_progress, "verify", sum(entry.nbytes for entry in opened.header.tensors))

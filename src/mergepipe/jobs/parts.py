@@ -6,18 +6,22 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mergepipe.core.outcome import published_but
+from mergepipe.core.units import positive
 from mergepipe.engine.work import Observer, Part, split, split_sizes
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.jobs.merge import MergeRun
+from mergepipe.options import ExecutorName, OutputOptions, RunOptions
 from mergepipe.planning.plan import Plan
-from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ShardStatus
+from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
 from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.parts import MadeParts, PartsWorker, PlannedOutput, open_output
 from mergepipe.runs.progress import Resume
 from mergepipe.runs.snapshots import is_snapshot_of
-from mergepipe.runs.work import CatalogLink, MergeSettings
+from mergepipe.runs.stored_plan import read_plan
+from mergepipe.runs.work import CatalogLink, MergeSettings, run_settings
 from mergepipe.snapshots.manifest import FILE_SUFFIXES
 from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.parts import Account, Claimant, PartsPlace
@@ -81,7 +85,42 @@ def _not_a_part(text: str) -> MergePipeError:
     return RecipeError.of("option.invalid", "--part", f"'{text[:40]}' was given", "write the second of 7 parts as 2/7")
 
 
-def run_part(plan: Plan, choice: PartChoice, settings: MergeSettings) -> PartReport:
+def run_part(
+    plan: Plan | str | Path,
+    out: str | Path,
+    part: tuple[int, int] | None = None,
+    *,
+    options: RunOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
+) -> PartReport:
+    """Make one part of a plan's output, on any machine that reaches the inputs and `out`.
+
+    Parts can be made in any order, at once, and again: what is done is left as it is, what an interrupted worker lost
+    is read again. Whoever completes the last one publishes the output; the same bytes as `run`.
+
+    Args:
+        part: (2, 7) is the second of seven parts: output files, dealt out by bytes. None only finishes.
+        options: as of `run`, without `resume`. `shard_bytes` must be the same for all parts. What the output says of
+            its inputs follows the call that publishes it.
+
+    Raises:
+        MergePipeError: among others `parts.busy`, another process is making the part under the same budget.
+    """
+    made = OutputOptions.of(options, fields)
+    if made.executor != ExecutorName.THREADS:
+        hint = "give one of the two: a cluster makes all parts"
+        raise RecipeError.of("option.conflict", "--executor", "a part is made by this process", hint)
+    if made.resume is not None:
+        message = "a part that is run again takes what is done, and reads again what was lost"
+        raise RecipeError.of("option.conflict", "--resume" if made.resume else "--no-resume", message, "leave it out")
+    number, n_parts = (None, 1) if part is None else check_part(*part)
+    decided = read_plan(plan)
+    settings = run_settings(made, decided.seed, out, on_progress)
+    return make_part_of(decided, PartChoice(number, n_parts, finishes=part is None), settings)
+
+
+def make_part_of(plan: Plan, choice: PartChoice, settings: MergeSettings) -> PartReport:
     """Make the shards of one part that are not done; whoever completes the last one finishes the output."""
     run = _PartRun(plan, choice, settings)
     return run.report((), (), is_published=True) if run.is_published() else run.make_and_finish()
@@ -231,14 +270,18 @@ def check_output(out: Path | Location, inputs: Inputs, *, force: bool) -> None:
     check_apart(out, paths)
 
 
-def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> PartsStatus:
-    """Tell how far an output is that is made in parts; its inputs are not opened."""
-    published = is_snapshot_of(out, plan.digest)
-    job = job_at(out, plan.digest)
+def parts_status(plan: Plan | str | Path, out: str | Path, *, n_parts: int | None = None) -> PartsStatus:
+    """Return the progress of an output that `run_part` makes; with `n_parts` also the parts that are missing."""
+    if n_parts is not None:
+        positive("--parts", n_parts)
+    decided, location = read_plan(plan), Location.of(out)
+    place = location.local_path if location.is_local else location
+    published = is_snapshot_of(place, decided.digest)
+    job = job_at(place, decided.digest)
     if job is None and not published:
         message = "no part of it was made by this plan"
-        raise NotFoundError.of("parts.none", out, message, "check PLAN and OUT, or make a part with `mergepipe run`")
-    parts = None if job is None else parts_place(out, job, Path())
+        raise NotFoundError.of("parts.none", place, message, "check PLAN and OUT, or make a part with `mergepipe run`")
+    parts = None if job is None else parts_place(place, job, Path())
     account = Account() if parts is None else parts.account()
     shards = () if parts is None else tuple(_shard_status(parts, account, i) for i in range(len(parts.job.shards)))
     missing: tuple[int, ...] = ()
@@ -248,8 +291,8 @@ def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> Parts
             number for number, part in enumerate(dealt, 1) if any(shards[i].state != "done" for i in part.shards)
         )
     return PartsStatus(
-        out=out, is_published=published, shards=shards, read_bytes=account.expert_bytes,
-        planned_bytes=plan.planned_bytes, limit_bytes=plan.limit_bytes, n_parts=n_parts, missing_parts=missing,
+        out=place, is_published=published, shards=shards, read_bytes=account.expert_bytes,
+        planned_bytes=decided.planned_bytes, limit_bytes=decided.limit_bytes, n_parts=n_parts, missing_parts=missing,
     )  # fmt: skip
 
 

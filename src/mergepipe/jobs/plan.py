@@ -6,14 +6,14 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.options import PlanOptions
+from mergepipe.options import CheckOptions, PlanOptions, home_of
 from mergepipe.planning.budget import (
     BudgetRequest,
     OnOmit,
@@ -29,7 +29,6 @@ from mergepipe.planning.plan import (
     ImportanceRecord,
     Plan,
     PlannedTensor,
-    parse_plan,
     read_alike,
 )
 from mergepipe.planning.planner import Ranking, rank_blocks
@@ -38,21 +37,18 @@ from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.recipes.tokenizer_source import OMP
-from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import CheckReport, CopiedTensor, Fallback, ModelUse
 from mergepipe.runs.budget import find_unread, planned_cost
-from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, with_known_digests
+from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, recipe_of, with_known_digests
 from mergepipe.runs.small_files import planned_sidecars
 from mergepipe.runs.stored_plan import vocabulary_of
 from mergepipe.runs.work import CatalogLink, KnownStatistics, output_of, spectral_cost
-from mergepipe.storage.contract import PLAN_BYTES, Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
 if TYPE_CHECKING:
     from mergepipe.recipes.recipe import ModelInput
-    from mergepipe.recipes.yaml_source import RecipeText
-    from mergepipe.storage.location import Location
 
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
@@ -83,6 +79,31 @@ class PlanRequest:
     def seed(self) -> int:
         """The seed of the random operators and of the policy `random`."""
         return self.choices.selection_seed
+
+
+def plan(
+    recipe: str | Path | Mapping[str, object],
+    budget: str | float | None = None,
+    *,
+    everything: bool = False,
+    options: PlanOptions | None = None,
+    **fields: Any,
+) -> Plan:
+    """Decide what a merge reads under a budget, from statistics, and from headers and indices of the inputs.
+
+    Reads no tensor data.
+
+    Args:
+        budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`,
+            0.25); 0 reads nothing of the experts.
+        everything: plan the full merge, without a budget: for `run_part`.
+        options: how the budget is spent.
+    """
+    made = PlanOptions.of(options, fields)
+    request = plan_request(budget, made, everything=everything)
+    store = Stores()
+    inputs = open_inputs(recipe_of(recipe), store, request.allow_dropped, strictness=request.strictness)
+    return make_plan(store, inputs, request, CatalogLink(home_of(made.home), required=True))
 
 
 def plan_request(budget: str | float | None, options: PlanOptions, *, everything: bool = False) -> PlanRequest:
@@ -291,36 +312,22 @@ def _lookup_known(pairs: PairStatistics, inputs: Inputs) -> _KnownFacts:
     return _KnownFacts(tuple(content_ids), tuple(by_model.values()))
 
 
-def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path) -> Plan:
-    """Plan a recipe."""
-    store = Stores()
-    inputs = open_inputs(recipe, store, request.allow_dropped, strictness=request.strictness)
-    return make_plan(store, inputs, request, CatalogLink(home, required=True))
-
-
-def read_plan(store: Store, path: Location) -> Plan:
-    """Read a stored plan."""
-    return parse_plan(store.read_small(path, PLAN_BYTES), path)
-
-
 # --- report what a merge would do, without reading tensor data ---
 
 
-def check_recipe(
-    recipe_place: Location | RecipeText,
-    shard_bytes: int | None,
-    allow_dropped: Sequence[str],
-    strictness: Strictness = USUAL,
+def check(
+    recipe: str | Path | Mapping[str, object], *, options: CheckOptions | None = None, **fields: Any
 ) -> CheckReport:
-    """Open the inputs of a recipe and report what its merge would do; see `api.check`."""
-    store = Stores()
-    inputs = open_inputs(recipe_place, store, allow_dropped, strictness=strictness)
-    recipe, output, merged = inputs.recipe, output_of(inputs, shard_bytes), inputs.plain or inputs
+    """Validate a recipe and its inputs without reading any tensor data."""
+    made = CheckOptions.of(options, fields)
+    store, strictness = Stores(), Strictness(made.strict, made.lenient)
+    inputs = open_inputs(recipe_of(recipe), store, made.allow_dropped, strictness=strictness)
+    opened, output, merged = inputs.recipe, output_of(inputs, made.shard_bytes), inputs.plain or inputs
     resolution, staged_bytes = merged.resolution, merged.resolution.output_bytes if inputs.plain else 0
     return CheckReport(
-        recipe=str(recipe.path),
-        operator=recipe.operator.name,
-        models=tuple(_use_of(merged, index, _shown(model)) for index, model in enumerate(recipe.inputs())),
+        recipe=str(opened.path),
+        operator=opened.operator.name,
+        models=tuple(_use_of(merged, index, _shown(model)) for index, model in enumerate(opened.inputs())),
         merged_tensors=resolution.n_merged,
         copied=tuple(CopiedTensor(task.name, task.reason) for task in resolution.tasks if task.action is Action.COPY),
         dropped=resolution.dropped,

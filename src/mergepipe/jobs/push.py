@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import mergepipe
 from mergepipe.checkpoints.packed import is_packed
@@ -15,7 +16,7 @@ from mergepipe.errors import CorruptError, OutputError, UnsupportedError
 from mergepipe.options import PushOptions
 from mergepipe.recipes.references import resolve_model_name
 from mergepipe.reports import ByteProgress, ProgressCallback, PushReport
-from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.runs.snapshots import find_snapshot, read_manifest_value
 from mergepipe.snapshots.layout import read_small_file, small_digest
 from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,
@@ -41,35 +42,50 @@ class _Push:
     message: str
 
 
-def push_destination(text: str) -> Location:
+def _destination(text: str) -> Location:
     """Read where to push to: `org/name` is a repository of the Hub unless there is such a path."""
     name = resolve_model_name(text, lambda path: Path(path).exists())
     return name.remote if name.remote is not None and name.is_hub_id else Location.parse(text)
 
 
-def push_snapshot(
-    path: Path, destination: Location, options: PushOptions, on_progress: ProgressCallback | None
+def push(
+    snapshot: str | Path,
+    destination: str,
+    *,
+    options: PushOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
 ) -> PushReport:
-    """Push the snapshot, composite or packed expert at `path`; what a killed push has uploaded is not sent again."""
-    started = time.perf_counter()
-    if destination.scheme not in (*OBJECT_SCHEMES, HUB_SCHEME):
+    """Publish a snapshot or a packed expert on the Hub or in a bucket, visible there whole or not at all.
+
+    What is uploaded when a push fails stays for the next try. `on_progress` is called after each file.
+
+    Args:
+        snapshot: its directory, or the sid of a snapshot, or first digits of it.
+        destination: `hf://org/name[@branch][/folder]`, `s3://bucket/prefix`, `gs://` or `az://`; `org/name` is one of
+            the Hub unless there is such a path.
+    """
+    started, made, target = time.perf_counter(), PushOptions.of(options, fields), _destination(destination)
+    if target.scheme not in (*OBJECT_SCHEMES, HUB_SCHEME):
         hint = "push to org/name on the Hub, hf://org/name, s3://, gs:// or az://"
-        raise OutputError.of("output.place", destination, "no snapshot can be pushed there", hint)
-    store = Stores()
+        raise OutputError.of("output.place", target, "no snapshot can be pushed there", hint)
+    store, folder = Stores(), Location.of(snapshot)
+    is_pack = is_packed(store, folder)
+    path = (folder if is_pack else find_snapshot(snapshot, made.home)).local_path
     folder = Location.local(path)
-    if is_packed(store, folder):
-        opened = read_store(store, Location.local(path))
+    if is_pack:
+        opened = read_store(store, folder)
         message = f"Expert packed as what it changes of its base (mergepipe {mergepipe.__version__})"
-        push = _Push(published_store(store, opened), opened.header.content_id, message)
+        pushed = _Push(published_store(store, opened), opened.header.content_id, message)
     else:
-        push = _read_composite(store, path) if is_composite(store, folder) else _read_snapshot(store, path)
-    output = push.output
-    with _open_upload(destination, push, options) as upload:
+        pushed = _read_composite(store, path) if is_composite(store, folder) else _read_snapshot(store, path)
+    output = pushed.output
+    with _open_upload(target, pushed, made) as upload:
         output.send_by(upload, ByteProgress(on_progress, "push", output.total_bytes).add)
     return PushReport(
         snapshot=path,
-        destination=destination,
-        sid=push.sid,
+        destination=target,
+        sid=pushed.sid,
         files=len(output.objects) + 1,
         total_bytes=output.total_bytes,
         kept_bytes=upload.kept_bytes,

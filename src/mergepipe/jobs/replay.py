@@ -6,6 +6,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.open_files import check_unchanged
@@ -15,16 +16,17 @@ from mergepipe.engine.make_part import make_part
 from mergepipe.engine.work import EngineOptions, plan_output, whole
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
 from mergepipe.jobs.merge import IntermediateWriter, MergeRun
+from mergepipe.options import OutputOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.fields import LENIENT
 from mergepipe.recipes.recipe_files import reload_recipes
 from mergepipe.recipes.references import reference_text, referenced_paths
-from mergepipe.reports import MergeReport
+from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.model_card import BaseModelIds
-from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
+from mergepipe.runs.snapshots import find_snapshot, read_manifest_value, with_inputs_found
 from mergepipe.runs.stored_plan import plan_of
-from mergepipe.runs.work import CatalogLink, MergeSettings, merge_work
+from mergepipe.runs.work import CatalogLink, MergeSettings, merge_work, run_settings
 from mergepipe.snapshots.layout import layout_of
 from mergepipe.snapshots.manifest import NOTICES_KEY, InputRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest
@@ -139,8 +141,22 @@ def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
 _MOST_NAMED = 5
 
 
-def replay_snapshot(path: Location, settings: MergeSettings) -> MergeReport:
-    """Recompute the snapshot at `path`; seed and shard sizes come from the manifest, not `settings`."""
+def replay(
+    snapshot: str | Path,
+    out: str | Path,
+    *,
+    options: RunOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
+) -> MergeReport:
+    """Make a snapshot again at `out` from its manifest alone: the same bytes, or an error that says why not.
+
+    Args:
+        snapshot: see `verify`.
+        options: `OutputOptions`: threads, memory and the catalog, and `force`.
+    """
+    made = OutputOptions.of(options, fields)
+    settings, path = run_settings(made, 0, out, on_progress), find_snapshot(snapshot, made.home)
     store = Stores(settings=settings.engine.remote)
     manifest = with_inputs_found(read_manifest_value(store, path), store, settings.home)
     settings = replace(

@@ -16,13 +16,14 @@ from mergepipe.core.outcome import private_outputs
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import LimitError, MergePipeError, OutputError, RecipeError, UnsupportedError
 from mergepipe.jobs.evaluate import Evaluation, parse_evaluation, parse_objective
+from mergepipe.jobs.load import OpenedMerge, loaded_model
 from mergepipe.jobs.merge import run_budgeted, run_merge
-from mergepipe.jobs.merged_tensors import OpenedMerge, load_model
 from mergepipe.jobs.plan import plan_request
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, SearchOptions
 from mergepipe.recipes.yaml_source import KeyPath, RecipeText, Value, YamlSource, key_path_text, parse_yaml, read_yaml
 from mergepipe.recipes.yaml_source import recipe_text as written_recipe
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SearchReport, SearchTrial
+from mergepipe.runs.inputs import recipe_of
 from mergepipe.runs.work import run_settings
 from mergepipe.snapshots.staging import check_target
 from mergepipe.storage import owned
@@ -112,20 +113,36 @@ def with_values(root: Value, values: Mapping[KeyPath, Any]) -> dict[str, object]
     return dict(content)
 
 
-def run_search(
-    recipe: Location | RecipeText,
-    out: Path,
-    evaluate: Evaluate | None,
-    options: SearchOptions,
-    on_progress: ProgressCallback | None,
+def search(
+    recipe: str | Path | Mapping[str, object],
+    out: str | Path,
+    evaluate: Callable[[Any], float] | str | None = None,
     *,
     loads_models: bool = False,
+    options: SearchOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
 ) -> SearchReport:
-    """Try values, and publish the best merge; see `api.search`."""
-    search = _Search(recipe, out, evaluate, options, on_progress, loads_models)
+    """Search the values of a recipe that are written `{search: [low, high]}` or `{search: [a, b, c]}`.
+
+    Each trial is a merge, evaluated by the function, which gets its folder and returns a loss, or by the command (see
+    `SearchOptions`). With `loads_models` the function gets a model of transformers in the place of a folder, as
+    `load_model` makes it, and trials write nothing. A trial whose merge or evaluation fails is marked, and the search
+    goes on. The study lies beside the output, in a file of its name and `.study`; the best merge is published as `out`.
+
+    Raises:
+        RecipeError: nothing is to be searched, or options that do not fit together.
+        OutputError: there is a study of an earlier search, or of another recipe.
+        LimitError: every trial fails.
+        UnsupportedError: optuna is not installed.
+    """
+    if isinstance(evaluate, str):
+        evaluate, fields = None, {**fields, "evaluate": evaluate}
+    made = SearchOptions.of(options, fields)
+    study = _Search(recipe_of(recipe), Path(out), evaluate, made, on_progress, loads_models)
     with tempfile.TemporaryDirectory(prefix="mergepipe-search-") as directory:
-        search.try_values(Path(directory) / "trial")
-    return search.publish()
+        study.try_values(Path(directory) / "trial")
+    return study.publish()
 
 
 class _Search:
@@ -290,7 +307,7 @@ class _Search:
         assert self._evaluate is not None
         options = self._options.common(MergeOptions, budget=rung, seed=_SEED, catalog=False, resume=None)
         with OpenedMerge(self._recipe(values), options) as merge:
-            model, expert_bytes = load_model(merge, None, None), merge.expert_bytes
+            model, expert_bytes = loaded_model(merge), merge.expert_bytes
         return expert_bytes, (float(self._evaluate(model)),)
 
     # --- the best ---

@@ -4,48 +4,61 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.outcome import private_outputs
-from mergepipe.errors import NotFoundError
+from mergepipe.errors import NotFoundError, RecipeError
 from mergepipe.jobs.diff import distance, norm
 from mergepipe.jobs.evaluate import parse_evaluation
 from mergepipe.jobs.merge import run_merge, run_plan
 from mergepipe.jobs.plan import PlanRequest, make_plan, plan_request
-from mergepipe.options import OutputOptions, SweepOptions, home_of
+from mergepipe.options import SWEEP_BUDGETS, OutputOptions, SweepOptions, home_of
 from mergepipe.planning.budget import BudgetRequest, Policy, ShareBudget, parse_budget
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import ByteProgress, Progress, ProgressCallback, SweepPoint, SweepReport
 from mergepipe.runs.budget import blocks_by_level, counts_of, verdict_of
-from mergepipe.runs.inputs import Inputs, open_inputs
+from mergepipe.runs.inputs import Inputs, open_inputs, recipe_of
 from mergepipe.runs.work import CatalogLink, MergeSettings, run_settings
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
+if TYPE_CHECKING:
+    from mergepipe.core.flags import Options
 
-def run_sweep(
-    recipe: Location | RecipeText, budgets: Sequence[str], options: SweepOptions, on_progress: ProgressCallback | None
+
+def sweep(
+    recipe: str | Path | Mapping[str, object],
+    budgets: Sequence[str] = SWEEP_BUDGETS,
+    *,
+    options: Options | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
 ) -> SweepReport:
-    """Merge in full once, then under each budget; see `api.sweep`.
+    """Merge in full and under each budget, and measure bytes, time, and what is lost; nothing is recorded.
 
-    Where distances tell something, and no command measures a loss, each budget is planned by `random`, too.
+    Each budget gives the bytes of the merge under it. What is lost is the distance from the full merge, with `random`
+    as a second policy, but for samples, of which it tells nothing; with `evaluate` it is the loss too.
 
-    Every budget is planned as a merge under it is. At most two outputs lie
-    on the disk at a time, under `options.work` (default: where temporary files go); nothing is left behind or recorded.
+    Args:
+        options: `SweepOptions`: how each budget is spent, what is measured, threads, memory, the home folder.
     """
-    work = None if options.work is None else Path(options.work)
+    made = SweepOptions.of(options, fields)
+    if not budgets:
+        raise RecipeError.of("option.invalid", "--budgets", "none is given", "give some, such as 10%,50%")
+    work = None if made.work is None else Path(made.work)
     if work is not None and not work.is_dir():
         raise NotFoundError.of("storage.not-found", work, "no such directory", "make it, or give another with --work")
     parsed = [(text.strip(), parse_budget(text, "--budgets")) for text in budgets]
     with private_outputs(), tempfile.TemporaryDirectory(prefix="mergepipe-sweep-", dir=work) as directory:
-        return _Sweep(recipe, options, Path(directory), on_progress).run(parsed)
+        return _Sweep(recipe_of(recipe), made, Path(directory), on_progress).run(parsed)
 
 
 class _Sweep:

@@ -317,8 +317,14 @@ def parse_plan(raw: bytes, where: object = "plan") -> Plan:
     return PLAN_FORMAT.parse(raw, where)
 
 
-def write_plan(plan: Plan, path: Path) -> None:
-    """Write a plan to a file, which holds the old one, the new one, or does not exist; replace nothing but a plan."""
+def store_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan to a file, complete or not at all; only another plan is replaced.
+
+    Raises:
+        OutputError: `output.not-ours`, something else stands there.
+        StorageError, NotFoundError: it cannot be written there.
+    """
+    path = Path(path)
     try:
         if path.is_symlink():
             message = "is a link, and nothing is written through links"

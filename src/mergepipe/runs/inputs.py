@@ -254,6 +254,15 @@ class Inputs:
         return base.name if is_plain else None
 
 
+def recipe_of(recipe: str | Path | Mapping[str, object]) -> Location | RecipeText:
+    """Return where a recipe is, or the text of one that is given as a mapping, with paths of the working folder."""
+    if not isinstance(recipe, Mapping):
+        return Location.of(recipe)
+    from mergepipe.recipes.yaml_source import recipe_text
+
+    return recipe_text(recipe, Location.local(Path.cwd()))
+
+
 def open_inputs(
     path: Location | RecipeText,
     store: Store,

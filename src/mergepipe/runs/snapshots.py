@@ -5,15 +5,17 @@ A missing catalog counts as empty and is not made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.catalog import Catalog, rebuild
 from mergepipe.catalog.snapshots import (
     CatalogStats,
     LineageNode,
+    RebuildReport,
     SnapshotRow,
     containing,
     read_manifest,
@@ -21,6 +23,7 @@ from mergepipe.catalog.snapshots import (
     sid_of_unchanged_input,
 )
 from mergepipe.errors import MergePipeError, NotFoundError
+from mergepipe.options import home_of
 from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import SnapshotReport
 from mergepipe.snapshots.manifest import (
@@ -40,12 +43,24 @@ if TYPE_CHECKING:
 
 
 def list_snapshots(
-    home: Path, *, contained: str | None, operator: str | None, since: date | None
+    *,
+    contained: str | Path | None = None,
+    operator: str | None = None,
+    since: date | None = None,
+    home: str | Path | None = None,
 ) -> tuple[SnapshotReport, ...]:
-    """List the snapshots in the catalog, newest first; see `api.list_snapshots`."""
-    rows = Catalog(home).snapshots()
+    """List the snapshots that the catalog knows, newest first.
+
+    Args:
+        contained: only those that this model is in, directly or through snapshots that they were made from: its path,
+            that of a file in it, its name, its address on the Hub (`hf://org/name`, with or without a commit), or seven
+            or more first digits of a commit, a content digest or a sid.
+        operator: only those that this operator made.
+        since: only those that were made on this day (UTC) or later.
+    """
+    rows = Catalog(home_of(home)).snapshots()
     if contained is not None:
-        rows = containing(rows, contained)
+        rows = containing(rows, str(contained))
     return tuple(
         _report(row, is_recorded=True)
         for row in rows
@@ -53,12 +68,16 @@ def list_snapshots(
     )
 
 
-def show_snapshot(reference: str, home: Path) -> SnapshotReport:
-    """Describe one snapshot from the catalog, else from its own manifest."""
+def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotReport:
+    """Look a snapshot up by its directory, its sid, or at least four first digits of it.
+
+    Raises:
+        NotFoundError, RecipeError: no snapshot is known by that name, or several are.
+    """
     try:
-        return _report(Catalog(home).snapshot(reference), is_recorded=True)
+        return _report(Catalog(home_of(home)).snapshot(str(snapshot)), is_recorded=True)
     except NotFoundError:
-        path = Path(reference)
+        path = Path(snapshot)
         if not _has_manifest(path):
             raise
         created, store = modified_at(path / MANIFEST_NAME), Stores()
@@ -67,27 +86,45 @@ def show_snapshot(reference: str, home: Path) -> SnapshotReport:
         return _report(row_of(manifest, digest, path.absolute(), created, sids), is_recorded=False)
 
 
-def trace_lineage(reference: str, home: Path, *, down: bool) -> tuple[LineageNode, ...]:
-    """List everything that went into a catalogued snapshot, or with `down` came of it, as a tree in preorder."""
+def lineage(snapshot: str | Path, *, down: bool = False, home: str | Path | None = None) -> tuple[LineageNode, ...]:
+    """Trace all that went into a snapshot through all generations: a tree in preorder. Raises as `show` does.
+
+    Args:
+        down: trace what was made from the snapshot instead. The bytes of a node are those that it read of its parent.
+    """
     try:
-        return Catalog(home).lineage(reference, down=down)
+        return Catalog(home_of(home)).lineage(str(snapshot), down=down)
     except NotFoundError:
-        if not _has_manifest(Path(reference)):
+        if not _has_manifest(Path(snapshot)):
             raise
-        read_manifest(Stores(), Path(reference))  # which says so where it is no snapshot's
-        hint = f"run `mergepipe catalog rebuild {reference}`"
-        raise NotFoundError.of("snapshot.not-found", reference, "a snapshot that is not in the catalog", hint) from None
+        read_manifest(Stores(), Path(snapshot))  # which says so where it is no snapshot's
+        hint = f"run `mergepipe catalog rebuild {snapshot}`"
+        raise NotFoundError.of("snapshot.not-found", snapshot, "a snapshot that is not in the catalog", hint) from None
 
 
-def catalog_statistics(home: Path) -> CatalogStats:
-    """Counts and bytes of the catalog."""
-    if not home.exists():
+def catalog_stats(*, home: str | Path | None = None) -> CatalogStats:
+    """Count what the catalog holds.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    folder = home_of(home)
+    if not folder.exists():
         hint = "`mergepipe analyze` or a merge makes one; --home names another place"
-        raise NotFoundError.of("catalog.not-found", home, "there is no catalog", hint)
-    return Catalog(home).stats()
+        raise NotFoundError.of("catalog.not-found", folder, "there is no catalog", hint)
+    return Catalog(folder).stats()
 
 
-def find_snapshot_path(reference: str, home: Path) -> Path:
+def rebuild_catalog(roots: Sequence[str | Path] = (), *, home: str | Path | None = None) -> RebuildReport:
+    """Make the catalog again from the manifests under `roots` and at known paths.
+
+    Raises:
+        NotFoundError: a root does not exist.
+    """
+    return rebuild(home_of(home), [Path(root) for root in roots])
+
+
+def find_snapshot_path(reference: str | Path, home: Path) -> Path:
     """Find the directory of a snapshot by its directory, its manifest, its sid or a prefix of the sid."""
     path = Path(reference)
     if path.name == MANIFEST_NAME and path.is_file():
@@ -99,14 +136,14 @@ def find_snapshot_path(reference: str, home: Path) -> Path:
             message = f"holds no {MANIFEST_NAME}: not a snapshot"
             raise NotFoundError.of("snapshot.not-found", path, message, "give a snapshot, its sid, or a plan")
         return path
-    return Catalog(home).snapshot(reference).path
+    return Catalog(home).snapshot(str(reference)).path
 
 
-def find_snapshot(reference: str, home: Path) -> Location:
+def find_snapshot(reference: str | Path, home: str | Path | None) -> Location:
     """Find a snapshot as `find_snapshot_path` does, or in a bucket or repository by its address."""
-    if is_remote(reference):
-        return Location.parse(reference)
-    return Location.local(find_snapshot_path(reference, home))
+    if is_remote(str(reference)):
+        return Location.parse(str(reference))
+    return Location.local(find_snapshot_path(reference, home_of(home)))
 
 
 def read_manifest_value(store: Store, directory: Location) -> Manifest:

@@ -12,7 +12,7 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.records import RecordFormat
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
-from mergepipe.planning.plan import PLAN_FORMAT, Plan, PlannedModel
+from mergepipe.planning.plan import PLAN_FORMAT, Plan, PlannedModel, parse_plan
 from mergepipe.recipes.fields import LENIENT
 from mergepipe.recipes.recipe_files import reload_recipe
 from mergepipe.recipes.references import reference_text
@@ -23,6 +23,7 @@ from mergepipe.storage import owned
 from mergepipe.storage.contract import PLAN_BYTES, Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import os_error
+from mergepipe.storage.stores import Stores
 
 STORED_PLAN_NAME = "plan"
 
@@ -36,6 +37,14 @@ class _StoredPlan:
 
 
 _FORMAT: Final = RecordFormat("mergepipe-staging", 2, _StoredPlan, "run again", variant="plan")
+
+
+def read_plan(plan: Plan | str | Path) -> Plan:
+    """Return a plan as it is, or read a stored one."""
+    if isinstance(plan, Plan):
+        return plan
+    place = Location.of(plan)
+    return parse_plan(Stores().read_small(place, PLAN_BYTES), place)
 
 
 def plan_of(manifest: Manifest, where: str) -> Plan | None:

@@ -9,7 +9,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vocabulary_cases import EMBED, HEAD, write_model
 
-from mergepipe.api import check, merge
+from mergepipe import check, merge
 from mergepipe.checkpoints.embedding_rows import unaligned_notices
 from mergepipe.errors import RecipeError
 from mergepipe.options import MergeOptions

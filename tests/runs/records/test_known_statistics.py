@@ -13,7 +13,6 @@ from random import Random
 import pytest
 
 import mergepipe
-from mergepipe import api
 from mergepipe.catalog.statistics_file import STATISTICS_NAME, parse_statistics, statistics_folder
 from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import ConflictError
@@ -37,7 +36,7 @@ UNSAMPLED_FROM_THE_END = 20_001
 
 def analyse(bench: Bench, *experts: str, base: str = "base", home: Path | None = None) -> AnalyzeReport:
     options = RunOptions(home=home or bench.home, threads=2)
-    return api.analyze(bench.folder / base, [bench.folder / each for each in experts], options=options)
+    return mergepipe.analyze(bench.folder / base, [bench.folder / each for each in experts], options=options)
 
 
 def recorded(bench: Bench, expert: str, base: str = "base", home: Path | None = None) -> bytes | None:
@@ -152,7 +151,7 @@ def test_analyze__takes_digests_from_what_it_reads(bench: Bench) -> None:
 def test_analyze__keeps_the_cuts_that_were_asked_for_before(bench: Bench) -> None:
     experts, options = [bench.folder / "expert1"], RunOptions(home=bench.home)
     for density in (0.33, 0.37):
-        api.analyze(bench.folder / "base", experts, densities=[density], options=options)
+        mergepipe.analyze(bench.folder / "base", experts, densities=[density], options=options)
     file = statistics_on_record(bench.home, bench.folder / "base", bench.folder / "expert1")
     assert file is not None
     assert {0.33, 0.37} <= set(file.densities)
@@ -185,7 +184,7 @@ def test_run__a_plan_holds_for_a_copy_put_in_the_place_of_a_model(bench: Bench) 
     mergepipe.run(decided, bench.folder / "out", options=options)
     manifest = read_manifest_value(LocalStore(), Location.local(bench.folder / "out"))
     assert manifest.inputs[1].files[0].sha256 is not None
-    assert api.verify(bench.folder / "out").is_sound
+    assert mergepipe.verify(bench.folder / "out").is_sound
 
 
 def test_manifest__has_the_digests_of_inputs(bench: Bench) -> None:
@@ -206,7 +205,7 @@ def test_plan__of_a_home_with_copied_files_is_that_of_the_first_machine(first: B
     assert not same_choice(plan(second, second.home), before)  # no digest is known yet
     analyse(second, "expert1", "expert2")
     assert same_choice(plan(second, second.home), before)
-    assert api.gc(home=second.home).garbage == ()
+    assert mergepipe.gc(home=second.home).garbage == ()
 
 
 @pytest.fixture(name="hub")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mergepipe import api
+import mergepipe
 from mergepipe.cli.app import EXPERT_PART, RecipePath, command
 from mergepipe.cli.printing import PrintOptions, print_report
 from mergepipe.cli.progress import OnProgress
@@ -47,16 +47,16 @@ def plan(
     Prints the share of each expert that is read. Uses statistics of experts that were analyzed, and the
     indices of packed experts.
     """
-    decided = api.plan(recipe, budget, everything=everything, options=options)
+    decided = mergepipe.plan(recipe, budget, everything=everything, options=options)
     if out is not None:
-        api.store_plan(decided, out)
+        mergepipe.store_plan(decided, out)
         note_committed(Path(out))
     if printing.as_json:  # the plan itself, as it would be stored
         from mergepipe.planning.plan import PLAN_FORMAT
 
         print(json_line(PLAN_FORMAT.content(decided), indent=1))
     else:
-        print_report(replace(api.explain(decided), path=Path(out or "")), printing)
+        print_report(replace(mergepipe.explain(decided), path=Path(out or "")), printing)
 
 
 @command(
@@ -85,7 +85,7 @@ def explain(
     """
     if html is not None:
         check_page(Path(html))
-    explanation = api.explain(subject, tensor=tensor, masks=masks, home=home)
+    explanation = mergepipe.explain(subject, tensor=tensor, masks=masks, home=home)
     if html is not None:
         from mergepipe.cli.pages import explain_page
 
@@ -115,7 +115,7 @@ def analyze(
     """
     from mergepipe.jobs.parts import experts_of_part
 
-    return api.analyze(base, experts_of_part(experts, part), options=options, on_progress=on_progress)
+    return mergepipe.analyze(base, experts_of_part(experts, part), options=options, on_progress=on_progress)
 
 
 @command(
@@ -140,7 +140,7 @@ def sweep(
     if html is not None:
         check_page(Path(html))
     tried = SWEEP_BUDGETS if budgets is None else budgets.split(",")
-    report = api.sweep(recipe, tried, options=options, on_progress=on_progress)
+    report = mergepipe.sweep(recipe, tried, options=options, on_progress=on_progress)
     if html is not None:
         from mergepipe.cli.pages import sweep_page
 
@@ -166,7 +166,7 @@ def search(
     {search: [a, b, c]}. optuna proposes values. --evaluate tells what a merge is worth. The study lies in
     OUT.study, a journal of optuna; a search that was stopped goes on with --resume.
     """
-    return api.search(recipe, out, options=options, on_progress=on_progress)
+    return mergepipe.search(recipe, out, options=options, on_progress=on_progress)
 
 
 def check_page(path: Path) -> None:

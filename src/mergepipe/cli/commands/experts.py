@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mergepipe import api
+import mergepipe
 from mergepipe.cli.app import EXPERT_PART, OutDirectory, OutOption, Without, command
 from mergepipe.cli.progress import OnProgress
 from mergepipe.core.display import Displayed
@@ -63,7 +63,7 @@ def pack(
     bases, experts = (base, models) if has_bases else (models[:1], models[1:])
     part_experts = experts_of_part(experts, part)
     with tell_what_is_published():
-        return api.pack(bases, part_experts, out, options=options, on_progress=on_progress)
+        return mergepipe.pack(bases, part_experts, out, options=options, on_progress=on_progress)
 
 
 @command("mergepipe unpack packed/expert-1 --out expert-1/")
@@ -75,7 +75,7 @@ def unpack(
     on_progress: OnProgress,
 ) -> Displayed:
     """Restore the files that STORE was made from, byte for byte."""
-    return api.unpack(store, out, options=options, on_progress=on_progress)
+    return mergepipe.unpack(store, out, options=options, on_progress=on_progress)
 
 
 @command(
@@ -97,7 +97,7 @@ def apply_lora(
     OUT appears when it is complete, or not at all. An interrupted run is resumed. A module of an ADAPTER that BASE
     lacks is an error.
     """
-    return api.apply_lora(base, adapters, out, options=options, on_progress=on_progress)
+    return mergepipe.apply_lora(base, adapters, out, options=options, on_progress=on_progress)
 
 
 @command(
@@ -120,7 +120,7 @@ def merge_lora(
 
     Reads no base. Prints the share of the merged deltas that the adapter keeps.
     """
-    return api.merge_lora(adapters, out, options=options)
+    return mergepipe.merge_lora(adapters, out, options=options)
 
 
 @command(
@@ -140,4 +140,4 @@ def extract_lora(
 
     Prints the share of the difference that the adapter lacks, and the tensors that no LoRA can hold.
     """
-    return api.extract_lora(base, model, out, options=options, on_progress=on_progress)
+    return mergepipe.extract_lora(base, model, out, options=options, on_progress=on_progress)

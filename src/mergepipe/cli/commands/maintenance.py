@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mergepipe import api
+import mergepipe
 from mergepipe.cli.app import command
 from mergepipe.core.display import Displayed
 from mergepipe.core.flags import Flag
@@ -26,7 +26,7 @@ def gc(
 
     Nothing that a living process works on, and no snapshot, is ever removed.
     """
-    return api.gc(roots or (), dry_run=dry_run, home=home)
+    return mergepipe.gc(roots or (), dry_run=dry_run, home=home)
 
 
 @command("mergepipe catalog rebuild /models", name="catalog rebuild")
@@ -42,10 +42,10 @@ def rebuild(
 
     Damaged records are removed, and listed. Digests and statistics stay.
     """
-    return api.rebuild_catalog(roots or (), home=home)
+    return mergepipe.rebuild_catalog(roots or (), home=home)
 
 
 @command("mergepipe catalog stats", name="catalog stats")
 def stats(*, home: Annotated[str | None, HOME] = None) -> Displayed:
     """Print the contents and the size of the catalog."""
-    return api.catalog_stats(home=home)
+    return mergepipe.catalog_stats(home=home)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mergepipe import api
+import mergepipe
 from mergepipe.cli.app import OUT_HELP, OutPath, RecipePath, command
 from mergepipe.cli.progress import OnProgress
 from mergepipe.core.display import Displayed
@@ -75,8 +75,8 @@ def merge(
     elif options.budget is None and options.target_loss is None:
         _refuse_options(context, FOR_BUDGETS, "add --budget")
     if plan is None:
-        return api.merge(recipe, target, options=options, on_progress=on_progress)
-    return api.run(plan, target, options=options, on_progress=on_progress)
+        return mergepipe.merge(recipe, target, options=options, on_progress=on_progress)
+    return mergepipe.run(plan, target, options=options, on_progress=on_progress)
 
 
 @command("mergepipe moe mixture.yml moe/")
@@ -100,7 +100,7 @@ def moe(
     if load_recipes(Location.parse(recipe), Stores())[-1].mixture is None:
         message = "makes no mixture: it has merge_method, or neither experts nor gate_mode"
         raise RecipeError.of("recipe.unsupported", recipe, message, f"mergepipe merge {recipe} {out}")
-    return api.merge(recipe, out, options=MergeOptions(force=force, **asdict(options)), on_progress=on_progress)
+    return mergepipe.merge(recipe, out, options=MergeOptions(force=force, **asdict(options)), on_progress=on_progress)
 
 
 def _checked_output(recipe: str, out: str | None, plan: str | None) -> str:
@@ -136,7 +136,7 @@ def check(recipe: RecipePath, *, options: CheckOptions) -> Displayed:
 
     Reads no tensor data. Lists all problems at once.
     """
-    return api.check(recipe, options=options)
+    return mergepipe.check(recipe, options=options)
 
 
 @command("mergepipe run plan.json merged/", "mergepipe run plan.json merged/ --part 2/7")
@@ -166,11 +166,11 @@ def run(
         message = "finishes what others made, and a part is made: whoever makes the last one finishes"
         raise RecipeError.of("option.conflict", "--finish", message, "leave out --finish, or --part")
     if part is None and not finish:
-        return api.run(plan, out, options=options, on_progress=on_progress)
+        return mergepipe.run(plan, out, options=options, on_progress=on_progress)
     from mergepipe.jobs.parts import parse_part
 
     numbers = None if part is None else parse_part(part)
-    return api.run_part(plan, out, numbers, options=options, on_progress=on_progress)
+    return mergepipe.run_part(plan, out, numbers, options=options, on_progress=on_progress)
 
 
 @command("mergepipe status plan.json merged/ --parts 7")
@@ -185,4 +185,4 @@ def status(
     Reads the records of the parts next to OUT, and no input.
     """
     refuse_swapped(plan, out, PLAN_ENDINGS)
-    return api.parts_status(plan, out, n_parts=parts)
+    return mergepipe.parts_status(plan, out, n_parts=parts)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mergepipe import api
+import mergepipe
 from mergepipe.cli.app import OutPath, SnapshotName, Without, command
 from mergepipe.cli.printing import PrintOptions, ReportOptions, print_report, report_json
 from mergepipe.cli.progress import OnProgress
@@ -82,14 +82,14 @@ def list_snapshots(
     printing: PrintOptions,
 ) -> None:
     """List the snapshots that the catalog knows, newest first."""
-    snapshots = api.list_snapshots(contained=contained, operator=operator, since=since, home=home)
+    snapshots = mergepipe.list_snapshots(contained=contained, operator=operator, since=since, home=home)
     print_report(SnapshotList(snapshots), printing)
 
 
 @command("mergepipe show merged/", "mergepipe show 7b3a2e50")
 def show(snapshot: SnapshotName, *, home: Annotated[str | None, HOME] = None) -> Displayed:
     """Show one snapshot: how it was made, from what, what was read."""
-    return api.show(snapshot, home=home)
+    return mergepipe.show(snapshot, home=home)
 
 
 @command(
@@ -106,7 +106,7 @@ def lineage(
     printing: PrintOptions,
 ) -> None:
     """Show all that went into a snapshot, or all that was made from it, through all generations."""
-    nodes = api.lineage(snapshot, down=down, home=home)
+    nodes = mergepipe.lineage(snapshot, down=down, home=home)
     if printing.as_json:
         print(report_json({"nodes": nodes}))
     else:
@@ -182,7 +182,7 @@ def diff(
 
     Recipes, settings, inputs, coverage, and the tensors that differ, with norms.
     """
-    return api.diff(a, b, reads_tensors=not fast, home=home, on_progress=on_progress)
+    return mergepipe.diff(a, b, reads_tensors=not fast, home=home, on_progress=on_progress)
 
 
 @command(
@@ -199,7 +199,7 @@ def verify(
 
     Names the damaged tensors and bytes. Exit code 0: sound; 4: damaged.
     """
-    report = api.verify(snapshot, options=options, on_progress=on_progress)
+    report = mergepipe.verify(snapshot, options=options, on_progress=on_progress)
     if printing.as_json:
         print(report_json({"is_sound": report.is_sound, "report": report}))
     else:
@@ -216,7 +216,7 @@ def repair(
 
     Makes damaged blocks and files again, compares them with the manifest, and writes nothing else.
     """
-    report = api.repair(snapshot, options=options, on_progress=on_progress)
+    report = mergepipe.repair(snapshot, options=options, on_progress=on_progress)
     note_committed(report.path)
     return report
 
@@ -234,7 +234,7 @@ def replay(
 
     Publishes the same bytes, or fails and names the input that is missing or has changed.
     """
-    return api.replay(snapshot, out, force=force, options=options, on_progress=on_progress)
+    return mergepipe.replay(snapshot, out, force=force, options=options, on_progress=on_progress)
 
 
 @command("mergepipe push merged/ org/name --create", "mergepipe push merged/ s3://bucket/merged")
@@ -256,4 +256,4 @@ def push(
     It is visible there whole or not at all: one commit, or a manifest that is written last. Paths of this machine are
     left out. After an interruption the same command uploads only what is missing.
     """
-    return api.push(snapshot, destination, options=options, on_progress=on_progress)
+    return mergepipe.push(snapshot, destination, options=options, on_progress=on_progress)
