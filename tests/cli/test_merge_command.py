@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 
 import mergepipe
-from mergepipe import errors
 from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
 from support.command_line import Runner, Workplace
@@ -45,7 +44,7 @@ def given_to_api(monkeypatch: pytest.MonkeyPatch, run: Runner, *arguments: objec
     def merge(recipe: str, out: str, **keywords: object) -> MergeReport:
         keywords.pop("on_progress")
         noted.append(Given(recipe, out, keywords))
-        raise errors.ConflictError.of("test.noted", "", "noted")
+        raise mergepipe.errors.ConflictError.of("test.noted", "", "noted")
 
     monkeypatch.setattr(mergepipe, "merge", merge)
     assert run("merge", *arguments).exit_code == 9

@@ -12,8 +12,13 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import RecipeError, UnsupportedError
-from mergepipe.jobs.evaluate import parse_evaluation, parse_objective
-from mergepipe.jobs.evaluations import retrieval_on_pairs, tasks_of_lm_eval, write_text_importance
+from mergepipe.jobs.evaluate import (
+    parse_evaluation,
+    parse_objective,
+    retrieval_on_pairs,
+    tasks_of_lm_eval,
+    write_text_importance,
+)
 from mergepipe.options import PlanOptions
 from mergepipe.storage.location import Location
 from support.families import TINY, write_family

@@ -124,15 +124,13 @@ def test_explain__tells_what_analyze_told_once_experts_are_analyzed(
     recipe.write_text(json.dumps({"merge_method": "linear", "base_model": base, "models": models}), encoding="utf-8")
     mergepipe.merge(recipe, tmp_path / "before", home=tmp_path / "home")
     assert mergepipe.explain(tmp_path / "before", home=tmp_path / "home").overlaps == ()
-    told = mergepipe.analyze(
-        family.places[0], family.places[1:], home=tmp_path / "home", block_elements=GRAIN, threads=2
-    )
+    told = mergepipe.analyze(base, experts, home=tmp_path / "home", block_elements=GRAIN, threads=2)
     mergepipe.merge(recipe, tmp_path / "after", budget=budget, home=tmp_path / "home")
     explanation = mergepipe.explain(tmp_path / "after", home=tmp_path / "home")
     assert [replace(x, first="", second="") for x in explanation.overlaps] == [
         replace(x, first="", second="") for x in told.overlaps
     ]
-    again = mergepipe.analyze(family.places[0], family.places[1:], home=tmp_path / "home", block_elements=GRAIN)
+    again = mergepipe.analyze(base, experts, home=tmp_path / "home", block_elements=GRAIN)
     assert again.overlaps == told.overlaps
     assert report_text(told).count("same sign") == report_text(explanation).count("same sign") == 6
 

@@ -24,7 +24,7 @@ from mergepipe.core.blocks import DTypeKind
 from mergepipe.engine import analysis
 from mergepipe.engine.segments import Piece
 from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, Tap
-from mergepipe.jobs.evaluations import write_text_importance
+from mergepipe.jobs.evaluate import write_text_importance
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics
 from mergepipe.options import AnalyzeOptions, block_elements_of, engine_options, home_of
 from mergepipe.planning.overlap import overlaps_of

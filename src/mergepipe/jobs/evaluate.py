@@ -1,4 +1,7 @@
-"""Evaluate merges by a command of the user: one number for a snapshot, and budgets that rise until it is low enough."""
+"""Evaluate merges: by a command of the user, or by libraries on this machine; raise budgets until a loss is met.
+
+Run as a module it prints what `--evaluate NAME:SUBJECT` asks for, as a JSON object that ends with what is minimised.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,21 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from math import fsum
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from mergepipe.core.display import json_line
+from mergepipe.core.strict_json import canonical_json
 from mergepipe.core.units import format_bytes
-from mergepipe.errors import LimitError, RecipeError
+from mergepipe.errors import LimitError, MergePipeError, RecipeError, UnsupportedError
+from mergepipe.jobs.load import load_file
 from mergepipe.jobs.merge import run_budgeted
 from mergepipe.jobs.plan import PlanRequest
 from mergepipe.planning.budget import parse_budget
@@ -27,17 +39,20 @@ from mergepipe.runs.progress import Resume
 from mergepipe.runs.work import MergeSettings
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage.contract import is_file
+from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
+from mergepipe.storage.output import replace_durably
 from mergepipe.storage.stores import Stores
 
+WINDOW_TOKENS = 512
+MOST_WINDOWS = 16
+TEXT_BYTES = 64 << 20
 TARGET_BUDGETS = ("5%", "10%", "25%", "50%", "100%")
 """The budgets of a merge with a target loss, in turn."""
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])", re.IGNORECASE
 )
 _FOLDER = "{}"
-_SUBJECTS = {"loss": "text", "retrieval": "file of pairs", "lm-eval": ""}
-"""The measures of `jobs.evaluations`, and the kind of file that each reads, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +122,16 @@ class Evaluation:
 def parse_evaluation(command: str) -> Evaluation:
     """Split a command as a shell would, without its variables and patterns; without `{}` the folder comes last.
 
-    `loss:FILE`, `retrieval:FILE` and `lm-eval:TASKS` are measures of `jobs.evaluations`.
+    `loss:FILE`, `retrieval:FILE` and `lm-eval:TASKS` are `MEASURES` of this module, run in a process of their own.
     """
     measure, _, subject = command.partition(":")
-    if measure in _SUBJECTS and subject:
-        if kind := _SUBJECTS[measure]:
+    if measure in MEASURES and subject:
+        if kind := MEASURES[measure][1]:
             path = Path(subject).absolute()
             if not is_file(Stores(), Location.local(path)):
                 raise RecipeError.of("evaluate.failed", "--evaluate", f"there is no {kind} {path}", "name a file")
             subject = str(path)
-        return Evaluation((sys.executable, "-m", "mergepipe.jobs.evaluations", measure, _FOLDER, subject))
+        return Evaluation((sys.executable, "-m", "mergepipe.jobs.evaluate", measure, _FOLDER, subject))
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -189,3 +204,139 @@ def merge_to_target(
     losses = "; ".join(f"{one.budget}: {one.loss:.6g} ({format_bytes(one.expert_bytes)} read)" for one in tried)
     message = f"no budget brings the loss down to {target_loss:g}, and nothing was published: {losses}"
     raise LimitError.of("evaluate.target", "--target-loss", message, "raise it, or change the recipe")
+
+
+# --- measures by libraries on this machine, and which tensors matter to a text ---
+
+
+def write_text_importance(base: Path, experts: Sequence[str | Path], text: Location, out: Path, threads: int) -> None:
+    """Write the importance of each tensor to a text, for `--importance`: a JSON object of names and numbers.
+
+    The gradient is that of the base's loss on at most `MOST_WINDOWS` windows of `WINDOW_TOKENS` tokens; the sums over
+    each tensor's elements of its absolute product with the delta are added up over the experts. Tensors without a
+    parameter in the model count as 0. Code of the checkpoint is not run.
+
+    Memory: the base in float32 with its gradient, 8 bytes a parameter, and one tensor of an expert.
+    """
+    gradients = _gradients(base, Stores().read_small(text, TEXT_BYTES).decode("utf-8", "replace"))
+    weights = load_file(base, threads=threads)
+    totals = dict.fromkeys(weights, 0.0)
+    for expert in experts:
+        tensors = load_file(expert, threads=threads)
+        for name in weights:
+            gradient = gradients.get(name)
+            if gradient is not None and name in tensors and tensors.shape(name) == gradient.shape:
+                delta = tensors[name].astype(np.float32) - weights[name].astype(np.float32)
+                totals[name] += float(np.abs(gradient * delta).sum(dtype=np.float64))
+    replace_durably(out, canonical_json(totals) + b"\n", Ledger())
+
+
+def text_loss(folder: Path, text: str) -> float:
+    """Return the mean loss of a causal model, in nats for each token that it predicts, in float32.
+
+    The text is cut into windows of `WINDOW_TOKENS` tokens, each of which is predicted from its own beginning on.
+    """
+    torch, model, windows = _model_and_windows(folder, text)
+    with torch.no_grad():
+        losses = [float(model(input_ids=window, labels=window).loss) * (window.shape[1] - 1) for window in windows]
+    return fsum(losses) / sum(int(window.shape[1]) - 1 for window in windows)
+
+
+def _gradients(base: Path, text: str) -> Mapping[str, Any]:
+    """Return the gradient of the mean loss by parameter, in float32."""
+    _, model, windows = _model_and_windows(base, text, MOST_WINDOWS)
+    for window in windows:
+        (model(input_ids=window, labels=window).loss / len(windows)).backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _model_and_windows(base: Path, text: str, most_windows: int | None = None) -> tuple[Any, Any, list[Any]]:
+    """Load a model in float32, and cut a text into windows of its tokens."""
+    torch, transformers = (_library(name, "a loss on a text", "mergepipe[torch]") for name in ("torch", "transformers"))
+    local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(base, **local)
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **local)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _refusal(base, f"transformers cannot load it: {error}") from error
+    tokens = tokenizer(text, return_tensors="pt").input_ids
+    windows = [window for window in tokens.split(WINDOW_TOKENS, dim=1) if window.shape[1] > 1][:most_windows]
+    if not windows:
+        raise _refusal(base, "the text has fewer than two tokens for a loss")
+    return torch, model, windows
+
+
+def _library(name: str, user: str, package: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        message = f"needs {error.name}, which is not installed"
+        raise UnsupportedError.of("extra.missing", user, message, f"install {package}") from error
+
+
+def _refusal(base: Path, message: str) -> MergePipeError:
+    return UnsupportedError.of("importance.text", base, message, "name a folder of a causal language model")
+
+
+def loss_on_text(folder: Path, text: str) -> dict[str, float]:
+    """Measure `text_loss` on a file."""
+    return {"loss": text_loss(folder, Path(text).read_bytes().decode("utf-8", "replace"))}
+
+
+def retrieval_on_pairs(folder: Path, pairs: str) -> dict[str, float]:
+    """Measure how well an embedding model finds the text that belongs to each query, among all texts of a file.
+
+    Each line of the file is a query, a tab and its text. Similarity is the cosine. `error` is 1 - `mrr`, the mean of
+    1 / rank of the text that belongs to a query.
+    """
+    lines = [line.split("\t") for line in Path(pairs).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines or any(len(line) != 2 for line in lines):
+        raise UnsupportedError.of("evaluate.failed", pairs, "needs lines of a query, a tab and a text")
+    encode = (
+        _library("sentence_transformers", "retrieval", "sentence-transformers").SentenceTransformer(str(folder)).encode
+    )
+    queries_QD, texts_QD = (np.asarray(encode([line[i] for line in lines], normalize_embeddings=True)) for i in (0, 1))
+    similarity_QQ = queries_QD @ texts_QD.T
+    ranks_Q = (similarity_QQ >= np.diag(similarity_QQ)[:, None]).sum(axis=1)  # equal ones count against it
+    mrr = float((1 / ranks_Q).mean())
+    return {"recall@1": float((ranks_Q == 1).mean()), "mrr": mrr, "error": 1 - mrr}
+
+
+def tasks_of_lm_eval(folder: Path, tasks: str) -> dict[str, float]:
+    """Run tasks of lm-evaluation-harness by its command line: the accuracy of each, and `error`, 1 - their mean.
+
+    Accuracy is `acc_norm`, else `acc`, else `exact_match`, as the harness reports it.
+    """
+    program = shutil.which("lm_eval")
+    if program is None:
+        message = "lm-evaluation-harness has no command lm_eval here"
+        raise UnsupportedError.of("extra.missing", "lm-eval", message, "install lm_eval[hf]")
+    with tempfile.TemporaryDirectory(prefix="mergepipe-lm-eval-") as out:
+        command = [program, "--model", "hf", "--model_args", f"pretrained={folder}", "--tasks", tasks]
+        subprocess.run([*command, "--output_path", out], check=False, stdout=sys.stderr)
+        files = sorted(Path(out).rglob("*.json"))
+        results = json.loads(files[-1].read_text(encoding="utf-8"))["results"] if files else {}
+    accuracies = {}
+    for task, metrics in results.items():
+        values = {name.partition(",")[0]: value for name, value in metrics.items()}
+        known = [values[name] for name in ("acc_norm", "acc", "exact_match") if name in values]
+        if known:
+            accuracies[task] = float(known[0])
+    missing = [task for task in tasks.split(",") if task not in accuracies]
+    if missing:
+        raise UnsupportedError.of("evaluate.failed", "lm-eval", f"the task {missing[0]} gave no accuracy")
+    return {**accuracies, "error": 1 - fsum(accuracies[task] for task in tasks.split(",")) / len(tasks.split(","))}
+
+
+MEASURES: Mapping[str, tuple[Callable[[Path, str], dict[str, float]], str]] = {
+    "loss": (loss_on_text, "text"), "retrieval": (retrieval_on_pairs, "file of pairs"),
+    "lm-eval": (tasks_of_lm_eval, ""),
+}  # fmt: skip
+"""What can be measured by name, and the kind of file that each reads, if any."""
+
+
+if __name__ == "__main__":
+    try:
+        print(json_line(MEASURES[sys.argv[1]][0](Path(sys.argv[2]), sys.argv[3])))
+    except MergePipeError as error:
+        sys.exit(f"error: {error}")
