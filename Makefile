@@ -69,7 +69,7 @@ help:
 	@echo "make reference   write the pages of docs/reference that come from the code"
 	@echo "make bench       measure every method against the I/O floor"
 	@echo "make bench-codecs  sizes and speeds of packing beside zstd, lmz, ZipNN and XOR, in an environment of its own"
-	@echo "make reproduce  the papers' experiments into docs/benchmarks: PARTS=\"scaling sweep\" SIZE=0.6b, ARGUMENTS for more; all parts without PARTS"
+	@echo "make reproduce  the papers' experiments into docs/benchmarks: PARTS=\"scaling sweep\" SIZE=0.6b, ARGUMENTS for more; all parts without PARTS, DEVICE=cuda where there is a GPU"
 	@echo "make pages      write docs/benchmarks again from the stored results"
 	@echo "make clean       remove environments, demo and caches"
 

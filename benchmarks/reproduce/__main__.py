@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,7 +64,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    parts = {name: PARTS[name] for name in options.parts or PARTS}
+    has_gpu = os.environ.get("DEVICE") == "cuda"
+    names = options.parts or [name for name, part in PARTS.items() if has_gpu or not part.needs_gpu]
+    parts = {name: PARTS[name] for name in names}
     size = SIZES[options.size].up_to(options.max_experts)
     try:
         match options.action:

@@ -15,6 +15,7 @@ from benchmarks.reproduce import (
     resuming,
     scaling,
     sweep,
+    tasks,
     trained,
 )
 from benchmarks.reproduce.parts import Part
@@ -31,8 +32,8 @@ PARTS: Mapping[str, Part] = {
         payoff.PART,
         published.PART,
         trained.TRAINED,
-        trained.SAMPLING,
         trained.RULES_PART,
+        tasks.PART,
         compose.PART,
         resuming.PART,
     )

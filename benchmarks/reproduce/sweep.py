@@ -112,7 +112,7 @@ def _page(results: Results) -> Page:
         f" the bytes, TIES of {last} experts is off by these shares of what the full merge changes: "
         + ", ".join(f"{label} {half[order]:.3f}" for order, label in ORDERS.items())
         + f"; at 100 % by {everything:.3f}. A larger budget {'never' if never_grows else 'sometimes'} gave a worse"
-        " result by `norm`. A distance is no loss: [samples](sampling.md) have what models keep."
+        " result by `norm`. A distance is no loss: [fine-tunes](trained.md) have what models keep."
     )
     body: list[str | Table | Figure] = [FITTED_TEXT]
     body.append(f"Bytes, blocks (of 256 Ki elements), times and relative l2 are those of `norm`. {ERROR_TEXT}")

