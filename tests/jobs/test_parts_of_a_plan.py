@@ -307,18 +307,18 @@ def test_run_part__tells_of_an_output_that_was_finished_before_its_report(
 ) -> None:
     """Others may publish after this run looked whether the output is there, and remove the records that it counts."""
     plan = cases(PACKED).plan
-    looks_at = parts._PartRun.is_published
+    looks_at = vars(parts)["is_snapshot_of"]
     answers: list[bool] = []
 
-    def look(run: parts._PartRun) -> bool:
-        answers.append(looks_at(run))
+    def look(out: Path | Location, digest: str) -> bool:
+        answers.append(looks_at(out, digest))
         if len(answers) == 3:  # after this run's part was made
             with monkeypatch.context() as undisturbed:
-                undisturbed.setattr(parts._PartRun, "is_published", looks_at)
+                undisturbed.setattr(parts, "is_snapshot_of", looks_at)
                 bucket.part(plan, (2, 2))
         return answers[-1]
 
-    monkeypatch.setattr(parts._PartRun, "is_published", look)
+    monkeypatch.setattr(parts, "is_snapshot_of", look)
     report = bucket.part(plan, (1, 2))
     assert answers[:3] == [False] * 3
     assert (report.is_published, report.merge, report.done_shards) == (True, None, report.n_shards)

@@ -29,7 +29,7 @@ from mergepipe.errors import (
     StorageError,
     UnsupportedError,
 )
-from mergepipe.jobs.parts import PartChoice, check_output, make_part_of
+from mergepipe.jobs.parts import check_output, make_part_of
 from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.options import OutputOptions
 from mergepipe.planning.plan import Plan
@@ -82,7 +82,7 @@ def make_part_of_plan(payload: bytes) -> bytes:
         raise NotFoundError.of("ray.not-shared", task.out, message, hint)
     out = task.out if isinstance(task.out, Path) else str(task.out)
     settings = run_settings(task.options, plan.seed, out)
-    return pickle.dumps(make_part_of(plan, PartChoice(task.number, task.n_parts, publishes=False), settings))
+    return pickle.dumps(make_part_of(plan, (task.number, task.n_parts), settings, publishes=False))
 
 
 def run_merge_on_ray(
@@ -150,7 +150,7 @@ def _publish(
             read_bytes = planned.inputs.resolution.base_bytes + plan.planned_bytes
             _make_all(ray, shape, parts, task, read_bytes, settings.on_progress)
     with _kept(parts):
-        report = make_part_of(plan, PartChoice(None, 1, finishes=True), settings).merge
+        report = make_part_of(plan, None, settings).merge
     if report is None:
         raise OutputError.of("output.exists", place, "was published by another process meanwhile", "look at that")
     return report

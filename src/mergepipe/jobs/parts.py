@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mergepipe.core.outcome import published_but
 from mergepipe.core.units import positive
-from mergepipe.engine.work import Observer, Part, split, split_sizes
+from mergepipe.engine.work import Observer, split, split_sizes
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.jobs.merge import MergeRun
 from mergepipe.options import ExecutorName, OutputOptions, RunOptions
@@ -27,7 +27,6 @@ from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.parts import Account, Claimant, PartsPlace
 from mergepipe.snapshots.parts_places import job_at, parts_place
 from mergepipe.snapshots.staging import check_free_space, check_target
-from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.owner import is_alive
@@ -35,22 +34,6 @@ from mergepipe.storage.stores import Stores
 
 _PUBLISHED_ELSEWHERE = ("output.exists", "output.changed")
 _FINISHED_ELSEWHERE = ("parts.gone", "output.busy", "parts.missing")
-
-
-@dataclass(frozen=True, slots=True)
-class PartChoice:
-    """Part `number` of `n_parts`, from 1; or none, to finish only. With `finishes` the output must be finished.
-
-    Unless it `publishes`, that is left to others even where the part is the last one.
-    """
-
-    number: int | None
-    n_parts: int
-    finishes: bool = False
-    publishes: bool = True
-
-    def __str__(self) -> str:
-        return "" if self.number is None else f"{self.number}/{self.n_parts}"
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -114,145 +97,122 @@ def run_part(
     if made.resume is not None:
         message = "a part that is run again takes what is done, and reads again what was lost"
         raise RecipeError.of("option.conflict", "--resume" if made.resume else "--no-resume", message, "leave it out")
-    number, n_parts = (None, 1) if part is None else check_part(*part)
-    decided = read_plan(plan)
-    settings = run_settings(made, decided.seed, out, on_progress)
-    return make_part_of(decided, PartChoice(number, n_parts, finishes=part is None), settings)
+    numbers, decided = None if part is None else check_part(*part), read_plan(plan)
+    return make_part_of(decided, numbers, run_settings(made, decided.seed, out, on_progress))
 
 
-def make_part_of(plan: Plan, choice: PartChoice, settings: MergeSettings) -> PartReport:
-    """Make the shards of one part that are not done; whoever completes the last one finishes the output."""
-    run = _PartRun(plan, choice, settings)
-    return run.report((), (), is_published=True) if run.is_published() else run.make_and_finish()
+def make_part_of(
+    plan: Plan, numbers: tuple[int, int] | None, settings: MergeSettings, *, publishes: bool = True
+) -> PartReport:
+    """Make the shards of one part that are not done; whoever completes the last one finishes the output.
 
+    Without a part this only finishes, and it is an error if that cannot be. Unless it `publishes`, that is left to
+    others even where the part is the last one.
+    """
+    out, part, store = settings.place, "" if numbers is None else f"{numbers[0]}/{numbers[1]}", Stores()
+    parts: PartsPlace | None = None
+    worker: PartsWorker | None = None
+    merge: MergeReport | None = None
+    made, done, total_bytes = list[int](), tuple[int, ...](), 1
 
-class _PartRun:
-    """One run of one part."""
+    def is_there() -> bool:
+        return is_snapshot_of(out, plan.digest)
 
-    def __init__(self, plan: Plan, choice: PartChoice, settings: MergeSettings) -> None:
-        self._plan = plan
-        self._out = settings.place
-        self._choice = choice
-        self._settings = settings
-        self._store: Store = Stores()
-        self._total_bytes = 1
-        self._parts: PartsPlace | None = None
-        self._worker: PartsWorker | None = None
-        self._merge: MergeReport | None = None
+    def tick() -> None:
+        if settings.on_progress is not None:
+            settings.on_progress(Progress("merge", store.ledger.total_bytes(), total_bytes))
 
-    def is_published(self) -> bool:
-        """Whether the output of this plan is there."""
-        return is_snapshot_of(self._out, self._plan.digest)
-
-    def make_and_finish(self) -> PartReport:
-        """Make the part, then finish the output if nothing is missing."""
-        planned = open_output(self._plan, self._settings.shard_bytes, self._store)
-        self._settings.base_model_ids.check_names(planned.inputs.leaf_models)
-        check_output(self._out, planned.inputs, force=self._settings.force)
-        self._parts = parts = parts_place(self._out, planned.job(self._out), self._settings.out)
-        made, done_shards = tuple[int, ...](), tuple[int, ...]()
-        try:
-            part = self._part(planned)
-            if self._choice.number is None and not parts.exists:
-                raise _nothing_made(parts)
-            parts.open()
-            if self.is_published():  # between looking and making the place
-                parts.remove()
-                return self.report((), (), is_published=True)
-            done_shards = tuple(shard for shard in part.shards if parts.done(shard) is not None)
-            made = self._make(planned, parts, Part(tuple(shard for shard in part.shards if shard not in done_shards)))
-            if self._choice.publishes:
-                self._finish_if_complete(planned, parts)
-            is_published = self._merge is not None or self.is_published()
-            report = self.report(made, done_shards, is_published=is_published)
-        except (ConflictError, OutputError) as error:  # others may finish it at any moment, also before the report
-            if error.code not in ("parts.gone", *_PUBLISHED_ELSEWHERE) or not self.is_published():
-                raise
-            report = self.report(made, done_shards, is_published=True)
-        if report.is_published and report.merge is None:
-            parts.remove()  # what this run wrote after who finished it had removed it
-        return report
-
-    def _part(self, planned: PlannedOutput) -> Part:
-        if self._choice.number is None:
-            return Part(())
-        return split(planned.output, self._choice.n_parts)[self._choice.number - 1]
-
-    def _make(self, planned: PlannedOutput, parts: PartsPlace, part: Part) -> tuple[int, ...]:
-        """Make shards; those that another process is making are left to the end, as an error."""
-        sizes = [parts.job.shards[shard][1] for shard in part.shards]
-        own_bytes = sum(sizes)
-        check_free_space(self._settings.out, own_bytes if isinstance(self._out, Path) else max(sizes, default=0))
-        all_bytes = sum(nbytes for _, nbytes in parts.job.shards)
-        resolution = planned.inputs.resolution
-        whole_bytes = resolution.base_bytes + self._plan.planned_bytes
-        self._total_bytes = own_bytes + (whole_bytes * own_bytes // all_bytes if all_bytes else 0)
-        observer = Observer(lambda _: self._tick())
-        self._worker = self._worker_of(planned, parts, self._store, observer)
-        self._tick()
-        made: list[int] = []
-        refused: list[ConflictError] = []
-        for shard in part.shards:
-            try:
-                self._worker.make(shard)
-                made.append(shard)
-            except ConflictError as error:
-                if error.code != "parts.busy":
-                    raise
-                refused.append(error)
-        if refused:
-            raise ConflictError(*(problem for error in refused for problem in error.problems))
-        return tuple(made)
-
-    def _worker_of(self, planned: PlannedOutput, parts: PartsPlace, store: Store, observer: Observer) -> PartsWorker:
-        plan = self._plan
-        is_strict = self._settings.strictness.strict
-        claimant = Claimant(parts, str(self._choice), plan.limit_bytes, plan.planned_bytes, is_strict)
-        return PartsWorker(planned, claimant, store, self._settings.engine, observer)
-
-    def _finish_if_complete(self, planned: PlannedOutput, parts: PartsPlace) -> None:
-        """Publish the output if all shards are done; without `--finish` nothing else is an error."""
-        try:
-            self._finish(planned, parts)
-        except (NotFoundError, ConflictError, OutputError) as error:
-            is_there = error.code in _PUBLISHED_ELSEWHERE and self.is_published()
-            if self._choice.finishes or not (is_there or error.code in _FINISHED_ELSEWHERE):
-                raise
-
-    def _finish(self, planned: PlannedOutput, parts: PartsPlace) -> None:
-        store = Stores()  # counts what all workers read, this one among them
-        made = MadeParts(parts, self._plan, planned.output, store.ledger)
-        inputs = self._worker_of(planned, parts, store, Observer()).with_shared_facts(read_missing=False)
-        settings = replace(self._settings, resume=Resume.NEVER)
-        with published_but(self._out):
-            link = CatalogLink(settings.home)
-            self._merge = MergeRun(inputs, self._plan, settings, store, link).publish(made=made)
-            parts.remove()
-
-    def _tick(self) -> None:
-        if self._settings.on_progress is not None:
-            self._settings.on_progress(Progress("merge", self._store.ledger.total_bytes(), self._total_bytes, (), 0))
-
-    def report(self, made: Iterable[int], reused: Iterable[int], *, is_published: bool) -> PartReport:
-        """Report what this run did: the shards that it made, and those that were there."""
-        parts, usage = self._parts, Usage() if self._worker is None else self._worker.usage
+    def report(*, is_published: bool) -> PartReport:
+        usage = Usage() if worker is None else worker.usage
         names = [name for name, _ in parts.job.shards] if parts else []
-        n_shards = len(names)
-        done = n_shards if is_published or parts is None else len(parts.recorded_shards())
         return PartReport(
-            out=self._out,
-            part=str(self._choice),
+            out=out,
+            part=part,
             made_shards=tuple(names[shard] for shard in made),
-            found_shards=tuple(names[shard] for shard in reused),
-            done_shards=done,
-            n_shards=n_shards,
+            found_shards=tuple(names[shard] for shard in done),
+            done_shards=len(names) if is_published or parts is None else len(parts.recorded_shards()),
+            n_shards=len(names),
             base_bytes=usage[Purpose.BASE],
             expert_bytes=usage.expert_bytes,
             output_bytes=usage[Purpose.OUTPUT],
-            seconds=time.perf_counter() - self._settings.started,
+            seconds=time.perf_counter() - settings.started,
             is_published=is_published,
-            merge=self._merge,
+            merge=merge,
         )
+
+    if is_there():
+        return report(is_published=True)
+    planned = open_output(plan, settings.shard_bytes, store)
+    settings.base_model_ids.check_names(planned.inputs.leaf_models)
+    check_output(out, planned.inputs, force=settings.force)
+    parts = parts_place(out, planned.job(out), settings.out)
+    claimant = Claimant(parts, part, plan.limit_bytes, plan.planned_bytes, settings.strictness.strict)
+    try:
+        shards = () if numbers is None else split(planned.output, numbers[1])[numbers[0] - 1].shards
+        if numbers is None and not parts.exists:
+            message = f"no part of it is made: there is no {parts.path.name}"
+            hint = "make its parts first: --part 1/1 makes everything"
+            raise NotFoundError.of("parts.missing", parts.out, message, hint)
+        parts.open()
+        if is_there():  # between looking and making the place
+            parts.remove()
+            return report(is_published=True)
+        done = tuple(shard for shard in shards if parts.done(shard) is not None)
+        missing = [shard for shard in shards if shard not in done]
+        sizes, all_bytes = [parts.job.shards[shard][1] for shard in missing], sum(size for _, size in parts.job.shards)
+        check_free_space(settings.out, sum(sizes) if isinstance(out, Path) else max(sizes, default=0))
+        read_bytes = planned.inputs.resolution.base_bytes + plan.planned_bytes
+        total_bytes = sum(sizes) + (read_bytes * sum(sizes) // all_bytes if all_bytes else 0)
+        worker = PartsWorker(planned, claimant, store, settings.engine, Observer(lambda _: tick()))
+        tick()
+        made = _made_shards(worker, missing)
+        if publishes:
+            merge = _finished(planned, claimant, settings, is_needed=numbers is None)
+        result = report(is_published=merge is not None or is_there())
+    except (ConflictError, OutputError) as error:  # others may finish it at any moment, also before the report
+        if error.code not in ("parts.gone", *_PUBLISHED_ELSEWHERE) or not is_there():
+            raise
+        result = report(is_published=True)
+    if result.is_published and result.merge is None:
+        parts.remove()  # what this run wrote after who finished it had removed it
+    return result
+
+
+def _made_shards(worker: PartsWorker, shards: Sequence[int]) -> list[int]:
+    """Make shards; those that another process is making are left to the end, as an error."""
+    made, refused = list[int](), list[ConflictError]()
+    for shard in shards:
+        try:
+            worker.make(shard)
+            made.append(shard)
+        except ConflictError as error:
+            if error.code != "parts.busy":
+                raise
+            refused.append(error)
+    if refused:
+        raise ConflictError(*(problem for error in refused for problem in error.problems))
+    return made
+
+
+def _finished(
+    planned: PlannedOutput, claimant: Claimant, settings: MergeSettings, *, is_needed: bool
+) -> MergeReport | None:
+    """Publish the output if all shards are done; unless that `is_needed` nothing else is an error."""
+    store, plan = Stores(), planned.plan  # the store counts what all workers read, this one among them
+    try:
+        made = MadeParts(claimant.parts, plan, planned.output, store.ledger)
+        worker = PartsWorker(planned, claimant, store, settings.engine, Observer())
+        inputs, link = worker.with_shared_facts(read_missing=False), CatalogLink(settings.home)
+        with published_but(settings.place):
+            run = MergeRun(inputs, plan, replace(settings, resume=Resume.NEVER), store, link)
+            report = run.publish(made=made)
+            claimant.parts.remove()
+            return report
+    except (NotFoundError, ConflictError, OutputError) as error:
+        is_there = error.code in _PUBLISHED_ELSEWHERE and is_snapshot_of(settings.place, plan.digest)
+        if is_needed or not (is_there or error.code in _FINISHED_ELSEWHERE):
+            raise
+    return None
 
 
 def check_output(out: Path | Location, inputs: Inputs, *, force: bool) -> None:
@@ -307,8 +267,3 @@ def _shard_status(parts: PartsPlace, account: Account, shard: int) -> ShardStatu
     claim = claims[-1]
     alive = claim.is_open and is_alive(claim.owner, parts.age_seconds(claim.name))
     return ShardStatus(name, nbytes, "reading" if alive else "interrupted", part, str(claim.owner))
-
-
-def _nothing_made(parts: PartsPlace) -> MergePipeError:
-    message = f"no part of it is made: there is no {parts.path.name}"
-    return NotFoundError.of("parts.missing", parts.out, message, "make its parts first: --part 1/1 makes everything")
