@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
-from mergepipe.tailor.saving.frameworks import EngineView, LocalCounter, LocalShard, Ranks
+from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
 from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, open_partial
 from mergepipe.tailor.selection import Unit
 from support.training_trees import KnownStates
@@ -42,7 +42,7 @@ def known_view(known: KnownStates, rank: int = 0, world_size: int = 1) -> Engine
         tied={},
         flat_groups=(tuple(known.shapes),),
         options=({"lr": 0.1},),
-        counters=(LocalCounter(tuple(known.shapes), lambda: float(known.step)),),
+        counters={tuple(known.shapes): lambda: float(known.step)},
         shards=tuple(shards),
         writes_counters=True,
     )
@@ -69,12 +69,10 @@ class _Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadRank:
+class ThreadRank(Ranks):
     """One thread of a group, as a rank."""
 
-    rank: int
-    world_size: int
-    meeting: _Meeting
+    meeting: _Meeting = field(default_factory=lambda: _Meeting.of(1))
 
     def gather(self, value: _Value) -> list[_Value]:
         self.meeting.values[self.rank] = value
@@ -98,7 +96,7 @@ def on_ranks(world_size: int, act: Callable[[Ranks], _Result]) -> list[_Result |
 
     def one(rank: int) -> _Result | Exception:
         try:
-            return act(ThreadRank(rank, world_size, meeting))
+            return act(ThreadRank(rank, world_size, meeting=meeting))
         except Exception as error:
             return error
 
@@ -127,7 +125,7 @@ def write_partial(
         view = change(known_view(known, ranks.rank, world_size))
         saved = tuple(units) or tuple(unit for unit in view.units.parameters if str(unit) != lacks)
         extra = no_extra_files if ranks.rank else write_extra
-        return open_partial(PartialJob(view, saved, known.step, folder, extra), ranks, copies=False).write(ranks)
+        return open_partial(PartialJob(view, saved, known.step, folder, extra), ranks, copies=False)(ranks)
 
     results = on_ranks(world_size, write)
     assert all(isinstance(result, int) for result in results), results

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import LimitError, RecipeError
-from mergepipe.tailor.saving.frameworks import SingleRank
+from mergepipe.tailor.saving.frameworks import Ranks
 from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Schedule, Strategy, choose_units
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer, model_units
 from support.engine_views import known_view
@@ -144,7 +144,7 @@ def test_changes__important_weighs_each_change_by_its_second_moment() -> None:
         arrays[name, "fp32"] = arrays[name, "weight"] = moved
         arrays[name, "exp_avg_sq"] = np.full(2000, square, np.float32) * generator.random(2000, np.float32)
     after = replace(before, arrays=arrays)
-    tracker, ranks, units = ChangeTracker(2000), SingleRank(), tuple(layer(n) for n in range(3))
+    tracker, ranks, units = ChangeTracker(2000), Ranks(), tuple(layer(n) for n in range(3))
     tracker.remember(tracker.samples(known_view(before), units))
     for strategy, wanted in ((LatestChanged(9), layer(0)), (LatestChanged(9, "important"), layer(1))):
         changes = tracker.changes(known_view(after), ranks, strategy.measure)

@@ -20,8 +20,8 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.partial import ShardFile
 from mergepipe.tailor.run_recipes import composition_from_log_file
 from mergepipe.tailor.saving import partial_run
-from mergepipe.tailor.saving.callback import LoopState
-from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks, SingleRank
+from mergepipe.tailor.saving.callback import save_partial
+from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
 from mergepipe.tailor.saving.partial_run import BackgroundWriter, PartialJob, PartialRun, no_extra_files, open_partial
 from mergepipe.tailor.saving.unit_choice import (
     LOG_NAME,
@@ -113,8 +113,8 @@ def test_save__a_rank_that_fails_makes_all_fail_and_nothing_visible(
 
     write_shard = partial_run._write_shard
 
-    def fail(job: PartialJob, folder: Path, rank: int) -> ShardFile | None:
-        written = write_shard(job, folder, rank)
+    def fail(view: EngineView, folder: Path, rank: int) -> ShardFile | None:
+        written = write_shard(view, folder, rank)
         if rank == bad_rank:
             raise OSError(5, "Input/output error")
         return written
@@ -129,7 +129,7 @@ def test_save__a_rank_that_fails_makes_all_fail_and_nothing_visible(
 def test_save__keeps_what_was_saved_before_training_went_back(tmp_path: Path) -> None:
     save_on(1, tmp_path, 2, 4, 6)
     first = stored(tmp_path / "partial-4")
-    PartialRun(tmp_path, Schedule("parity"), SingleRank()).start(2)
+    PartialRun(tmp_path, Schedule("parity"), Ranks()).start(2)
     again = save_on(1, tmp_path, 4)[0]
     assert (again.folder, stored(tmp_path / "partial-4")) == ("partial-4-r1", first)
     assert [r.folder for r in read_journal(tmp_path).records] == ["full-2", "partial-4-r1"]
@@ -151,17 +151,17 @@ def test_save__mends_a_log_that_a_crash_cut_short(tmp_path: Path) -> None:
 
 def test_write_partial__never_replaces(tmp_path: Path) -> None:
     job = PartialJob(known_view(at_step(2)), (layer(0),), 2, tmp_path / "partial-2", no_extra_files)
-    open_partial(job, SingleRank(), copies=False).write(SingleRank())
+    open_partial(job, Ranks(), copies=False)(Ranks())
     before = stored(tmp_path / "partial-2")
     with pytest.raises(ConflictError):
-        open_partial(replace(job, view=known_view(at_step(3))), SingleRank(), copies=False).write(SingleRank())
+        open_partial(replace(job, view=known_view(at_step(3))), Ranks(), copies=False)(Ranks())
     assert stored(tmp_path / "partial-2") == before
     assert [path.name for path in tmp_path.iterdir()] == ["partial-2"]
 
 
 def test_note_full__takes_the_frameworks_own_checkpoint_as_the_base(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
-    saves = PartialRun(tmp_path, Schedule("filter", edge_layers=1, every=2), SingleRank())
+    saves = PartialRun(tmp_path, Schedule("filter", edge_layers=1, every=2), Ranks())
     assert saves.history(4) == ()
     saves.note_full(known_view(at_step(2)), 2, "checkpoint-2")
     record = saves.save(known_view(at_step(4)), 4, saves.history(4))
@@ -200,9 +200,9 @@ def test_latest_changed__measures_the_relative_change() -> None:
     known = at_step(2)
     tracker = ChangeTracker()
     view = known_view(known)
-    unknown = tracker.changes(view, SingleRank())
+    unknown = tracker.changes(view, Ranks())
     tracker.remember(tracker.samples(view, view.units.parameters))
-    found = tracker.changes(known_view(moved(known, "lm_head", 0.5)), SingleRank())
+    found = tracker.changes(known_view(moved(known, "lm_head", 0.5)), Ranks())
     assert set(unknown.values()) == {float("inf")}
     assert found[LM_HEAD] == pytest.approx(0.5)
     assert {value for unit, value in found.items() if unit != LM_HEAD} == {0.0}
@@ -210,19 +210,19 @@ def test_latest_changed__measures_the_relative_change() -> None:
 
 def test_latest_changed__needs_a_tracker(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="ChangeTracker"):
-        PartialRun(tmp_path, LatestChanged(10), SingleRank())
+        PartialRun(tmp_path, LatestChanged(10), Ranks())
 
 
 def test_save__refuses_a_journal_with_a_bad_line(tmp_path: Path) -> None:
     (tmp_path / LOG_NAME).write_text("nonsense\n")
     with pytest.raises(MergePipeError, match=f"{LOG_NAME}:1"):
-        save(tmp_path, 2, SingleRank())
+        save(tmp_path, 2, Ranks())
 
 
 @pytest.mark.parametrize("key", ["model", "optim"])
-def test_loop_state__refuses_the_keys_of_the_model_and_the_optimizer(key: str) -> None:
+def test_save_partial__refuses_the_keys_of_the_model_and_the_optimizer(tmp_path: Path, key: str) -> None:
     with pytest.raises(RecipeError, match=key) as caught:
-        LoopState(None, None, {"step": 1, key: 2}, 0)
+        save_partial(tmp_path, None, None, step=1, strategy=Schedule("parity"), state={"step": 1, key: 2})
     assert caught.value.code == "option.conflict"
 
 
@@ -273,13 +273,13 @@ def test_save__in_the_background_returns_at_once_and_the_next_waits_for_it(
     save_on(1, tmp_path, 2)
     release, write_shard = threading.Event(), partial_run._write_shard
 
-    def blocked(job: PartialJob, folder: Path, rank: int) -> ShardFile | None:
+    def blocked(view: EngineView, folder: Path, rank: int) -> ShardFile | None:
         assert release.wait(30)
-        return write_shard(job, folder, rank)
+        return write_shard(view, folder, rank)
 
     monkeypatch.setattr(partial_run, "_write_shard", blocked)
     with BackgroundWriter() as writer, ThreadPoolExecutor(1) as pool:
-        saves = PartialRun(tmp_path, Schedule("parity"), SingleRank(), writer=writer)
+        saves = PartialRun(tmp_path, Schedule("parity"), Ranks(), writer=writer)
         saves.save(known_view(at_step(4)), 4, saves.history(4))
         following = pool.submit(saves.history, 6)
         assert [r.step for r in read_journal(tmp_path).records] == [2]
@@ -292,8 +292,8 @@ def test_save__in_the_background_returns_at_once_and_the_next_waits_for_it(
 def test_latest_changed__in_the_background_counts_changes_from_the_saved_values(tmp_path: Path) -> None:
     tracker = ChangeTracker()
     with BackgroundWriter() as writer:
-        saves = PartialRun(tmp_path, LatestChanged(10_000), SingleRank(), tracker, writer)
+        saves = PartialRun(tmp_path, LatestChanged(10_000), Ranks(), tracker, writer)
         for step in (2, 4):
             saves.save(known_view(at_step(2)), step, saves.history(step))
-    assert set(tracker.changes(known_view(at_step(2)), SingleRank()).values()) == {0.0}
-    assert save(tmp_path, 6, SingleRank()).folder == "partial-6"
+    assert set(tracker.changes(known_view(at_step(2)), Ranks()).values()) == {0.0}
+    assert save(tmp_path, 6, Ranks()).folder == "partial-6"

@@ -177,7 +177,8 @@ def dcp_pair(folder: Path, plain: Mapping[str, object]) -> Pair:
 
     def change(view: EngineView) -> EngineView:
         shards = tuple(replace(s, kind="weight") if s.kind == FP32 else s for s in view.shards)
-        counters = tuple(replace(view.counters[0], parameters=(name,)) for name in view.parameters)
+        (read,) = view.counters.values()
+        counters: dict[tuple[str, ...], Callable[[], float]] = {(name,): read for name in view.parameters}
         return replace(
             view, origin=DCP_FORMAT, framework=Framework.TORCH, stage=None, flat_groups=(), shards=shards,
             counters=counters,

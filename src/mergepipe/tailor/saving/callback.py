@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mergepipe.core.blocks import Span
 from mergepipe.errors import RecipeError, invalid_option
@@ -23,9 +23,7 @@ from mergepipe.tailor.formats.hf_trainer import (
 )
 from mergepipe.tailor.saving.frameworks import (
     EngineView,
-    LocalCounter,
     LocalShard,
-    ModuleTensors,
     Ranks,
     current_ranks,
     local_shard,
@@ -79,49 +77,38 @@ def save_partial(
         MergePipeError: a rank could not write; nothing of this save (or, with a `writer`, of the one before) is
             visible, earlier ones are as they were.
     """
+    own = dict(state or {})
+    reserved = [key for key in _OWN_KEYS if key in own]
+    if reserved:
+        message = f"has the key {reserved[0]!r}, which is taken"
+        raise RecipeError.of("option.conflict", "state", message, "rename it")
     ranks = current_ranks()
     inner = unwrapped(model)
     view = view_plain(inner, optimizer, ranks, Framework.TORCH)
-    loop = LoopState(inner, optimizer, dict(state or {}), ranks.rank)
+    random_name = f"rng_state_{ranks.rank}.pth"
+
+    def write_full(folder: Path) -> None:
+        """Write the whole checkpoint, on all ranks together."""
+        save_distributed(inner, optimizer, own, folder)
+        save_random_state(folder / random_name)
+
+    def write_extra(folder: Path) -> Iterable[Path]:
+        """Write this rank's part beside a partial save's shard: torch's form, so that composites can point to it."""
+        save_random_state(folder / random_name)
+        yield folder / random_name
+        if ranks.rank == 0:
+            save_distributed_state(inner, optimizer, own, folder)
+            yield folder / METADATA_NAME
+            yield from sorted(folder.glob("*.distcp"))
+
     saves = PartialRun(run, strategy, ranks, tracker, writer)
     history = saves.history(step)
     if history:
-        return saves.save(view, step, history, loop.write)
+        return saves.save(view, step, history, write_extra)
     started = time.perf_counter()
     name = saves.free_name(f"{FULL}-{step}")
-    write_together(run / name, ranks, loop.write_full, lambda *_: 0)
+    write_together(run / name, ranks, write_full)
     return saves.note_full(view, step, name, time.perf_counter() - started)
-
-
-@dataclass(frozen=True, slots=True)
-class LoopState:
-    """The state that a training loop resumes from, beside the tensors of its units."""
-
-    model: Any
-    optimizer: Any
-    state: dict[str, Any]
-    rank: int
-
-    def __post_init__(self) -> None:
-        reserved = [key for key in _OWN_KEYS if key in self.state]
-        if reserved:
-            message = f"has the key {reserved[0]!r}, which is taken"
-            raise RecipeError.of("option.conflict", "state", message, "rename it")
-
-    def write_full(self, folder: Path) -> None:
-        """Write the whole checkpoint, on all ranks together."""
-        save_distributed(self.model, self.optimizer, self.state, folder)
-        save_random_state(folder / f"rng_state_{self.rank}.pth")
-
-    def write(self, folder: Path) -> Iterable[Path]:
-        """Write this rank's part beside a partial save's shard: torch's form, so that composites can point to it."""
-        random_state = folder / f"rng_state_{self.rank}.pth"
-        save_random_state(random_state)
-        yield random_state
-        if self.rank == 0:
-            save_distributed_state(self.model, self.optimizer, self.state, folder)
-            yield folder / METADATA_NAME
-            yield from sorted(folder.glob("*.distcp"))
 
 
 # --- save partial checkpoints under the Hugging Face Trainer: plain, DDP, DeepSpeed ZeRO-1/2/3 ---
@@ -249,12 +236,12 @@ def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -
     """View one rank's part; replicated tensors belong to rank 0. `model` is not wrapped."""
     module = module_tensors(model)
     shards = [s for n, t in module.stored.items() for s in _shards(n, WEIGHT, t, ranks)]
-    counters = []
+    counters: dict[tuple[str, ...], Callable[[], float]] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         name = module.name_of(parameter)
         for kind, value in optimizer.state.get(parameter, {}).items():
             if kind == "step":
-                counters.append(LocalCounter((name,), _reader(value)))
+                counters[name,] = partial(float, value)
             elif hasattr(value, "shape"):
                 shape, needed = tuple(value.shape), tuple(parameter.shape)
                 if shape != needed:
@@ -270,14 +257,10 @@ def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -
         tied=module.tied,
         flat_groups=(),
         options=tuple(scalar_options(group) for group in optimizer.param_groups),
-        counters=tuple(counters),
+        counters=counters,
         shards=tuple(shards),
         writes_counters=ranks.rank == 0,
     )
-
-
-def _reader(value: Any) -> Callable[[], float]:
-    return lambda: float(value)
 
 
 def _shards(name: str, kind: str, tensor: Any, ranks: Ranks) -> Iterator[LocalShard]:
@@ -331,10 +314,28 @@ def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> Engi
     is_stage3 = hasattr(zero, _STAGE3_FLATS)
     if is_stage3 and getattr(zero, "swap_optimizer", False):
         raise unsupported_training("ZeRO-3", "optimizer state that is swapped to disk is not saved")
-    groups = _stage3_groups(zero, module, ranks) if is_stage3 else _stage12_groups(zero, module, ranks)
-    grouped = {name: shape for group in groups for name, shape in group.shapes.items()}
+    groups: list[dict[str, tuple[int, ...]]] = []
+    counters: dict[tuple[str, ...], Callable[[], float]] = {}
+    shards: list[LocalShard] = []
+    for flat, members in _flat_groups(zero):
+        shapes = {module.name_of(p): tuple(p.ds_shape if is_stage3 else p.shape) for p in members}
+        groups.append(shapes)
+        state = zero.optimizer.state.get(flat, {})
+        flats = {kind: value for kind, value in state.items() if getattr(value, "ndim", 0) == 1}
+        odd = [kind for kind, value in flats.items() if value.numel() < flat.numel()]
+        if odd:
+            raise unsupported_training("ZeRO", f"optimizer state {odd[0]!r} is not one value an element")
+        cut = _cut_alone(shapes, members, ranks) if is_stage3 else _cut_together(shapes, flat.numel(), ranks)
+        parts = [part for part in cut if part[1].n_elements]
+        for kind, values in ({FP32: flat} | flats).items():
+            for name, span, start in parts:
+                shards.append(local_shard(name, kind, span, values[start : start + span.n_elements]))
+        # fused optimizers keep the counter among the options of the parameter group
+        steps = [holder["step"] for holder in (state, *zero.optimizer.param_groups) if "step" in holder]
+        if steps:
+            counters[tuple(shapes)] = partial(float, steps[0])
+    grouped = {name: shape for shapes in groups for name, shape in shapes.items()}
     ungrouped = {} if is_stage3 else {n: tuple(t.shape) for n, t in module.stored.items() if n not in grouped}
-    shards = [shard for group in groups for shard in group.shards()]
     if not is_stage3 and ranks.rank == 0:
         shards += [local_shard(n, WEIGHT, Span(0, t.numel()), t) for n, t in module.stored.items() if t.numel()]
     return EngineView(
@@ -344,90 +345,43 @@ def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> Engi
         world_size=ranks.world_size,
         parameters=grouped | ungrouped,
         tied=module.tied,
-        flat_groups=tuple(tuple(group.shapes) for group in groups),
+        flat_groups=tuple(tuple(shapes) for shapes in groups),
         options=tuple(scalar_options(group) for group in zero.optimizer.param_groups),
-        counters=tuple(counter for group in groups if (counter := group.counter(zero)) is not None),
+        counters=counters,
         shards=tuple(shards),
         writes_counters=True,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The elements `span` of a parameter, at `start` of the flat partition."""
-
-    name: str
-    span: Span
-    start: int
+def _flat_groups(zero: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield this rank's flat partition of masters, and the parameters of its group."""
+    if hasattr(zero, _STAGE3_FLATS):
+        return zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
+    return zip(zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups, strict=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """One flat group: its parameters' shapes in order, this rank's parts, and the flat tensors by kind."""
-
-    shapes: dict[str, tuple[int, ...]]
-    parts: tuple[_Part, ...]
-    flats: dict[str, Any]
-    state: dict[str, Any]
-
-    def shards(self) -> Iterator[LocalShard]:
-        for kind, flat in self.flats.items():
-            for part in self.parts:
-                tensor = flat[part.start : part.start + part.span.n_elements]
-                yield local_shard(part.name, kind, part.span, tensor)
-
-    def counter(self, zero: Any) -> LocalCounter | None:
-        """The step counter: in the state, or (fused optimizers) among the options of the parameter group."""
-        if "step" in self.state:
-            return LocalCounter(tuple(self.shapes), _reader(self.state["step"]))
-        counters = [group["step"] for group in zero.optimizer.param_groups if "step" in group]
-        return LocalCounter(tuple(self.shapes), _reader(counters[0])) if counters else None
+_Cut: TypeAlias = Iterator[tuple[str, Span, int]]
+"""Parameters with this rank's elements of each, which may be none, and their place in the flat partition."""
 
 
-def _group(zero: Any, flat: Any, shapes: dict[str, tuple[int, ...]], parts: tuple[_Part, ...]) -> _Group:
-    state = zero.optimizer.state.get(flat, {})
-    flats = {kind: value for kind, value in state.items() if getattr(value, "ndim", 0) == 1}
-    odd = [kind for kind, value in flats.items() if value.numel() < flat.numel()]
-    if odd:
-        raise unsupported_training("ZeRO", f"optimizer state {odd[0]!r} is not one value an element")
-    return _Group(shapes, parts, {FP32: flat} | flats, state)
+def _cut_together(shapes: Mapping[str, tuple[int, ...]], share: int, ranks: Ranks) -> _Cut:
+    """Cut parameters in sequence in equal parts across parameter boundaries, as stages 1 and 2 do."""
+    begin, start = ranks.rank * share, 0
+    for name, shape in shapes.items():
+        first = min(max(begin - start, 0), prod(shape))
+        yield name, Span(first, max(first, min(begin + share - start, prod(shape)))), start + first - begin
+        start += prod(shape)
+    if start > ranks.world_size * share:
+        raise unsupported_training("ZeRO", "the ranks do not partition the group alone")
 
 
-def _stage12_groups(zero: Any, module: ModuleTensors, ranks: Ranks) -> list[_Group]:
-    """Build the groups of stages 1 and 2: parameters in sequence, cut in equal parts across parameter boundaries."""
-    groups = []
-    for flat, members in zip(zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups, strict=True):
-        begin = ranks.rank * flat.numel()
-        shapes, parts, start = {}, [], 0
-        for parameter in members:
-            name, n_elements = module.name_of(parameter), parameter.numel()
-            shapes[name] = tuple(parameter.shape)
-            first = max(begin - start, 0)
-            last = min(begin + flat.numel() - start, n_elements)
-            if first < last:
-                parts.append(_Part(name, Span(first, last), start + first - begin))
-            start += n_elements
-        if start > ranks.world_size * flat.numel():
-            raise unsupported_training("ZeRO", "the ranks do not partition the group alone")
-        groups.append(_group(zero, flat, shapes, tuple(parts)))
-    return groups
-
-
-def _stage3_groups(zero: Any, module: ModuleTensors, ranks: Ranks) -> list[_Group]:
-    """Build the groups of stage 3: each parameter is cut alone; a sub-group concatenates the rank's parts."""
-    groups = []
-    for flat, members in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
-        shapes, parts, start = {}, [], 0
-        for parameter in members:
-            name, shape = module.name_of(parameter), tuple(parameter.ds_shape)
-            share = parameter.partition_numel()
-            if share * ranks.world_size < prod(shape):
-                raise unsupported_training(name, "is not partitioned over all ranks")
-            shapes[name] = shape
-            first = ranks.rank * share
-            last = min(first + share, prod(shape))
-            if first < last:
-                parts.append(_Part(name, Span(first, last), start))
-            start += share
-        groups.append(_group(zero, flat, shapes, tuple(parts)))
-    return groups
+def _cut_alone(shapes: Mapping[str, tuple[int, ...]], members: Any, ranks: Ranks) -> _Cut:
+    """Cut each parameter alone, as stage 3 does; the partition has the rank's parts in sequence."""
+    start = 0
+    for (name, shape), parameter in zip(shapes.items(), members, strict=True):
+        share = parameter.partition_numel()
+        if share * ranks.world_size < prod(shape):
+            raise unsupported_training(name, "is not partitioned over all ranks")
+        first = min(ranks.rank * share, prod(shape))
+        yield name, Span(first, min(first + share, prod(shape))), start
+        start += share

@@ -6,8 +6,9 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,23 +95,11 @@ class LocalShard:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalCounter:
-    """A step counter: the parameters it serves, and its value when read."""
-
-    parameters: tuple[str, ...]
-    read: Callable[[], float]
-
-    def copied(self) -> LocalCounter:
-        """Return the counter with its value of now."""
-        value = self.read()
-        return replace(self, read=lambda: value)
-
-
-@dataclass(frozen=True, slots=True)
 class EngineView:
     """One rank's view of an engine between two steps.
 
-    Everything but `shards` and `writes_counters` is the same on every rank; fields as in `PartialManifest`.
+    Everything but `shards` and `writes_counters` is the same on every rank; fields as in `PartialManifest`. `counters`
+    read the step counters, each by the parameters that it serves.
     """
 
     origin: str
@@ -121,7 +110,7 @@ class EngineView:
     tied: Mapping[str, str]
     flat_groups: tuple[tuple[str, ...], ...]
     options: tuple[Mapping[str, JsonValue], ...]
-    counters: tuple[LocalCounter, ...]
+    counters: Mapping[tuple[str, ...], Callable[[], float]]
     shards: tuple[LocalShard, ...]
     writes_counters: bool
 
@@ -129,15 +118,17 @@ class EngineView:
     def units(self) -> ModelUnits:
         return model_units(self.parameters, self.tied)
 
-    def shards_of(self, names: Iterable[str]) -> Iterator[LocalShard]:
-        """Return this rank's shards of the named parameters."""
-        wanted = frozenset(names)
-        return (shard for shard in self.shards if shard.parameter in wanted)
-
-    def copied(self, names: Iterable[str]) -> EngineView:
-        """Return the view with the values of now, of the named parameters alone, as a thread of its own may read it."""
-        shards = tuple(shard.copied() for shard in self.shards_of(names))
-        return replace(self, counters=tuple(counter.copied() for counter in self.counters), shards=shards)
+    def of_units(self, units: Iterable[Unit], *, copies: bool) -> EngineView:
+        """Return what the view holds of some units; with `copies` with the values of now, for a thread of its own."""
+        of_unit = self.units.parameters
+        names = {name for unit in units for name in of_unit[unit]}
+        shards = tuple(shard for shard in self.shards if shard.parameter in names)
+        cut = ((tuple(n for n in served if n in names), read) for served, read in self.counters.items())
+        counters = {served: read for served, read in cut if served}
+        if copies:
+            shards = tuple(shard.copied() for shard in shards)
+            counters = {served: partial(float, read()) for served, read in counters.items()}
+        return replace(self, shards=shards, counters=counters)
 
     def weight_shards(self) -> Iterator[LocalShard]:
         """Return each parameter's most precise weights: the masters, where it has them."""
@@ -156,36 +147,34 @@ class EngineView:
         return local_bytes
 
 
-class Ranks(Protocol):
-    """The processes that train together."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def gather(self, value: Value) -> list[Value]:
-        """Gather a small value of every rank, in order of ranks, on every rank. Blocks until all ranks have called."""
-        ...
-
-    def for_another_thread(self) -> Ranks:
-        """Return the same processes for a thread that gathers beside this one. Called on every rank together."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class SingleRank:
-    """A process that trains alone."""
+class Ranks:
+    """The processes that train together, as one of them sees them: one alone, or those of a torch.distributed group."""
 
     rank: int = 0
     world_size: int = 1
+    group: Any = None
 
     def gather(self, value: Value) -> list[Value]:
-        return [value]
+        """Gather a small value of every rank, in order of ranks, on every rank. Blocks until all ranks have called."""
+        if self.world_size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
 
     def for_another_thread(self) -> Ranks:
-        return self
+        """Return the same processes for a thread that gathers beside this one. Called on every rank together.
+
+        They get a group of their own: two threads in one group would take each other's messages.
+        """
+        if self.world_size == 1:
+            return self
+        import torch.distributed as dist
+
+        return replace(self, group=dist.new_group(backend="gloo"))
 
 
 def unsupported_training(where: str, message: str, hint: str = "") -> MergePipeError:
@@ -198,60 +187,17 @@ def trainer_callback_base() -> Any:
     try:
         from transformers import TrainerCallback
     except ImportError as error:
-        raise _not_installed("transformers") from error
+        message = "is not installed"
+        raise UnsupportedError.of("extra.missing", "transformers", message, "install mergepipe[train]") from error
     return TrainerCallback
-
-
-def _not_installed(package: str) -> MergePipeError:
-    return UnsupportedError.of("extra.missing", package, "is not installed", "install mergepipe[train]")
-
-
-@dataclass(frozen=True, slots=True)
-class TorchRanks:
-    """The processes of torch.distributed's default group, or of another group of the same ones."""
-
-    rank: int
-    world_size: int
-    group: Any = None
-
-    def gather(self, value: Value) -> list[Value]:
-        import torch.distributed as dist
-
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
-
-    def for_another_thread(self) -> Ranks:
-        """Make a group of its own: two threads in one group would take each other's messages."""
-        import torch.distributed as dist
-
-        return replace(self, group=dist.new_group(backend="gloo"))
 
 
 def current_ranks() -> Ranks:
     """Return the ranks of torch.distributed where it is running, else this process alone."""
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return SingleRank()
-    return TorchRanks(dist.get_rank(), dist.get_world_size())
-
-
-def dtype_of(tensor: Any, where: str) -> DType:
-    """The dtype of a tensor."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in TORCH_DTYPES:
-        raise unsupported_training(where, f"tensors of dtype {name} are not saved")
-    return TORCH_DTYPES[name]
-
-
-def tensor_bytes(tensor: Any) -> NDArray[np.uint8]:
-    """The elements of a tensor on the host, as bytes: a copy unless it lies there contiguously already."""
-    import torch
-
-    on_host = tensor.detach().reshape(-1).to("cpu").contiguous()
-    raw: NDArray[np.uint8] = on_host.view(torch.uint8).numpy()
-    return raw
+    is_running = dist.is_available() and dist.is_initialized()
+    return Ranks(dist.get_rank(), dist.get_world_size()) if is_running else Ranks()
 
 
 def tensor_of_bytes(raw: NDArray[np.uint8], dtype: DType, shape: tuple[int, ...]) -> Any:
@@ -262,23 +208,25 @@ def tensor_of_bytes(raw: NDArray[np.uint8], dtype: DType, shape: tuple[int, ...]
     return torch.from_numpy(raw).view(getattr(torch, name)).reshape(shape)
 
 
-def tensor_sample(tensor: Any, n_elements: int) -> NDArray[np.float32]:
-    """At most `n_elements` evenly spread elements as float32, copied."""
-    flat = tensor.detach().reshape(-1)
-    stride = max(1, -(-flat.numel() // n_elements))
-    return np.array(flat[::stride].float().to("cpu").numpy(), np.float32)
-
-
 def local_shard(parameter: str, kind: str, span: Span, tensor: Any) -> LocalShard:
     """A shard that reads `tensor`, which must hold exactly the elements of `span`."""
-    return LocalShard(
-        parameter,
-        kind,
-        dtype_of(tensor, f"{kind} of {parameter}"),
-        span,
-        lambda: tensor_bytes(tensor),
-        lambda n_elements: tensor_sample(tensor, n_elements),
-    )
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in TORCH_DTYPES:
+        raise unsupported_training(f"{kind} of {parameter}", f"tensors of dtype {name} are not saved")
+
+    def read() -> NDArray[np.uint8]:
+        """The elements on the host: a copy unless they lie there contiguously already."""
+        import torch
+
+        raw: NDArray[np.uint8] = tensor.detach().reshape(-1).to("cpu").contiguous().view(torch.uint8).numpy()
+        return raw
+
+    def sample(n_elements: int) -> NDArray[np.float32]:
+        flat = tensor.detach().reshape(-1)
+        stride = max(1, -(-flat.numel() // n_elements))
+        return np.array(flat[::stride].float().to("cpu").numpy(), np.float32)
+
+    return LocalShard(parameter, kind, TORCH_DTYPES[name], span, read, sample)
 
 
 def scalar_options(group: Mapping[str, Any]) -> dict[str, JsonValue]:
@@ -303,7 +251,7 @@ def save_random_state(path: Path) -> None:
         "cpu": torch.random.get_rng_state(),
     }
     if torch.cuda.is_available():
-        is_alone = isinstance(current_ranks(), SingleRank)
+        is_alone = current_ranks().world_size == 1
         states["cuda"] = torch.cuda.random.get_rng_state() if is_alone else torch.cuda.random.get_rng_state_all()
     torch.save(states, path)
 
@@ -316,7 +264,8 @@ def restore_random_state(folder: Path) -> None:
     path = folder / f"rng_state_{ranks.rank}.pth"
     if not path.is_file():
         raise NotFoundError.of("checkpoint.incomplete", folder, f"holds no random states of rank {ranks.rank}")
-    with torch.serialization.safe_globals(_random_types()):
+    rebuild = np.empty(0, np.uint32).__reduce__()[0]  # with these types numpy's random state is pickled
+    with torch.serialization.safe_globals([rebuild, np.ndarray, np.dtype, type(np.dtype(np.uint32))]):
         states = torch.load(path, weights_only=True)
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
@@ -324,12 +273,6 @@ def restore_random_state(folder: Path) -> None:
     if torch.cuda.is_available() and "cuda" in states:
         one = isinstance(states["cuda"], torch.Tensor)
         torch.cuda.set_rng_state(states["cuda"]) if one else torch.cuda.set_rng_state_all(states["cuda"])
-
-
-def _random_types() -> list[Any]:
-    """List the types in numpy's pickled random state, as the allow-list of a loader."""
-    rebuild = np.empty(0, np.uint32).__reduce__()[0]
-    return [rebuild, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
 
 
 def save_object(value: object, path: Path) -> None:

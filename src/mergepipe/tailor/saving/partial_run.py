@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from mergepipe.core.blocks import DTYPES
-from mergepipe.errors import MergePipeError, Problem, RecipeError, StorageError
+from mergepipe.errors import MergePipeError, RecipeError, StorageError
 from mergepipe.snapshots.shards import ShardWriter, TensorSpec, plan_shards
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned
@@ -23,7 +23,7 @@ from mergepipe.storage.output import write_durably
 from mergepipe.storage.ranges import os_error
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, PartialManifest, ShardFile, ShardTensor
 from mergepipe.tailor.run_recipes import partial_name
-from mergepipe.tailor.saving.frameworks import EngineView, LocalCounter, Ranks
+from mergepipe.tailor.saving.frameworks import EngineView, Ranks
 from mergepipe.tailor.saving.unit_choice import (
     ChangeTracker,
     LatestChanged,
@@ -96,90 +96,72 @@ class PartialJob:
     write_extra: Callable[[Path], Iterable[Path]]
 
 
-def open_partial(job: PartialJob, ranks: Ranks, *, copies: bool) -> OpenedPartial:
+def open_partial(job: PartialJob, ranks: Ranks, *, copies: bool) -> Callable[[Ranks], int]:
     """Begin a save: write the small files, which hold the state of now, and with `copies` copy the rest to the host.
 
-    All ranks call it, and see one file system. Memory: the largest local shard, and a write chunk of 8 MiB.
+    Returns what writes the rest and publishes, from any thread, and returns the bytes of all files. All ranks call
+    both, and see one file system. Memory: the largest local shard, and a write chunk of 8 MiB.
     """
     with ExitStack() as stack:
-        staging = Staging(job.out, force=False) if ranks.rank == 0 else None
-        opened = _agree(ranks, lambda: str(stack.enter_context(staging).path) if staging is not None else "")
-        folder = Path(opened[0])
+        staging, folder = _stage(stack, job.out, ranks)
+        extra: list[Path] = []
+        views: list[EngineView] = []
 
-        def prepare() -> tuple[PartialJob, tuple[Path, ...]]:
-            extra = tuple(job.write_extra(folder))
-            return (replace(job, view=job.view.copied(_names(job))) if copies else job), extra
+        def prepare() -> None:
+            extra.extend(job.write_extra(folder))
+            views.append(job.view.of_units(job.units, copies=copies))
 
-        prepared: list[tuple[PartialJob, tuple[Path, ...]]] = []
-        _agree(ranks, lambda: prepared.append(prepare()))
-        return OpenedPartial(*prepared[0], folder, staging, stack.pop_all())
+        _agree(ranks, prepare)
+        (view,) = views
+        kept = stack.pop_all()
 
+    def write_rest(ranks: Ranks) -> int:
+        def write() -> tuple[ShardFile | None, int]:
+            return _write_shard(view, folder, ranks.rank), sum(map(_make_durable, extra))
 
-@dataclass(frozen=True, slots=True)
-class OpenedPartial:
-    """A save that is begun: `extra` are this rank's small files in `folder`, where rank 0 has its staging."""
-
-    job: PartialJob
-    extra: tuple[Path, ...]
-    folder: Path
-    staging: Staging | None
-    _stack: ExitStack
-
-    def write(self, ranks: Ranks) -> int:
-        """Write the rest and publish, from any thread; return the bytes of all files."""
-
-        def write(staged: Path) -> tuple[ShardFile | None, int]:
-            shard = _write_shard(self.job, staged, ranks.rank)
-            return shard, sum(_make_durable(path) for path in self.extra)
-
-        def finish(staged: Path, written: list[tuple[ShardFile | None, int]]) -> int:
-            shards = [shard for shard, _ in written if shard is not None]
-            content = PARTIAL_FORMAT.to_json(_manifest(self.job, shards))
-            write_durably(staged / MANIFEST_NAME, content, Ledger())
+        def finish(written: list[tuple[ShardFile | None, int]]) -> int:
+            shards = tuple(shard for shard, _ in written if shard is not None)
+            content = PARTIAL_FORMAT.to_json(_manifest(view, job, shards))
+            write_durably(folder / MANIFEST_NAME, content, Ledger())
             return len(content) + sum(shard.size_bytes for shard in shards) + sum(nbytes for _, nbytes in written)
 
-        with self._stack:
-            return _publish(self.staging, self.folder, ranks, write, finish)
+        with kept:
+            return _publish(staging, ranks, write, finish)
+
+    return write_rest
 
 
-def write_together(
-    out: Path, ranks: Ranks, write: Callable[[Path], Value], finish: Callable[[Path, list[Value]], int]
-) -> int:
-    """Let every rank `write` into one staging directory, rank 0 `finish` and publish it as `out`, durably.
+def write_together(out: Path, ranks: Ranks, write: Callable[[Path], None]) -> None:
+    """Let every rank `write` into one staging directory, rank 0 publish it as `out`, durably.
 
-    Returns what `finish` returned, on every rank. A rank that fails makes all fail, and nothing becomes visible.
+    A rank that fails makes all fail, and nothing becomes visible.
     """
     with ExitStack() as stack:
-        staging = Staging(out, force=False) if ranks.rank == 0 else None
-        opened = _agree(ranks, lambda: str(stack.enter_context(staging).path) if staging is not None else "")
-        return _publish(staging, Path(opened[0]), ranks, write, finish)
+        staging, folder = _stage(stack, out, ranks)
+        _publish(staging, ranks, lambda: write(folder), lambda _: 0)
+
+
+def _stage(stack: ExitStack, out: Path, ranks: Ranks) -> tuple[Staging | None, Path]:
+    """Make the staging directory of `out`, which rank 0 has, and tell all ranks where it is."""
+    staging = Staging(out, force=False) if ranks.rank == 0 else None
+    folders = _agree(ranks, lambda: str(stack.enter_context(staging).path) if staging is not None else "")
+    return staging, Path(folders[0])
 
 
 def _publish(
-    staging: Staging | None,
-    staged: Path,
-    ranks: Ranks,
-    write: Callable[[Path], Value],
-    finish: Callable[[Path, list[Value]], int],
+    staging: Staging | None, ranks: Ranks, write: Callable[[], Value], finish: Callable[[list[Value]], int]
 ) -> int:
-    written = _agree(ranks, lambda: write(staged))
+    """Let every rank `write`, rank 0 `finish` and publish; return what `finish` returned, on every rank."""
+    written = _agree(ranks, write)
 
     def publish() -> int:
         if staging is None:
             return 0
-        result = finish(staged, written)
+        result = finish(written)
         staging.publish()
         return result
 
     return _agree(ranks, publish)[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error in a form that can be sent between ranks."""
-
-    kind: type[MergePipeError]
-    problems: tuple[Problem, ...]
 
 
 def _agree(ranks: Ranks, act: Callable[[], Value]) -> list[Value]:
@@ -187,29 +169,27 @@ def _agree(ranks: Ranks, act: Callable[[], Value]) -> list[Value]:
 
     Any exception is caught: a rank that left now would let the others wait for it for ever.
     """
-    outcome: Value | _Failure
+    outcome: Value | MergePipeError
     cause: Exception | None = None
     try:
         outcome = act()
+    except MergePipeError as error:
+        outcome = cause = error
     except Exception as error:
+        outcome = StorageError.of("training.rank", f"rank {ranks.rank}", f"{type(error).__name__}: {error}")
         cause = error
-        problem = Problem("training.rank", f"rank {ranks.rank}", f"{type(error).__name__}: {error}")
-        outcome = _Failure(StorageError, (problem,))
-        if isinstance(error, MergePipeError):
-            outcome = _Failure(type(error), error.problems)
     outcomes = ranks.gather(outcome)
-    failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
-    if failures:
-        raise failures[0].kind(*failures[0].problems) from cause
-    return [outcome for outcome in outcomes if not isinstance(outcome, _Failure)]
+    failed = next((outcome for outcome in outcomes if isinstance(outcome, MergePipeError)), None)
+    if failed is not None:
+        raise type(failed)(*failed.problems) from cause
+    return [outcome for outcome in outcomes if not isinstance(outcome, MergePipeError)]
 
 
-def _write_shard(job: PartialJob, folder: Path, rank: int) -> ShardFile | None:
+def _write_shard(view: EngineView, folder: Path, rank: int) -> ShardFile | None:
     """Write this rank's part as one safetensors file; None where it has none."""
-    names = _names(job)
-    shards = {f"{s.kind}/{s.parameter}": s for s in job.view.shards_of(names) if s.span.n_elements}
-    counters = _counters(job) if job.view.writes_counters else ()
-    held = {f"step/{number}": counter for number, counter in enumerate(counters)}
+    shards = {f"{s.kind}/{s.parameter}": s for s in view.shards if s.span.n_elements}
+    counters = tuple(view.counters.values()) if view.writes_counters else ()
+    held = {f"step/{number}": read for number, read in enumerate(counters)}
     if not shards and not held:
         return None
     specs = [TensorSpec(key, shard.dtype, (shard.span.n_elements,)) for key, shard in shards.items()]
@@ -218,30 +198,16 @@ def _write_shard(job: PartialJob, folder: Path, rank: int) -> ShardFile | None:
     layout = replace(planned, name=f"rank-{rank:05d}.safetensors")
     with ShardWriter(folder, [layout], Ledger()) as writer:
         for spec in layout.tensors:
-            writer.append(shards[spec.name].read() if spec.name in shards else _counter_bytes(held[spec.name]))
+            is_shard = spec.name in shards
+            writer.append(
+                shards[spec.name].read() if is_shard else np.array([held[spec.name]()], np.float32).view(np.uint8)
+            )
         writer.finish()
     tensors = tuple(ShardTensor(s.parameter, s.kind, s.dtype, s.span.start, s.span.stop) for s in shards.values())
     return ShardFile(layout.name, layout.file_bytes, tensors, tuple(range(len(counters))))
 
 
-def _names(job: PartialJob) -> frozenset[str]:
-    of_unit = job.view.units.parameters
-    return frozenset(name for unit in job.units for name in of_unit[unit])
-
-
-def _counters(job: PartialJob) -> tuple[LocalCounter, ...]:
-    """Return the counters of the saved parameters, restricted to them."""
-    names = _names(job)
-    cut = (replace(c, parameters=tuple(n for n in c.parameters if n in names)) for c in job.view.counters)
-    return tuple(counter for counter in cut if counter.parameters)
-
-
-def _counter_bytes(counter: LocalCounter) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return np.frombuffer(np.float32(counter.read()).tobytes(), np.uint8)
-
-
-def _manifest(job: PartialJob, shards: list[ShardFile]) -> PartialManifest:
-    view = job.view
+def _manifest(view: EngineView, job: PartialJob, shards: tuple[ShardFile, ...]) -> PartialManifest:
     return PartialManifest(
         origin=view.origin,
         framework=view.framework,
@@ -252,9 +218,9 @@ def _manifest(job: PartialJob, shards: list[ShardFile]) -> PartialManifest:
         tied=view.tied,
         flat_groups=view.flat_groups,
         units=tuple(str(unit) for unit in job.units),
-        counters=tuple(counter.parameters for counter in _counters(job)),
+        counters=tuple(view.counters),
         options=view.options,
-        shards=tuple(shards),
+        shards=shards,
     )
 
 
@@ -333,7 +299,7 @@ class PartialRun:
         units = tuple(unit_bytes) if not history else self._choose(view, history, unit_bytes)
         name = self.free_name(f"{FULL}-{step}" if not history else partial_name(step))
         job = PartialJob(view, units, step, self.run / name, write_extra)
-        opened = open_partial(job, self.ranks, copies=self.writer is not None)
+        write_rest = open_partial(job, self.ranks, copies=self.writer is not None)
         samples = self.tracker.samples(view, units) if self.tracker is not None else {}
         record = SaveRecord(
             step, units, name, not history, tuple(unit_bytes), FULL if not history else str(self.strategy),
@@ -341,7 +307,7 @@ class PartialRun:
         )  # fmt: skip
 
         def write(ranks: Ranks) -> SaveRecord:
-            written = replace(record, saved_bytes=opened.write(ranks))
+            written = replace(record, saved_bytes=write_rest(ranks))
             if self.writer is None:
                 written = replace(written, seconds=time.perf_counter() - started)
             self._note(samples, written, ranks)
