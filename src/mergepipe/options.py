@@ -25,6 +25,7 @@ from mergepipe.storage.location import OBJECT_SCHEMES, Location
 
 if TYPE_CHECKING:
     from mergepipe.engine.work import EngineOptions
+    from mergepipe.recipes.fields import Strictness
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 SWEEP_BUDGETS = ("5%", "10%", "25%", "50%", "75%", "100%")
@@ -193,6 +194,13 @@ class RecipeOptions(Options):
         if self.strict and self.lenient:
             message = "contradicts --lenient: it refuses entries without effect, which --lenient accepts"
             raise RecipeError.of("option.conflict", "--strict", message, "give one of the two")
+
+    @property
+    def strictness(self) -> Strictness:
+        """How a recipe is read."""
+        from mergepipe.recipes.fields import Strictness
+
+        return Strictness(self.strict, self.lenient)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,14 +101,13 @@ def analyze(
     )
     report_progress()
     work = AnalysisWork(tasks, block_elements, _densities(densities, wanted))
-    files = _analyze(store, opened_base, wanted, work, engine, report_progress)
-    for file in files:
-        write_statistics(home, file.statistics)
-        catalog.record_digests(file.expert)
-        catalog.record_digests(file.base)
-    analyzed = iter(files)
-    made_of = [next(analyzed) if subject.is_wanted else None for subject in subjects]
-    on_record = [s.on_record if made is None else made.statistics for s, made in zip(subjects, made_of, strict=True)]
+    analyzed = _analyze(store, opened_base, wanted, work, engine, report_progress)
+    for file, *models in analyzed:
+        write_statistics(home, file)
+        for model in models:
+            catalog.record_digests(model)
+    files = iter(analyzed)
+    on_record = [next(files)[0] if subject.is_wanted else subject.on_record for subject in subjects]
     names = [path.name for path in expert_paths]
     names = names if len(set(names)) == len(names) else list(map(str, expert_paths))
     usage = store.ledger.usage()
@@ -122,7 +121,7 @@ def analyze(
                 subject.incomparable,
                 None if file is None else statistics_path(home, file.expert.digest, file.base.digest),
             )
-            for path, subject, made, file in zip(expert_paths, subjects, made_of, on_record, strict=True)
+            for path, subject, file in zip(expert_paths, subjects, on_record, strict=True)
         ),
         home=home,
         base_bytes=usage[Purpose.BASE],
@@ -134,15 +133,6 @@ def analyze(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Analyzed:
-    """The statistics of one expert, the checkpoints whose contents they are of, with digests."""
-
-    statistics: StatisticsFile
-    expert: Checkpoint
-    base: Checkpoint
-
-
 def _analyze(
     store: Stores,
     base: Checkpoint,
@@ -150,8 +140,11 @@ def _analyze(
     work: AnalysisWork,
     engine: EngineOptions,
     report_progress: Callable[[], None],
-) -> list[_Analyzed]:
-    """Read what the tasks need, once, and the files whose digests did not pass by; return what each expert gave."""
+) -> list[tuple[StatisticsFile, Checkpoint, Checkpoint]]:
+    """Read what the tasks need, once, and the files whose digests did not pass by.
+
+    Returns the statistics of each expert, it, and the base; both with their digests.
+    """
     if not work.tasks:
         return []
     checkpoints = (base, *(subject.checkpoint for subject in wanted))
@@ -175,7 +168,7 @@ def _analyze(
     ]
     contents = [portable_content(checkpoint, identity) for checkpoint, identity in zip(digested, ids, strict=True)]
     return [
-        _Analyzed(
+        (
             StatisticsFile(contents[model], contents[0], work.block_elements, work.densities, gathered[model]),
             digested[model],
             digested[0],

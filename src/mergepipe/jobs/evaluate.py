@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from mergepipe.core.display import json_line
 from mergepipe.core.strict_json import canonical_json
 from mergepipe.core.units import format_bytes
 from mergepipe.errors import LimitError, MergePipeError, RecipeError, UnsupportedError
-from mergepipe.jobs.load import load_file
+from mergepipe.jobs.load import library, load_file
 from mergepipe.jobs.merge import run_budgeted
 from mergepipe.jobs.plan import PlanRequest
 from mergepipe.planning.budget import parse_budget
@@ -69,9 +68,7 @@ class Evaluation:
             raise self._failure(f"{printed}; a finite loss is needed")
         return float(numbers[-1])
 
-    def values_of(
-        self, folder: Path, objectives: Sequence[Objective], timeout: float | None = None
-    ) -> tuple[float, ...]:
+    def values_of(self, folder: Path, objectives: Sequence[str], timeout: float | None = None) -> tuple[float, ...]:
         """Run the command on a snapshot; the last line that it prints is a JSON object with the objectives."""
         lines = self._printed(folder, timeout).strip().splitlines()
         try:
@@ -80,11 +77,12 @@ class Evaluation:
             printed = None
         if not isinstance(printed, dict):
             raise self._failure("its last line is no JSON object, which --objective needs")
-        for objective in objectives:
-            value = printed.get(objective.name)
+        names = [objective.removesuffix(":max") for objective in objectives]
+        for name in names:
+            value = printed.get(name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise self._failure(f"the object that it printed has no finite number '{objective.name}'")
-        return tuple(float(printed[objective.name]) for objective in objectives)
+                raise self._failure(f"the object that it printed has no finite number '{name}'")
+        return tuple(float(printed[name]) for name in names)
 
     def _printed(self, folder: Path, timeout: float | None) -> str:
         """Run without a shell and without input, at most `timeout` seconds; what goes to stderr is not touched."""
@@ -142,29 +140,13 @@ def parse_evaluation(command: str) -> Evaluation:
     return Evaluation(tuple(words if any(_FOLDER in word for word in words) else (*words, _FOLDER)))
 
 
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """A number that an evaluation prints by name, and whether the most of it is wanted, not the least."""
-
-    name: str
-    is_most: bool = False
-
-    @property
-    def direction(self) -> str:
-        """The direction, as optuna names it."""
-        return "maximize" if self.is_most else "minimize"
-
-    def __str__(self) -> str:
-        return f"{self.name}:max" if self.is_most else self.name
-
-
-def parse_objective(text: str) -> Objective:
-    """Read `NAME`, of which the least is wanted, or `NAME:max`."""
+def parse_objective(text: str) -> str:
+    """Return `NAME`, of which the least is wanted, or `NAME:max`; the least is also `NAME:min`."""
     name, _, wanted = text.partition(":")
     if not name or wanted not in ("", "min", "max"):
         message = f"'{text}' is neither NAME nor NAME:max"
         raise RecipeError.of("option.invalid", "--objective", message, "such as --objective accuracy:max")
-    return Objective(name, wanted == "max")
+    return f"{name}:max" if wanted == "max" else name
 
 
 class _TooLossyError(Exception):
@@ -254,7 +236,7 @@ def _gradients(base: Path, text: str) -> Mapping[str, Any]:
 
 def _model_and_windows(base: Path, text: str, most_windows: int | None = None) -> tuple[Any, Any, list[Any]]:
     """Load a model in float32, and cut a text into windows of its tokens."""
-    torch, transformers = (_library(name, "a loss on a text", "mergepipe[torch]") for name in ("torch", "transformers"))
+    torch, transformers = (library(name, "a loss on a text", "mergepipe[torch]") for name in ("torch", "transformers"))
     local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(base, **local)
@@ -266,14 +248,6 @@ def _model_and_windows(base: Path, text: str, most_windows: int | None = None) -
     if not windows:
         raise _refusal(base, "the text has fewer than two tokens for a loss")
     return torch, model, windows
-
-
-def _library(name: str, user: str, package: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        message = f"needs {error.name}, which is not installed"
-        raise UnsupportedError.of("extra.missing", user, message, f"install {package}") from error
 
 
 def _refusal(base: Path, message: str) -> MergePipeError:
@@ -295,7 +269,7 @@ def retrieval_on_pairs(folder: Path, pairs: str) -> dict[str, float]:
     if not lines or any(len(line) != 2 for line in lines):
         raise UnsupportedError.of("evaluate.failed", pairs, "needs lines of a query, a tab and a text")
     encode = (
-        _library("sentence_transformers", "retrieval", "sentence-transformers").SentenceTransformer(str(folder)).encode
+        library("sentence_transformers", "retrieval", "sentence-transformers").SentenceTransformer(str(folder)).encode
     )
     queries_QD, texts_QD = (np.asarray(encode([line[i] for line in lines], normalize_embeddings=True)) for i in (0, 1))
     similarity_QQ = queries_QD @ texts_QD.T

@@ -310,7 +310,7 @@ def load_model(
 
 def loaded_model(merge: OpenedMerge, torch_dtype: Any = None, device_map: Any = None) -> Any:
     """Return the model of the merged configuration with the merged tensors."""
-    transformers = _transformers()
+    _, transformers = (library(name, "load_model", "mergepipe[torch]") for name in ("torch", "transformers"))
     small_files = merge.small_files()
     for name, content in small_files.items():
         if "/" not in name and name.endswith(".json"):
@@ -381,13 +381,13 @@ def _write_into(model: Any, merge: OpenedMerge, only: Collection[str] | None) ->
     return n_written
 
 
-def _transformers() -> Any:
+def library(name: str, user: str, package: str) -> Any:
+    """Import a library that is no dependency; UnsupportedError, `extra.missing`, names the `package` to install."""
     try:
-        import_module("torch")
-        return import_module("transformers")
+        return import_module(name)
     except ImportError as error:
         message = f"needs {error.name}, which is not installed"
-        raise UnsupportedError.of("extra.missing", "load_model", message, "install mergepipe[torch]") from error
+        raise UnsupportedError.of("extra.missing", user, message, f"install {package}") from error
 
 
 def _refusal(message: str) -> MergePipeError:

@@ -170,7 +170,7 @@ def run_budgeted(
 
     store = Stores(settings=settings.engine.remote)
     inputs = open_inputs(
-        recipe, store, request.allow_dropped, strictness=settings.strictness,
+        recipe, store, settings.allow_dropped, strictness=settings.strictness,
         keeps_absolute_paths=settings.absolute_paths,
     )  # fmt: skip
     settings = replace(settings, plan_key=plan_key(inputs, repr(request)))

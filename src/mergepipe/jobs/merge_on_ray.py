@@ -90,7 +90,7 @@ def run_merge_on_ray(
 ) -> MergeReport:
     """Plan a recipe, and make the plan's output on a cluster; an unfinished merge of this very request is resumed."""
     store = Stores(settings=settings.engine.remote)
-    inputs = open_inputs(recipe, store, request.allow_dropped, strictness=settings.strictness)
+    inputs = open_inputs(recipe, store, settings.allow_dropped, strictness=settings.strictness)
     place, key = _absolute(settings.place), plan_key(inputs, repr(request))
     check_output(place, inputs, force=settings.force)
     digests = () if settings.resume is Resume.NEVER else plan_digests_at(place)

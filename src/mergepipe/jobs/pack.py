@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -350,12 +350,12 @@ def verify_pack(
     progress = ByteProgress(on_progress, "verify", sum(entry.nbytes for entry in opened.header.tensors))
     damages: list[Damage] = []
     with open_files(store, files_of(checkpoint.tensors.values()), (*bases, checkpoint)) as files:
-        for check in _checks(reader, files, store):
+        for name, tensor, nbytes, check in _checks(reader, files, store):
             try:
-                check.run()
+                check()
             except CorruptError as error:
-                damages.append(Damage("pack", check.file, check.tensor, 0, 0, error.problems[0].message))
-            progress.add(check.nbytes)
+                damages.append(Damage("pack", name, tensor, 0, 0, error.problems[0].message))
+            progress.add(nbytes)
         check_unchanged(store, (*bases, checkpoint))
     usage = store.ledger.usage()
     return VerifyReport(
@@ -371,27 +371,20 @@ def verify_pack(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """One comparison with the original: of the headers, of a tensor with `nbytes`, or of a kept file."""
-
-    file: str
-    tensor: str
-    nbytes: int
-    run: Callable[[], object]
-
-
-def _checks(reader: _Reader, files: Mapping[Location, RangeFile], store: Store) -> Iterator[_Check]:
+def _checks(
+    reader: _Reader, files: Mapping[Location, RangeFile], store: Store
+) -> Iterator[tuple[str, str, int, Callable[[], object]]]:
+    """Yield the comparisons with the original: of which file, tensor if any, and bytes, and what compares them."""
     header = reader.opened.header
     for number in range(len(header.files)):
-        yield _Check(HEADERS_NAME, "", 0, partial(read_original_header, store, reader.opened, number))
+        yield (HEADERS_NAME, "", 0, partial(read_original_header, store, reader.opened, number))
     for entry in header.tensors:
         name = header.files[entry.file].name
-        yield _Check(name, entry.name, entry.nbytes, partial(reader.read, files, [entry], lambda _: None))
+        yield (name, entry.name, entry.nbytes, partial(reader.read, files, [entry], lambda _: None))
     for file in header.kept:
         parts = _kept_parts(reader.opened, file.name, file.size_bytes, file.blake3, store)
-        yield _Check(file.name, "", 0, partial(deque, parts, 0))
-    yield _Check(HEADER_NAME, "", 0, reader.check_content_id)
+        yield (file.name, "", 0, partial(deque, parts, 0))
+    yield (HEADER_NAME, "", 0, reader.check_content_id)
 
 
 class _Reader:

@@ -33,7 +33,6 @@ from mergepipe.planning.plan import (
 )
 from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
-from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.recipes.tokenizer_source import OMP
@@ -59,26 +58,16 @@ SMALL_UNITS_BYTES = 1 << 38
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The request for a plan. Without `block_elements` the block size follows the experts.
+    """The request for a plan, by its options but for the home folder; its `repr` tells whether two are equal.
 
-    Without a `policy` it is a sample where that can be, see `make_plan`.
-    Under strictness an expert of which nothing is read is an error. With `everything` all experts are read in full, no
-    budget limits that, and nothing has to be known.
+    Without a `policy` it is a sample where that can be, see `make_plan`. With `everything` all experts are read in
+    full, no budget limits that, and nothing has to be known.
     """
 
     budget: BudgetRequest
     policy: Policy | None
-    choices: PlanningChoices
-    block_elements: int | None
-    allow_dropped: tuple[str, ...] = ()
-    strictness: Strictness = USUAL
-    everything: bool = False
-    importance: Location | None = None
-
-    @property
-    def seed(self) -> int:
-        """The seed of the random operators and of the policy `random`."""
-        return self.choices.selection_seed
+    options: PlanOptions
+    everything: bool
 
 
 def plan(
@@ -102,7 +91,7 @@ def plan(
     made = PlanOptions.of(options, fields)
     request = plan_request(budget, made, everything=everything)
     store = Stores()
-    inputs = open_inputs(recipe_of(recipe), store, request.allow_dropped, strictness=request.strictness)
+    inputs = open_inputs(recipe_of(recipe), store, made.allow_dropped, strictness=made.strictness)
     return make_plan(store, inputs, request, CatalogLink(home_of(made.home), required=True))
 
 
@@ -115,25 +104,12 @@ def plan_request(budget: str | float | None, options: PlanOptions, *, everything
         budget = "100%"
     if budget is None:
         raise RecipeError.of("option.missing", "--budget", "no budget is given", "give one, such as 25%")
-    return PlanRequest(
-        parse_budget(budget),
-        _wanted_policy(options, everything=everything),
-        PlanningChoices(OnOmit(options.where_omitted), options.min_density, options.seed),
-        options.block_elements,
-        options.allow_dropped,
-        Strictness(options.strict, options.lenient),
-        everything,
-        None if options.importance is None else Location.of(options.importance),
-    )
-
-
-def _wanted_policy(options: PlanOptions, *, everything: bool) -> Policy | None:
-    """Return the policy that options ask for by name, or by what only one policy knows."""
-    if options.select is not None:
-        return Policy(options.select)
-    if everything or options.where_omitted != OnOmit.KEEP:
-        return Policy.NORM
-    return None if options.importance is None else Policy.SAMPLE
+    policy = None if options.select is None else Policy(options.select)
+    if policy is None and (everything or options.where_omitted != OnOmit.KEEP):
+        policy = Policy.NORM
+    elif policy is None and options.importance is not None:
+        policy = Policy.SAMPLE
+    return PlanRequest(parse_budget(budget), policy, options.common(PlanOptions, home=None), everything)
 
 
 def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogLink) -> Plan:
@@ -159,7 +135,7 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
         plan = _plan_by(request.policy, store, inputs, request, facts)
     else:
         plan = _sampled_or_by_norm(store, inputs, request, facts)
-    if request.strictness.strict:
+    if request.options.strict:
         problems = [
             Problem("budget.too-small", fallback.where, f"{fallback.decision}: {fallback.reason}", "raise --budget")
             for fallback in plan.fallbacks
@@ -192,17 +168,18 @@ def _plan_by(policy: Policy, store: Store, inputs: Inputs, request: PlanRequest,
         message = f"weights by element are read with the elements they weigh, and policy '{policy}' parts them"
         raise UnsupportedError.of("plan.unsupported", "--select", message, "leave it out: a sample reads both")
     unit_elements = _sampled_unit(inputs, store) if policy is Policy.SAMPLE else _suitable_block(inputs, facts)
-    importance = None
-    if request.importance is not None and not request.everything:
+    importance, options = None, request.options
+    importance_place = None if options.importance is None else Location.of(options.importance)
+    if importance_place is not None and not request.everything:
         from mergepipe.runs.importance import read_importance
 
         merged = [task for task in inputs.resolution.tasks if task.action is Action.MERGE]
-        importance = read_importance(store, request.importance, merged)
+        importance = read_importance(store, importance_place, merged)
     problem = PlanningProblem(
         operator=inputs.recipe.operator.name,
         recipe=inputs.recipe.source_text,
-        seed=request.seed,
-        block_elements=request.block_elements or unit_elements,
+        seed=options.seed,
+        block_elements=options.block_elements or unit_elements,
         resolution=inputs.resolution,
         models=tuple(
             PlanningModel(model.text, checkpoint, facts.content_ids[place])
@@ -212,13 +189,14 @@ def _plan_by(policy: Policy, store: Store, inputs: Inputs, request: PlanRequest,
         unread=find_unread(inputs, request.budget),
         importance=importance,
     )
-    ranking, budget_bytes = _with_reserve(rank_blocks(problem, request.budget, policy, request.choices), inputs, store)
+    choices = PlanningChoices(OnOmit(options.where_omitted), options.min_density, options.seed)
+    ranking, budget_bytes = _with_reserve(rank_blocks(problem, request.budget, policy, choices), inputs, store)
     plan = _of_budget(ranking.plan(ranking.budget_bytes), budget_bytes)
     if not request.budget.is_zero:
         ranking.check_usefulness(plan)
-    if request.importance is None or importance is None:
+    if importance_place is None or importance is None:
         return plan
-    return replace(plan, importance=ImportanceRecord(str(request.importance.absolute()), digest_of(importance)))
+    return replace(plan, importance=ImportanceRecord(str(importance_place.absolute()), digest_of(importance)))
 
 
 def _are_dear(inputs: Inputs, store: Store) -> bool:
@@ -320,8 +298,8 @@ def check(
 ) -> CheckReport:
     """Validate a recipe and its inputs without reading any tensor data."""
     made = CheckOptions.of(options, fields)
-    store, strictness = Stores(), Strictness(made.strict, made.lenient)
-    inputs = open_inputs(recipe_of(recipe), store, made.allow_dropped, strictness=strictness)
+    store = Stores()
+    inputs = open_inputs(recipe_of(recipe), store, made.allow_dropped, strictness=made.strictness)
     opened, output, merged = inputs.recipe, output_of(inputs, made.shard_bytes), inputs.plain or inputs
     resolution, staged_bytes = merged.resolution, merged.resolution.output_bytes if inputs.plain else 0
     return CheckReport(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,6 @@ from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
 from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.remote.objects import BucketFolder
 from mergepipe.storage.stores import Stores
-
-
-@dataclass(frozen=True, slots=True)
-class _Push:
-    """An output to push, its id, and the message of a commit unless the user gives one."""
-
-    output: OutputContent
-    sid: str
-    message: str
 
 
 def _destination(text: str) -> Location:
@@ -76,16 +67,16 @@ def push(
     if is_pack:
         opened = read_store(store, folder)
         message = f"Expert packed as what it changes of its base (mergepipe {mergepipe.__version__})"
-        pushed = _Push(published_store(store, opened), opened.header.content_id, message)
+        output, sid = published_store(store, opened), opened.header.content_id
     else:
-        pushed = _read_composite(store, path) if is_composite(store, folder) else _read_snapshot(store, path)
-    output = pushed.output
-    with _open_upload(target, pushed, made) as upload:
+        read = _read_composite if is_composite(store, folder) else _read_snapshot
+        output, sid, message = read(store, path)
+    with _open_upload(target, output.record_name, made, message) as upload:
         output.send_by(upload, ByteProgress(on_progress, "push", output.total_bytes).add)
     return PushReport(
         snapshot=path,
         destination=target,
-        sid=pushed.sid,
+        sid=sid,
         files=len(output.objects) + 1,
         total_bytes=output.total_bytes,
         kept_bytes=upload.kept_bytes,
@@ -94,15 +85,15 @@ def push(
     )
 
 
-def _read_composite(store: Store, path: Path) -> _Push:
+def _read_composite(store: Store, path: Path) -> tuple[OutputContent, str, str]:
     from mergepipe.tailor.composition import published_composite
 
     copy, output = published_composite(store, path)
     title = "Composite" if copy.average is None else "Average"
-    return _Push(output, copy.sid, f"{title} of checkpoints (mergepipe {copy.version})")
+    return output, copy.sid, f"{title} of checkpoints (mergepipe {copy.version})"
 
 
-def _read_snapshot(store: Store, path: Path) -> _Push:
+def _read_snapshot(store: Store, path: Path) -> tuple[OutputContent, str, str]:
     """Read the small files of a snapshot, each compared with its digest, and look for the large ones."""
     folder = Location.local(path)
     manifest = read_manifest_value(store, folder)
@@ -128,16 +119,15 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
     copy = replace(manifest.in_folder(), sidecars=sidecars)
     copy = with_changed_paths(copy, lambda text: relative_reference(text, None))
     output = OutputContent(MANIFEST_NAME, copy.to_json(), objects)
-    return _Push(output, copy.sid, f"Merge by {copy.operator} (mergepipe {copy.version})")
+    return output, copy.sid, f"Merge by {copy.operator} (mergepipe {copy.version})"
 
 
-def _open_upload(destination: Location, push: _Push, options: PushOptions) -> Upload:
-    name = push.output.record_name
+def _open_upload(destination: Location, name: str, options: PushOptions, message: str) -> Upload:
     if destination.scheme != HUB_SCHEME:
         return ObjectUpload(BucketFolder(destination), name)
     if options.create:
         HubRepository(destination).create(is_private=options.private)
-    message = options.message or push.message
+    message = options.message or message
     return HubUpload(destination, name, force=True, message=message, packed_names=_packed_names)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from mergepipe.core.outcome import private_outputs
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import LimitError, MergePipeError, OutputError, RecipeError, UnsupportedError
+from mergepipe.errors import LimitError, MergePipeError, OutputError, RecipeError
 from mergepipe.jobs.evaluate import Evaluation, parse_evaluation, parse_objective
-from mergepipe.jobs.load import OpenedMerge, loaded_model
+from mergepipe.jobs.load import OpenedMerge, library, loaded_model
 from mergepipe.jobs.merge import run_budgeted, run_merge
 from mergepipe.jobs.plan import plan_request
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, SearchOptions
@@ -192,11 +192,7 @@ class _Search:
 
     def _opened_study(self) -> Any:
         """Begin a study, or go on with the one on the disk."""
-        try:
-            optuna: Any = import_module("optuna")
-        except ImportError as error:
-            message = f"needs {error.name}, which is not installed"
-            raise UnsupportedError.of("extra.missing", "search", message, "install mergepipe[search]") from error
+        optuna = library("optuna", "search", "mergepipe[search]")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         exists = self._store.stat(Location.local(self._study_path)) is not None
         if exists and not self._options.resume:
@@ -212,7 +208,7 @@ class _Search:
             storage=optuna.storages.JournalStorage(journal.JournalFileBackend(str(self._study_path))),
             sampler=samplers[self._options.sampler](seed=_SEED),
             pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=_KEPT_OF),
-            directions=[objective.direction for objective in self._objectives] or ["minimize"],
+            directions=["maximize" if name.endswith(":max") else "minimize" for name in self._objectives or ("loss",)],
             load_if_exists=exists,
         )
         stated = study.user_attrs.get(_RECIPE_KEY)
@@ -325,7 +321,7 @@ class _Search:
             out=self._out,
             study=self._study_path,
             sid=merged.sid,
-            objectives=tuple(str(objective) for objective in self._objectives) or ("loss",),
+            objectives=self._objectives or ("loss",),
             best=best.number,
             trials=tuple(_told(trial, is_best=trial.number in front) for trial in trials),
         )
@@ -336,7 +332,7 @@ class _Search:
         if not complete:
             message = "no trial came to an end, and nothing was published"
             raise LimitError.of("evaluate.failed", self._study_path, message)
-        is_most = bool(self._objectives) and self._objectives[0].is_most
+        is_most = bool(self._objectives) and self._objectives[0].endswith(":max")
         return (max if is_most else min)(complete, key=lambda trial: trial.values[0])
 
 

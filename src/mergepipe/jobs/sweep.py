@@ -71,7 +71,7 @@ def _swept(
     request = plan_request("100%", options)  # each budget takes the place of this one
     settings = replace(
         run_settings(options.common(OutputOptions, catalog=False), options.seed),
-        allow_dropped=options.allow_dropped, strictness=request.strictness,
+        allow_dropped=options.allow_dropped, strictness=options.strictness,
     )  # fmt: skip
     evaluation = None if options.evaluate is None else parse_evaluation(options.evaluate)
     store, link = Stores(settings=settings.engine.remote), CatalogLink(home_of(options.home), required=True)
@@ -90,7 +90,7 @@ def _swept(
         total_bytes = sum(checkpoint.tensor_bytes for checkpoint in checkpoints)
         return ByteProgress(on_progress, f"{label}: measure", total_bytes).add
 
-    inputs = open_inputs(recipe, store, request.allow_dropped, strictness=request.strictness)
+    inputs = open_inputs(recipe, store, options.allow_dropped, strictness=options.strictness)
     requests = [budget for _, budget in budgets]
     some = next((one for one in requests if not one.is_zero and one != ShareBudget(Fraction(1))), requests[0])
     first_plan = make_plan(store, inputs, replace(request, budget=some), link)  # decides the policy, or what is refused

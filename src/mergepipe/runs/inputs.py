@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
@@ -330,7 +329,15 @@ def _opened(
             hint = "merge that document into a folder first, and name the folder"
             raise RecipeError.of("recipe.unsupported", model.where, message, hint)
     intermediates = {i: made[m.intermediate] for i, m in enumerate(models) if m.intermediate is not None}
-    open_named = partial(_open_named, store, allow_unapplied=allow_dropped)
+
+    def open_named(model: ModelInput, base: Checkpoint | None, *, as_weights: bool = False) -> Checkpoint:
+        """Open a model as `open_model`; errors name the line of the recipe too."""
+        try:
+            return open_model(store, model, base, as_weights=as_weights, allow_unapplied=allow_dropped)
+        except MergePipeError as error:
+            located = (replace(problem, where=f"{model.where}: {problem.where}") for problem in error.problems)
+            raise type(error)(*located) from error
+
     base = intermediates[0].checkpoint if 0 in intermediates else open_named(models[0], None)
     weighing = {model.numbers.key for model in models if model.numbers is not None}
     whole = weights_needed(recipe)
@@ -392,22 +399,6 @@ def _opened(
     if strictness.strict:
         refuse_notices(notices)
     return Inputs(recipe, checkpoints, resolution, alignment, intermediates, notices)
-
-
-def _open_named(
-    store: Store,
-    model: ModelInput,
-    base: Checkpoint | None,
-    *,
-    as_weights: bool = False,
-    allow_unapplied: Sequence[str] = (),
-) -> Checkpoint:
-    """Open a model as `open_model`; errors name the line of the recipe too."""
-    try:
-        return open_model(store, model, base, as_weights=as_weights, allow_unapplied=allow_unapplied)
-    except MergePipeError as error:
-        located = (replace(problem, where=f"{model.where}: {problem.where}") for problem in error.problems)
-        raise type(error)(*located) from error
 
 
 def _vocabulary_notices(

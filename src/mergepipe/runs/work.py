@@ -107,7 +107,7 @@ def merge_settings(
         run_settings(options, options.seed, out, on_progress),
         allow_dropped=options.allow_dropped,
         small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
-        strictness=Strictness(options.strict, options.lenient),
+        strictness=options.strictness,
     )
 
 
