@@ -201,86 +201,47 @@ class MemberPlan:
         return sum(segment.nbytes for segment in self.segments)
 
 
-def lay_out_archive(file: str, stem: str, members: Iterable[MemberPlan]) -> FilePlan:
-    """Plan the archive `file`. Data of every member starts on a multiple of 64 bytes, as torch writes it.
-
-    Law: `zipfile` and torch read back what the members hold; checksums not known are taken as the file is written.
-    """
-    layout = _Layout(stem)
-    for member in members:
-        layout.add(member)
-    return FilePlan(file, (*layout.segments, Literal(layout.directory())), tuple(layout.checksums))
-
-
 def literal_member(name: str, content: bytes) -> MemberPlan:
     """Make a member of constant bytes."""
     return MemberPlan(name, (Literal(content),), zlib.crc32(content))
 
 
-class _Layout:
-    """Places members one after another."""
+def lay_out_archive(file: str, stem: str, members: Iterable[MemberPlan]) -> FilePlan:
+    """Plan the archive `file`. Data of every member starts on a multiple of 64 bytes, as torch writes it.
 
-    def __init__(self, stem: str) -> None:
-        self.segments: list[Segment] = []
-        self._entries: list[tuple[str, int, int, int]] = []  # name, header offset, bytes, checksum if known
-        self._ranges: list[tuple[int, int, int] | None] = []  # start, stop, place of the first checksum; if unknown
-        self._stem = stem
-        self._position = 0
-
-    def add(self, member: MemberPlan) -> None:
-        name = f"{self._stem}/{member.name}".encode()
-        header = self._position
+    Law: `zipfile` and torch read back what the members hold; checksums not known are taken as the file is written.
+    """
+    segments: list[Segment] = []
+    records: list[bytes] = []  # of the central directory
+    unknown: list[tuple[int, int, int]] = []  # start and stop of a member without a checksum, offset of its record
+    position = n_record_bytes = 0
+    for member in members:
+        name, header = f"{stem}/{member.name}".encode(), position
         n_pad = -(header + _LOCAL_BYTES + len(name) + 4) % _ALIGNMENT
         extra = b"FB" + struct.pack("<H", n_pad) + bytes(n_pad)
         local = struct.pack("<4s5H3I2H", b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(name), len(extra))
-        self._append(Literal(local + name + extra))
-        start = self._position
-        for segment in member.segments:
-            self._append(segment)
-        crc = member.crc32 or 0
-        self._append(Literal(b"PK\x07\x08" + struct.pack("<I", crc) + _sizes(member.nbytes)))
-        self._entries.append((name.decode(), header, member.nbytes, crc))
-        behind = (start, start + member.nbytes, start + member.nbytes + 4)
-        self._ranges.append(behind if member.crc32 is None else None)
-
-    def _append(self, segment: Segment) -> None:
-        if segment.nbytes:
-            self.segments.append(segment)
-            self._position += segment.nbytes
-
-    def directory(self) -> bytes:
-        """Append the central directory and its end records, after all members."""
-        records = [_central(*entry) for entry in self._entries]
-        nbytes, count, start = sum(map(len, records)), len(records), self._position
-        end = b""
-        if start + nbytes > _ALL_ONES_32 or count >= _ALL_ONES_16:
-            end += struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, nbytes, start)
-            end += struct.pack("<4sIQI", b"PK\x06\x07", 0, start + nbytes, 1)
-        short = (
-            min(count, _ALL_ONES_16),
-            min(count, _ALL_ONES_16),
-            min(nbytes, _ALL_ONES_32),
-            min(start, _ALL_ONES_32),
-        )
-        return b"".join(records) + end + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, *short, 0)
-
-    @property
-    def checksums(self) -> Sequence[Checksum]:
-        """List every unknown checksum with its places: behind its member and in the directory."""
-        checksums, place = [], self._position
-        for unknown, entry in zip(self._ranges, self._entries, strict=True):
-            if unknown is not None:
-                start, stop, behind = unknown
-                checksums.append(Checksum(start, stop, (behind, place + 16)))
-            place += len(_central(*entry))
-        return checksums
+        start = header + len(local) + len(name) + len(extra)
+        stop = start + member.nbytes
+        sizes = struct.pack("<2Q" if member.nbytes >= _ALL_ONES_32 else "<2I", member.nbytes, member.nbytes)
+        behind = b"PK\x07\x08" + struct.pack("<I", member.crc32 or 0) + sizes
+        segments += (Literal(local + name + extra), *(s for s in member.segments if s.nbytes), Literal(behind))
+        if member.crc32 is None:
+            unknown.append((start, stop, n_record_bytes))
+        records.append(_central(name, header, member.nbytes, member.crc32 or 0))
+        n_record_bytes += len(records[-1])
+        position = stop + len(behind)
+    count, end = len(records), b""
+    if position + n_record_bytes > _ALL_ONES_32 or count >= _ALL_ONES_16:
+        end += struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, n_record_bytes, position)
+        end += struct.pack("<4sIQI", b"PK\x06\x07", 0, position + n_record_bytes, 1)
+    short = [min(count, _ALL_ONES_16)] * 2 + [min(n_record_bytes, _ALL_ONES_32), min(position, _ALL_ONES_32)]
+    end += struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, *short, 0)
+    # behind its member and in the directory
+    checksums = (Checksum(start, stop, (stop + 4, position + record + 16)) for start, stop, record in unknown)
+    return FilePlan(file, (*segments, Literal(b"".join(records) + end)), tuple(checksums))
 
 
-def _sizes(nbytes: int) -> bytes:
-    return struct.pack("<2Q" if nbytes >= _ALL_ONES_32 else "<2I", nbytes, nbytes)
-
-
-def _central(name: str, header: int, nbytes: int, crc: int) -> bytes:
+def _central(name: bytes, header: int, nbytes: int, crc: int) -> bytes:
     """Build a directory record; values over 32 bits go to a zip64 field, sizes before the offset."""
     wide = b""
     if nbytes >= _ALL_ONES_32:
@@ -288,9 +249,9 @@ def _central(name: str, header: int, nbytes: int, crc: int) -> bytes:
     if header >= _ALL_ONES_32:
         wide += struct.pack("<Q", header)
     extra = struct.pack("<2H", 1, len(wide)) + wide if wide else b""
-    size, at, raw = min(nbytes, _ALL_ONES_32), min(header, _ALL_ONES_32), name.encode()
-    numbers = (45, 45, _FLAGS, 0, 0, 0, crc, size, size, len(raw), len(extra), 0, 0, 0, 0, at)
-    return struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *numbers) + raw + extra
+    size, at = min(nbytes, _ALL_ONES_32), min(header, _ALL_ONES_32)
+    numbers = (45, 45, _FLAGS, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, at)
+    return struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *numbers) + name + extra
 
 
 # --- find the checksums inside torch.save archives that a set of patches makes stale ---
@@ -420,38 +381,21 @@ def _member(name: str, member: ZipMember, file: SkeletonFile, patches: Sequence[
     return MemberPlan(name, tuple(s for s in segments if s.nbytes), None if inside else member.crc32)
 
 
-# --- plan torch.save archives whose pickle and tensors are changed: new tensors from any source, the others copied ---
+# --- plan torch.save archives of another value: some tensors new, from any source, the others copied ---
 
 
-class ArchiveRewrite:
-    """Collects the new tensors of an archive whose inert `root` the caller changes in place."""
-
-    def __init__(self, archive: TorchArchive) -> None:
-        keys = [tensor.storage.key for _, tensor in walk_tensors(archive.root)]
-        self._archive = archive
-        self._next = 1 + max((int(key) for key in keys if key.isdecimal()), default=-1)
-        self._new: dict[str, MemberPlan] = {}
-
-    def tensor(self, segments: Sequence[Segment], dtype: DType, shape: tuple[int, ...]) -> PickledTensor:
-        """Add a contiguous tensor of these bytes, and return its value for the pickle."""
-        key = str(self._next)
-        self._next += 1
-        self._new[key] = MemberPlan(f"data/{key}", tuple(segments))
-        return new_tensor(key, dtype, shape)
-
-    def plan(self, name: str) -> FilePlan:
-        """Plan the archive with the tensors that its pickle still holds."""
-        archive = self._archive
-        members: dict[str, MemberPlan] = {}
-        for _, tensor in walk_tensors(archive.root):
-            key = tensor.storage.key
-            if key in self._new:
-                members[key] = self._new[key]
-            elif key not in members:
-                old = archive.storage(tensor)
-                segments = (CopyRange(archive.file, old.offset, old.nbytes, is_skeleton=True),) if old.nbytes else ()
-                members[key] = MemberPlan(f"data/{key}", segments, old.crc32)
-        return new_archive(name, archive.stem, archive.root, members.values())
+def plan_rewritten(name: str, archive: TorchArchive, root: object, new: Mapping[str, MemberPlan]) -> FilePlan:
+    """Plan an archive of `root`, whose tensors' storages are in `new`, by their keys, or in `archive`."""
+    members: dict[str, MemberPlan] = {}
+    for _, tensor in walk_tensors(root):
+        key = tensor.storage.key
+        if key in new:
+            members[key] = new[key]
+        elif key not in members:
+            old = archive.storage(tensor)
+            segments = (CopyRange(archive.file, old.offset, old.nbytes, is_skeleton=True),) if old.nbytes else ()
+            members[key] = MemberPlan(f"data/{key}", segments, old.crc32)
+    return new_archive(name, archive.stem, root, members.values())
 
 
 def new_archive(name: str, stem: str, root: object, members: Iterable[MemberPlan]) -> FilePlan:

@@ -11,10 +11,9 @@ from mergepipe.recipes.fields import Findings
 from mergepipe.snapshots.manifest import StepPolicy, UnitSource, UnitStaleness
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredState, TrainingCheckpoint, differences
-from mergepipe.tailor.formats.pickle_node import PicklePath
 from mergepipe.tailor.formats.weights import WEIGHTS_FORMAT
 from mergepipe.tailor.recipes import CompositionRecipe, ExactName, NumberedUnit, Take
-from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, ModelUnits, Selector, Unit, select_parameters
+from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, ModelUnits, Selector, select_parameters
 
 # --- assign each parameter to a source checkpoint, by the recipe and the opened sources. Pure ---
 
@@ -63,11 +62,6 @@ class Assignment:
         if stored is None:
             raise AssertionError(f"{kind} of {name} was checked to be there")
         return stored
-
-    def unit_sources(self) -> Iterator[tuple[Unit, tuple[int, ...]]]:
-        """Yield each unit with the distinct indices of its sources."""
-        for unit, names in self.skeleton.units.parameters.items():
-            yield unit, tuple(dict.fromkeys(self.source_of[name] for name in names))
 
 
 def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpoint]) -> Assignment:
@@ -345,27 +339,19 @@ def _choose(assignment: Assignment, counters: list[dict[str, float]], counter: A
     return StepChoice(counter, value, StepPolicy.EXACT if len(used) <= 1 else StepPolicy.NEWEST)
 
 
-def pickled_counters(steps: Sequence[StepChoice], file: Location) -> dict[PicklePath, object]:
-    """Return the chosen values of the counters that are part of a file's pickle, by their places there."""
-    return {path: int(choice.value) for choice in steps for counted, path in choice.counter.entries if counted == file}
-
-
 def staleness_of(assignment: Assignment, steps: tuple[StepChoice, ...]) -> tuple[UnitStaleness, ...]:
     """Report every unit, in the model's order."""
     by_name = {name: choice for choice in steps for name in choice.counter.parameters}
-    return tuple(_units(assignment, by_name))
-
-
-def _units(assignment: Assignment, by_name: Mapping[str, StepChoice]) -> Iterator[UnitStaleness]:
     newest = assignment.state.step
-    for unit, indices in assignment.unit_sources():
-        names = assignment.skeleton.units.parameters[unit]
+    reports = []
+    for unit, names in assignment.skeleton.units.parameters.items():
         choices = [by_name[name] for name in names if name in by_name]
-        opened = [assignment.sources[index] for index in indices]
-        yield UnitStaleness(
+        opened = [assignment.sources[index] for index in dict.fromkeys(assignment.source_of[name] for name in names)]
+        reports.append(UnitStaleness(
             unit=str(unit),
             parameters=len(names),
             sources=tuple(UnitSource(str(source.path), source.step, newest - source.step) for source in opened),
             adam_steps=tuple(sorted({choice.value for choice in choices})),
             step_policies=tuple(sorted({choice.policy for choice in choices})),
-        )
+        ))  # fmt: skip
+    return tuple(reports)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import mergepipe
 from mergepipe.checkpoints.directory import find_sidecars, list_names, open_checkpoint, parse_config
@@ -16,7 +16,7 @@ from mergepipe.errors import CorruptError, LimitError, NotFoundError, RecipeErro
 from mergepipe.options import TailorOptions
 from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
-from mergepipe.snapshots.manifest import MANIFEST_NAME, AverageRecord, SelfCheck, Thoroughness
+from mergepipe.snapshots.manifest import MANIFEST_NAME, AverageRecord
 from mergepipe.snapshots.shards import ShardLayout, TensorSpec, index_files, plan_shards
 from mergepipe.storage.contract import CONFIG_BYTES, Store, is_file
 from mergepipe.storage.location import Location
@@ -30,17 +30,15 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
     differences,
-    list_skeleton,
 )
 from mergepipe.tailor.composition import CompositionReport, Job, OnProgress, check_out, check_same_run, publish
-from mergepipe.tailor.composition_plan import CompositionPlan, PatchCollector, StateOverlay, plan_file, unpacked
+from mergepipe.tailor.composition_plan import CompositionPlan, SkeletonChanges, unpacked
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, joined, patch_states
 from mergepipe.tailor.formats.hf_trainer import read_config
 from mergepipe.tailor.formats.registry import open_source_checkpoints, open_training_checkpoint
 from mergepipe.tailor.formats.weights import WEIGHTS_FORMAT
 from mergepipe.tailor.model_names import Views, tensor_views
 from mergepipe.tailor.recipes import DEFAULT_ALPHA, AverageRequest, OptimizerState, normalised, scheme_weights
-from mergepipe.tailor.self_check import ResultCheck
 
 MOST_CHECKPOINTS = 128
 CARD_NAME = "README.md"
@@ -56,22 +54,7 @@ def average(
     store = Stores()
     averaging = open_averaging(store, request)
     check_out(out, [source.path for source in averaging.sources], options)
-    return publish_average(averaging, request.to_yaml(), out, options, on_progress, started)
-
-
-def publish_average(
-    averaging: Averaging, text: str, out: Location, options: TailorOptions, on_progress: OnProgress, started: float
-) -> CompositionReport:
-    """Write an average, compare it with its sources and publish it with the recipe `text`."""
-    store, plan = averaging.store, averaging.plan()
-    with ResultCheck(store, Thoroughness(options.self_check), averaging.summands, averaging.weights) as check:
-        check.read_ahead(averaging.planned_states())
-
-        def compare(directory: Path, advance: Callable[[], None]) -> SelfCheck:
-            return check.compare(made_states(averaging, Location.local(directory), out), advance)
-
-        recipe = text_with_relative_paths(text, out.absolute().local_path) if out.is_local else text
-        return publish(store, Job(recipe, plan, out, compare, averaging.record), options, on_progress, started)
+    return publish(store, averaging.job(request.to_yaml(), out), out, options, on_progress, started)
 
 
 def check_average(request: AverageRequest) -> CompositionReport:
@@ -198,6 +181,12 @@ class Averaging:
         notices = (self.notice,) if self.notice and self.request.is_model else ()
         return CompositionPlan(self.assignment, steps, (), tuple(sorted(files, key=lambda plan: plan.name)), notices)
 
+    def job(self, text: str, out: Location) -> Job:
+        """Describe the average that is written at `out`, with the recipe `text`."""
+        recipe = text_with_relative_paths(text, out.absolute().local_path) if out.is_local else text
+        result = partial(made_states, self, home=out)
+        return Job(recipe, self.plan(), self.summands, result, self.weights, self.planned_states(), self.record)
+
     def planned_states(self) -> Mapping[tuple[str, str], StoredState]:
         """Return the states of the result, cut as they will be; their places are others."""
         if not self.request.is_model:
@@ -246,15 +235,14 @@ class Averaging:
 
     # --- a checkpoint to resume from
 
-    def _checkpoint_files(self) -> Iterator[FilePlan]:
+    def _checkpoint_files(self) -> Iterable[FilePlan]:
         """Plan the newest checkpoint's files with averaged values in their places."""
-        patches = PatchCollector(self.store)
+        changes = SkeletonChanges(self.store, self.newest)
         for (name, kind), target in self.newest.states.items():
             values = self.averaged(name, kind)
             if values:
-                patches.state(values, target, self.weights)
-        overlay = StateOverlay(list_skeleton(self.store, self.newest))
-        return (plan_file(self.store, file, patches, overlay) for file in overlay.files)
+                changes.state(values, target, self.weights)
+        return changes.plans()
 
     # --- a model
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from typing import TypeAlias
 
 from blake3 import blake3
 
@@ -56,7 +57,7 @@ from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_config, read_json
 from mergepipe.tailor.formats.registry import format_named, open_source_checkpoint, open_training_checkpoint
 from mergepipe.tailor.recipes import CompositionRecipe, load_composition
-from mergepipe.tailor.self_check import ResultCheck
+from mergepipe.tailor.self_check import ResultCheck, StateKey
 
 OnProgress = Callable[[str, int, int], None]
 _COMPARED_BYTES = 16 << 20
@@ -198,14 +199,22 @@ def compose(path: Location, out: Location, options: ComposeOptions, on_progress:
     started = time.perf_counter()
     store = Stores()
     recipe, plan = _plan(store, path, options, out)
+    assignment = plan.assignment
 
-    def check(directory: Path, advance: Callable[[], None]) -> SelfCheck:
-        made = open_training_checkpoint(store, Location.local(directory), out)
-        return check_composite(store, made, plan.assignment, plan.steps, Thoroughness(options.self_check), advance)
+    def sources(name: str, kind: str) -> tuple[StoredState, ...]:
+        stored = assignment.find_state(name, kind)
+        if stored is None:
+            raise _failed(out, f"{kind} of {name} has no source")
+        return (unpacked(store, stored),)
+
+    def open_result(made: Location) -> Mapping[StateKey, StoredState]:
+        opened = open_training_checkpoint(store, made, out)
+        _check_structure(opened, assignment, plan.steps, out)
+        return opened.states
 
     folder = recipe.path.parent
     text = text_with_relative_paths(recipe.text, folder.local_path) if folder.is_local else recipe.text
-    return publish(store, Job(text, plan, out, check), options, on_progress, started)
+    return publish(store, Job(text, plan, sources, open_result), out, options, on_progress, started)
 
 
 def check_out(out: Location, inputs: Iterable[Location], options: TailorOptions) -> None:
@@ -219,131 +228,116 @@ def check_out(out: Location, inputs: Iterable[Location], options: TailorOptions)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A composition to write at `out`; `check` compares the finished one with its sources, and calls back often."""
+    """A composition or an average to write, with the text of its `recipe`.
+
+    The finished one, which `open_result` opens in its staging directory, is compared with `summands`, the states of
+    the sources that a state is the average of by `weights`. Samples of them are read while it is written, where
+    `expected` says how its states will be cut.
+    """
 
     recipe: str
     plan: CompositionPlan
-    out: Location
-    check: Callable[[Path, Callable[[], None]], SelfCheck]
+    summands: Callable[[str, str], Sequence[StoredState]]
+    open_result: Callable[[Location], Mapping[StateKey, StoredState]]
+    weights: tuple[float, ...] = (1.0,)
+    expected: Mapping[StateKey, StoredState] = field(default_factory=dict)
     average: AverageRecord | None = None
-
-    @property
-    def staged(self) -> Path:
-        """The output of this machine beside which it grows."""
-        return self.out.local_path if self.out.is_local else staging_place(self.out, home_of(None))
 
 
 def publish(
-    store: Store, job: Job, options: TailorOptions, on_progress: OnProgress, started: float
+    store: Store, job: Job, out: Location, options: TailorOptions, on_progress: OnProgress, started: float
 ) -> CompositionReport:
     """Write the planned files, compare them with their sources and publish them, complete or not at all.
 
     An output for a bucket is uploaded from its staging directory, which then goes: the same command sends again only
     what the bucket lacks.
     """
-    check_free_space(job.staged, job.plan.output_bytes + SPARE_BYTES)
-    run = _Run(store, job, options, on_progress, started)
+    place = out.local_path if out.is_local else staging_place(out, home_of(None))
+    check_free_space(place, job.plan.output_bytes + SPARE_BYTES)
     with ExitStack() as stack:
-        upload = None if job.out.is_local else open_upload(job.out, force=options.force)
+        check = ResultCheck(store, Thoroughness(options.self_check), job.summands, job.weights)
+        stack.enter_context(check).read_ahead(job.expected)
+        upload = None if out.is_local else open_upload(out, force=options.force)
         if upload is not None:
             stack.enter_context(upload)
-        staging = stack.enter_context(Staging(job.staged, force=options.force))
-        manifest = run.fill(staging.path)
+        staging = stack.enter_context(Staging(place, force=options.force))
+        manifest = _fill(store, job, check, staging.path, options.memory_bytes, on_progress)
+        manifest = replace(manifest, run={"seconds": round(time.perf_counter() - started, 3)})
+        write_durably(staging.path / MANIFEST_NAME, manifest.without_paths(place).to_json(), store.ledger)
         if upload is None:
             staging.publish()
         else:
             manifest, output = published_composite(store, staging.path)
             output.send_by(upload, lambda _: on_progress("upload", upload.sent_bytes, output.total_bytes))
-    out = job.staged if job.out.is_local else job.out
-    return CompositionReport(job.plan, manifest, out, time.perf_counter() - started, job.average)
+    made = place if out.is_local else out
+    return CompositionReport(job.plan, manifest, made, time.perf_counter() - started, job.average)
 
 
-class _Run:
-    """Fills a staging directory with a composite."""
+def _fill(
+    store: Store, job: Job, check: ResultCheck, directory: Path, memory_bytes: int, on_progress: OnProgress
+) -> CompositeManifest:
+    """Write all files of the composite, and compare them with their sources; return its record."""
+    plan, done_bytes = job.plan, 0
 
-    def __init__(self, store: Store, job: Job, options: TailorOptions, on_progress: OnProgress, started: float) -> None:
-        self._store = store
-        self._job = job
-        self._plan = job.plan
-        self._options = options
-        self._on_progress = on_progress
-        self._started = started
-        self._done = 0
+    def advance(nbytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += nbytes
+        on_progress("compose", done_bytes, plan.output_bytes)
 
-    def fill(self, directory: Path) -> CompositeManifest:
-        """Write all files of the composite; return the manifest that was written."""
-        self._on_progress("compose", 0, self._plan.output_bytes)
-        inputs = self._inputs()
-        copier = Copier(self._store, self._options.memory_bytes, self._advance)
-        plans = [_without_paths(self._store, plan) for plan in self._plan.files]
-        written = copier.write_all([(plan, _place(plan, directory)) for plan in plans])
-        checked = self._job.check(directory, lambda: self._on_progress("check", self._done, self._plan.output_bytes))
-        for source in inputs:
-            for file in source.files:
-                path = Location.parse(source.path) / file.name
-                if self._version(path) != (file.size_bytes, file.version):
-                    raise ConflictError.of("input.changed", path, "changed while it was being composed", "run again")
-        manifest = self._manifest(inputs, written, checked)
-        stored = manifest.without_paths(self._job.staged)
-        write_durably(directory / MANIFEST_NAME, stored.to_json(), self._store.ledger)
-        return manifest
+    advance(0)
+    inputs = _identify(store, plan)
+    copier = Copier(store, memory_bytes, advance)
+    written = copier.write_all([(_without_paths(store, file), _place(file, directory)) for file in plan.files])
+    made = job.open_result(Location.local(directory))
+    masters = {}
+    if job.average is None:
+        tied = plan.assignment.skeleton.units.tied
+        owners = {(name, kind): (tied.get(name, name), FP32) for name, kind in made if kind in DERIVED_KINDS}
+        masters = {copy: made[owner] for copy, owner in owners.items() if owner in made}
+    checked = check.compare(made, lambda: on_progress("check", done_bytes, plan.output_bytes), masters)
+    for _, path, file in inputs:
+        status = store.stat(path)
+        if status is None or (status.size_bytes, status.version) != (file.size_bytes, file.version):
+            raise ConflictError.of("input.changed", path, "changed while it was being composed", "run again")
+    return _manifest(store, job, inputs, written, checked)
 
-    def _advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        self._on_progress("compose", self._done, self._plan.output_bytes)
 
-    def _inputs(self) -> tuple[CompositeInput, ...]:
-        """Record every source with the current state of the files read."""
-        assignment = self._plan.assignment
-        by_source: dict[int, list[FileId]] = {}
-        for path in sorted({path for plan in self._plan.files for path in plan.source_files}):
-            index = _owner(path, assignment)
-            base = assignment.sources[index].path
-            by_source.setdefault(index, []).append(_identify(self._store, base, path))
-        return tuple(
-            CompositeInput(str(source.path), source.step, "skeleton" if index == assignment.skeleton_index else "part",
-                           tuple(by_source.get(index, [])), 0)
-            for index, source in enumerate(assignment.sources)
-        )  # fmt: skip
+_InputFile: TypeAlias = tuple[int, Location, FileId]
+"""A file that is read, with the place of the source that it belongs to."""
 
-    def _version(self, path: Location) -> tuple[int, str] | None:
-        """Return the version of a source file, to notice that it changed; None where it is gone."""
-        status = self._store.stat(path)
-        return None if status is None else (status.size_bytes, status.version)
 
-    def _manifest(
-        self, inputs: tuple[CompositeInput, ...], written: tuple[Digested, ...], checked: SelfCheck
-    ) -> CompositeManifest:
-        usage = self._store.ledger.usage()
-        moved = {path: n for (path, purpose), n in usage.by_file.items() if purpose in (Purpose.BASE, Purpose.EXPERT)}
-        skeleton, state = self._plan.assignment.skeleton, self._plan.assignment.state
-        return CompositeManifest(
-            version=mergepipe.__version__,
-            recipe=self._job.recipe,
-            checkpoint=ComposedCheckpoint(
-                format=skeleton.format,
-                framework=skeleton.framework.value,
-                stage=skeleton.stage,
-                world_size=skeleton.world_size,
-                step=state.step,
-                state_from=str(state.path),
-            ),
-            inputs=tuple(
-                replace(
-                    checkpoint,
-                    read_bytes=sum(
-                        moved.get(str(Location.parse(checkpoint.path) / file.name), 0) for file in checkpoint.files
-                    ),
-                )
-                for checkpoint in inputs
-            ),
-            units=self._plan.staleness,
-            files=written,
-            self_check=checked,
-            realized={str(purpose): usage[purpose] for purpose in Purpose},
-            run={"seconds": round(time.perf_counter() - self._started, 3)},
-            average=self._job.average,
-        )
+def _manifest(
+    store: Store, job: Job, inputs: Sequence[_InputFile], written: tuple[Digested, ...], checked: SelfCheck
+) -> CompositeManifest:
+    usage = store.ledger.usage()
+    moved = {path: n for (path, purpose), n in usage.by_file.items() if purpose in (Purpose.BASE, Purpose.EXPERT)}
+    assignment = job.plan.assignment
+    skeleton, state = assignment.skeleton, assignment.state
+    sources = []
+    for index, source in enumerate(assignment.sources):
+        role = "skeleton" if index == assignment.skeleton_index else "part"
+        files = {path: file for place, path, file in inputs if place == index}
+        read_bytes = sum(moved.get(str(path), 0) for path in files)
+        sources.append(CompositeInput(str(source.path), source.step, role, tuple(files.values()), read_bytes))
+    return CompositeManifest(
+        version=mergepipe.__version__,
+        recipe=job.recipe,
+        checkpoint=ComposedCheckpoint(
+            format=skeleton.format,
+            framework=skeleton.framework.value,
+            stage=skeleton.stage,
+            world_size=skeleton.world_size,
+            step=state.step,
+            state_from=str(state.path),
+        ),
+        inputs=tuple(sources),
+        units=job.plan.staleness,
+        files=written,
+        self_check=checked,
+        realized={str(purpose): usage[purpose] for purpose in Purpose},
+        run={},
+        average=job.average,
+    )
 
 
 def published_composite(store: Store, path: Path) -> tuple[CompositeManifest, OutputContent]:
@@ -389,19 +383,27 @@ def _with_last_names(value: JsonValue, key: str = "") -> JsonValue:
     return f"../{PurePosixPath(str(value)).name}" if is_path else value
 
 
-def _identify(store: Store, base: Location, path: Location) -> FileId:
-    """Identify a source file, by its version and a digest of its first 4 KiB and its last 64 KiB.
+def _identify(store: Store, plan: CompositionPlan) -> list[_InputFile]:
+    """Identify every file that is read, by its version and a digest of its first 4 KiB and its last 64 KiB.
 
-    In torch.save archives these hold the checksum of every tensor. `base` is the checkpoint its name is relative to.
+    In torch.save archives these hold the checksum of every tensor. It belongs to the source in the deepest directory
+    around it.
     """
-    status = store.stat(path)
-    if status is None:
-        raise NotFoundError.of("storage.not-found", path, "no such file", "check the path")
-    digest = blake3(store.read_metadata(path, 0, _HEAD_BYTES))
-    if status.size_bytes > _HEAD_BYTES:
-        digest.update(store.read_metadata(path, max(_HEAD_BYTES, status.size_bytes - _TAIL_BYTES), _TAIL_BYTES))
-    name = path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
-    return FileId(name, status.size_bytes, status.version, digest.hexdigest(16))
+    inputs = []
+    sources = plan.assignment.sources
+    for path in sorted({path for file in plan.files for path in file.source_files}):
+        around = [(len(s.path.path.parts), i) for i, s in enumerate(sources) if path.is_relative_to(s.path)]
+        index = max(around)[1] if around else plan.assignment.skeleton_index
+        status = store.stat(path)
+        if status is None:
+            raise NotFoundError.of("storage.not-found", path, "no such file", "check the path")
+        digest = blake3(store.read_metadata(path, 0, _HEAD_BYTES))
+        if status.size_bytes > _HEAD_BYTES:
+            digest.update(store.read_metadata(path, max(_HEAD_BYTES, status.size_bytes - _TAIL_BYTES), _TAIL_BYTES))
+        base = sources[index].path
+        name = path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
+        inputs.append((index, path, FileId(name, status.size_bytes, status.version, digest.hexdigest(16))))
+    return inputs
 
 
 def _without_paths(store: Store, plan: FilePlan) -> FilePlan:
@@ -425,12 +427,6 @@ def _place(plan: FilePlan, directory: Path) -> Path:
     return path
 
 
-def _owner(path: Location, assignment: Assignment) -> int:
-    """Find the source that a file belongs to: the deepest directory around it."""
-    around = [(len(s.path.path.parts), i) for i, s in enumerate(assignment.sources) if path.is_relative_to(s.path)]
-    return max(around)[1] if around else assignment.skeleton_index
-
-
 # --- tell whether checkpoints are of one run, by what the Trainer records beside them ---
 
 
@@ -442,9 +438,12 @@ def check_same_run(store: Store, checkpoints: Sequence[TrainingCheckpoint]) -> N
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     histories = [(checkpoint.path, _history(store, checkpoint.path)) for checkpoint in ordered]
     described = [(checkpoint.path, read_config(store, checkpoint.path)) for checkpoint in ordered]
-    for path, architecture in described:
-        _compare_architectures(*described[-1], path, architecture)
-    newest_path, newest = histories[-1]
+    newest_path, wanted = described[-1]
+    for path, stated in described:
+        key = next((k for k in _SHOWN_KEYS if k in wanted and k in stated and wanted[k] != stated[k]), None)
+        if key is not None:
+            raise mismatched(path, f"{key} is {stated[key]}, that of {newest_path} is {wanted[key]}")
+    newest = histories[-1][1]
     for path, history in histories[:-1]:
         other_step = next((step for step in sorted(history) if step in newest and history[step] != newest[step]), None)
         if other_step is not None:
@@ -453,14 +452,6 @@ def check_same_run(store: Store, checkpoints: Sequence[TrainingCheckpoint]) -> N
                 f"its log of step {other_step} is not that of {newest_path}: they are of two "
                 "runs, or of two branches of one", "take checkpoints that follow one another",
             )  # fmt: skip
-
-
-def _compare_architectures(
-    newest: Location, wanted: dict[str, JsonValue], path: Location, architecture: dict[str, JsonValue]
-) -> None:
-    key = next((k for k in _SHOWN_KEYS if k in wanted and k in architecture and wanted[k] != architecture[k]), None)
-    if key is not None:
-        raise mismatched(path, f"{key} is {architecture[key]}, that of {newest} is {wanted[key]}")
 
 
 def _history(store: Store, folder: Location) -> dict[int, list[JsonValue]]:
@@ -476,47 +467,22 @@ def _history(store: Store, folder: Location) -> dict[int, list[JsonValue]]:
     return losses
 
 
-# --- compare a finished composite with its sources ---
+def _failed(out: Location, message: str) -> MergePipeError:
+    hint = "nothing was published; check the sources, then report it"
+    return CorruptError.of("output.damaged", out.name, message, hint)
 
 
-def check_composite(
-    store: Store,
-    made: TrainingCheckpoint,
-    assignment: Assignment,
-    steps: tuple[StepChoice, ...],
-    thoroughness: Thoroughness,
-    on_state: Callable[[], None],
-) -> SelfCheck:
-    """Compare every state of `made` with its source, every copy of a weight with its master, and the step counters."""
-    _check_structure(made, assignment, steps)
-
-    def sources(name: str, kind: str) -> tuple[StoredState, ...]:
-        stored = assignment.find_state(name, kind)
-        if stored is None:
-            raise _failed(made, f"{kind} of {name} has no source")
-        return (unpacked(store, stored),)
-
-    copies = ((name, kind) for name, kind in made.states if kind in DERIVED_KINDS)
-    owners = {(name, kind): (made.units.tied.get(name, name), FP32) for name, kind in copies}
-    masters = {copy: made.states[owner] for copy, owner in owners.items() if owner in made.states}
-    with ResultCheck(store, thoroughness, sources) as check:
-        return check.compare(made.states, on_state, masters)
-
-
-def _failed(made: TrainingCheckpoint, message: str) -> MergePipeError:
-    return CorruptError.of(
-        "output.damaged", made.path.name, message, "nothing was published; check the sources, then report it"
-    )
-
-
-def _check_structure(made: TrainingCheckpoint, assignment: Assignment, steps: tuple[StepChoice, ...]) -> None:
+def _check_structure(
+    made: TrainingCheckpoint, assignment: Assignment, steps: tuple[StepChoice, ...], out: Location
+) -> None:
+    """Check that nothing is missing in a finished composite, and its step counters."""
     if made.missing:
-        raise _failed(made, f"lacks {made.missing[0]}")
+        raise _failed(out, f"lacks {made.missing[0]}")
     is_other_step = made.step != assignment.state.step and format_named(made.format).records_step
     if is_other_step or dict(made.parameters) != dict(assignment.skeleton.parameters):
-        raise _failed(made, f"is at step {made.step} with {len(made.parameters)} parameters")
+        raise _failed(out, f"is at step {made.step} with {len(made.parameters)} parameters")
     wanted = {name: choice.value for choice in steps for name in choice.counter.parameters}
     written_steps = {name: step.value for step in made.steps for name in step.parameters}
     wrong = [name for name, value in wanted.items() if written_steps.get(name) != value]
     if wrong:
-        raise _failed(made, f"the step counter of {wrong[0]} is {written_steps.get(wrong[0])}, not {wanted[wrong[0]]}")
+        raise _failed(out, f"the step counter of {wrong[0]} is {written_steps.get(wrong[0])}, not {wanted[wrong[0]]}")

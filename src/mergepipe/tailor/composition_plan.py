@@ -6,9 +6,10 @@ import re
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
+from typing import TypeAlias
 
 from mergepipe.checkpoints.directory import stat_regular
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
@@ -19,12 +20,12 @@ from mergepipe.snapshots.manifest import UnitStaleness
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import (
-    ArchiveRewrite,
     InertPickler,
     MemberPlan,
     new_archive,
     new_tensor,
     plan_edited,
+    plan_rewritten,
     stale_checksums,
 )
 from mergepipe.tailor.assignment import (
@@ -32,7 +33,6 @@ from mergepipe.tailor.assignment import (
     Assignment,
     StepChoice,
     choose_steps,
-    pickled_counters,
     staleness_of,
 )
 from mergepipe.tailor.checkpoint import (
@@ -43,9 +43,10 @@ from mergepipe.tailor.checkpoint import (
     Piece,
     SkeletonFile,
     StoredState,
+    TrainingCheckpoint,
     list_skeleton,
 )
-from mergepipe.tailor.copy_plan import FilePlan, Literal, Patch, Segment, patch_states, patched_file
+from mergepipe.tailor.copy_plan import FilePlan, Literal, Patch, patch_states, patched_file
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata, unpack_piece
 from mergepipe.tailor.formats.deepspeed import LATEST_NAME, ZERO_FORMAT, ZeroFiles, base_optimizer_path, list_zero_files
 from mergepipe.tailor.formats.hf_trainer import (
@@ -94,25 +95,30 @@ class CompositionPlan:
 def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
     """Plan the composite that `assignment` describes, in the skeleton's own layout."""
     steps = choose_steps(assignment)
-    patches = PatchCollector(store)
+    changes = SkeletonChanges(store, assignment.skeleton)
+    take_state(changes, assignment)
     for (name, kind), target in assignment.skeleton.states.items():
         if not assignment.keeps(name):
-            patches.state([assignment.state_of(name, kind)], target)
+            changes.state([assignment.state_of(name, kind)], target)
     for choice in steps:
-        patches.step(choice)
-    overlay = overlay_state(store, assignment, list_skeleton(store, assignment.skeleton))
-    plans = tuple(plan_file(store, file, patches, overlay) for file in overlay.files)
-    return CompositionPlan(assignment, steps, staleness_of(assignment, steps), plans)
+        changes.step(choice)
+    return CompositionPlan(assignment, steps, staleness_of(assignment, steps), changes.plans())
 
 
-class PatchCollector:
-    """Collects patches and edits by the skeleton's file, and the archives inside files that hold many."""
+class SkeletonChanges:
+    """Collects changes to the files of a skeleton, which are `files` under the names they get.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.by_file: dict[Location, list[Patch]] = defaultdict(list)
+    `patches` are of their bytes, `edits` of the values in their pickles, by path, `contents` small files that are new
+    altogether, by name, and `windows` the archives inside files that hold many.
+    """
+
+    def __init__(self, store: Store, skeleton: TrainingCheckpoint) -> None:
+        self.store = store
+        self.files = list_skeleton(store, skeleton)
+        self.patches: dict[Location, list[Patch]] = defaultdict(list)
         self.windows: dict[Location, dict[int, Window]] = defaultdict(dict)
         self.edits: dict[Location, dict[PicklePath, object]] = defaultdict(dict)
+        self.contents: dict[str, bytes] = {}
 
     def state(self, sources: Sequence[StoredState], target: StoredState, weights: tuple[float, ...] = (1.0,)) -> None:
         """Write the values of a state, or the average of several, to the places of `target`."""
@@ -120,9 +126,9 @@ class PatchCollector:
             hint = "export or average it as a model: parts of such checkpoints are not composed"
             raise unsupported(target.parameter, "is cut along columns, as tensor parallel training does", hint)
         self._note_windows(target.pieces)
-        raw = [unpacked(self._store, source) for source in sources]
-        for file, patch in patch_states(raw, unpacked(self._store, target), weights):
-            self.by_file[file].append(patch)
+        raw = [unpacked(self.store, source) for source in sources]
+        for file, patch in patch_states(raw, unpacked(self.store, target), weights):
+            self.patches[file].append(patch)
 
     def step(self, choice: StepChoice) -> None:
         """Write a step counter where its value changes."""
@@ -131,15 +137,40 @@ class PatchCollector:
             return
         self._note_windows(counter.cells)
         for cell in counter.cells:
-            inside = cell if cell.packing is Packing.RAW else unpack_piece(self._store, cell, counter.dtype)
-            self.by_file[inside.file].append(Patch(inside.offset, Literal(pack_step(choice))))
-        for file, path in counter.entries:
+            inside = cell if cell.packing is Packing.RAW else unpack_piece(self.store, cell, counter.dtype)
+            self.patches[inside.file].append(Patch(inside.offset, Literal(pack_step(choice))))
+        self.step_in_pickles(choice)
+
+    def step_in_pickles(self, choice: StepChoice) -> None:
+        """Write a step counter that is part of pickles."""
+        for file, path in choice.counter.entries:
             self.edits[file][path] = int(choice.value)
 
     def _note_windows(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             if piece.packing is Packing.TORCH_ZIP:
                 self.windows[piece.file][piece.offset] = Window(piece.file, piece.offset, piece.nbytes)
+
+    def plans(self) -> tuple[FilePlan, ...]:
+        """Plan every file."""
+        return tuple(self.plan(file) for file in self.files)
+
+    def plan(self, file: SkeletonFile) -> FilePlan:
+        """Plan a copy of one file with its changes."""
+        if file.name in self.contents:
+            return FilePlan(file.name, (Literal(self.contents[file.name]),))
+        patches = sorted(self.patches.get(file.path, []), key=lambda patch: patch.offset)
+        for patch, following in pairwise(patches):
+            if following.offset < patch.stop:  # one of them would be written over the other
+                message = f"two states share bytes [{following.offset}, {patch.stop})"
+                raise damaged(file.path, message, "save each state as a tensor of its own: .clone() it")
+        edits = self.edits.get(file.path)
+        if edits:
+            return plan_edited(self.store, file, patches, edits)
+        touched = [range(patch.offset, patch.stop) for patch in patches]
+        windows = self.windows.get(file.path, {})
+        checksums = stale_checksums(self.store, file.path, touched, tuple(windows.values()))
+        return patched_file(file.name, file.path, file.size_bytes, patches, checksums)
 
 
 def pack_step(choice: StepChoice) -> bytes:
@@ -156,37 +187,6 @@ def unpacked(store: Store, state: StoredState) -> StoredState:
     return replace(state, pieces=tuple(pieces))
 
 
-def state_segments(store: Store, stored: StoredState, span: Span, dtype: DType) -> Iterator[Segment]:
-    """Yield the segments of the elements `span` of a source's state, in order, as values of `dtype`."""
-    place = Piece(_MEMBER, 0, span.n_elements * dtype.itemsize, span)
-    target = StoredState(stored.parameter, stored.kind, dtype, stored.shape, (place,) if span.n_elements else ())
-    for _, patch in patch_states([unpacked(store, stored)], target):
-        yield patch.segment
-
-
-def plan_file(store: Store, file: SkeletonFile, patches: PatchCollector, overlay: StateOverlay) -> FilePlan:
-    """Plan a copy of one file with its patches and state edits."""
-    if file.name in overlay.contents:
-        return FilePlan(file.name, (Literal(overlay.contents[file.name]),))
-    file_patches = sorted(patches.by_file.get(file.path, []), key=lambda patch: patch.offset)
-    _check_apart(file_patches, file)
-    edits = {**overlay.edits_of(file.path), **patches.edits.get(file.path, {})}
-    if edits:
-        return plan_edited(store, file, file_patches, edits)
-    touched = [range(patch.offset, patch.stop) for patch in file_patches]
-    windows = patches.windows.get(file.path, {})  # the archives inside a file that is none itself
-    checksums = stale_checksums(store, file.path, touched, tuple(windows.values()))
-    return patched_file(file.name, file.path, file.size_bytes, file_patches, checksums)
-
-
-def _check_apart(ordered: Sequence[Patch], file: SkeletonFile) -> None:
-    """Refuse a file in which two states share bytes: one of them would be written over the other."""
-    for patch, following in pairwise(ordered):
-        if following.offset < patch.stop:
-            message = f"two states share bytes [{following.offset}, {patch.stop})"
-            raise damaged(file.path, message, "save each state as a tensor of its own: .clone() it")
-
-
 # --- take a run's state from a partial checkpoint: step, scheduler, random states, optimizer options ---
 
 
@@ -195,36 +195,19 @@ _MODEL_FILE = re.compile(r".*mp_rank_\d+_model_states\.pt", re.ASCII)
 _GROUPS = "param_groups"
 _RATE = "lr"
 
-Edits = Mapping[PicklePath, object]
+Edits: TypeAlias = Mapping[PicklePath, object]
 
 
-@dataclass(frozen=True, slots=True)
-class StateOverlay:
-    """The changes that the state makes to the skeleton's files.
-
-    `files` are the skeleton's under their new names, with the state's in place of their namesakes. `edits` are new
-    values in the pickles of archives, by path; `contents` are small files that are new altogether, by name.
-    """
-
-    files: tuple[SkeletonFile, ...]
-    edits: Mapping[Location, Edits] = field(default_factory=lambda: MappingProxyType({}))
-    contents: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))
-    tag: str | None = None
-
-    def edits_of(self, path: Location) -> Edits:
-        return self.edits.get(path, {})
-
-
-def overlay_state(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
-    """Plan which small files and values the state replaces; `files` are the skeleton's."""
+def take_state(changes: SkeletonChanges, assignment: Assignment) -> None:
+    """Replace the small files and values that a partial checkpoint gives the state of, if one does."""
     if assignment.state_index is None:
-        return StateOverlay(tuple(files))
-    _check_state(store, assignment)
-    replaced = _with_state_files(store, assignment, files)
-    if assignment.skeleton.format not in _OVERLAYS:
+        return
+    _check_state(changes.store, assignment)
+    _take_state_files(changes, assignment.state.path)
+    if assignment.skeleton.format not in _TAKERS:
         message = f"is of format {assignment.skeleton.format}, which takes no state from a partial checkpoint"
         raise unsupported(assignment.skeleton.path, message, "name a complete checkpoint in state_from")
-    return _OVERLAYS[assignment.skeleton.format](store, assignment, replaced)
+    _TAKERS[assignment.skeleton.format](changes, assignment)
 
 
 def _check_state(store: Store, assignment: Assignment) -> None:
@@ -237,28 +220,18 @@ def _check_state(store: Store, assignment: Assignment) -> None:
         raise damaged(folder, f"{TRAINER_STATE_NAME} is of another step")
 
 
-def _with_state_files(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> tuple[SkeletonFile, ...]:
-    folder = assignment.state.path
-    source_files = {f.name: f for f in _state_files(store, folder)}
-    lacking = [f.name for f in files if _STATE_FILES.fullmatch(f.name) and f.name not in source_files]
+def _take_state_files(changes: SkeletonChanges, folder: Location) -> None:
+    """Put the state's files in place of their namesakes."""
+    taken = {}
+    for entry in changes.store.list(folder):
+        status = stat_regular(changes.store, folder, entry.name) if _STATE_FILES.fullmatch(entry.name) else None
+        if status is not None:
+            taken[entry.name] = SkeletonFile(entry.name, folder / entry.name, status.size_bytes)
+    lacking = [f.name for f in changes.files if _STATE_FILES.fullmatch(f.name) and f.name not in taken]
     if lacking:
         raise damaged(folder, f"holds no {lacking[0]}, which the skeleton has")
-    other_files = [f for f in files if f.name not in source_files]
-    return tuple(sorted([*other_files, *source_files.values()], key=lambda f: f.name))
-
-
-def _state_files(store: Store, folder: Location) -> Iterator[SkeletonFile]:
-    for entry in store.list(folder):
-        if _STATE_FILES.fullmatch(entry.name):
-            status = stat_regular(store, folder, entry.name)
-            if status is not None:
-                yield SkeletonFile(entry.name, folder / entry.name, status.size_bytes)
-
-
-def apply_edits(edits: Edits, root: Node) -> None:
-    """Apply edits to a value that is pickled again anyway."""
-    for path, value in edits.items():
-        root.at(path[:-1]).mapping()[path[-1]] = value
+    others = [f for f in changes.files if f.name not in taken]
+    changes.files = tuple(sorted([*others, *taken.values()], key=lambda f: f.name))
 
 
 # --- options of the optimizer
@@ -294,37 +267,37 @@ def _like(old: Node, value: object) -> object:
 # --- Hugging Face Trainer
 
 
-def _overlay_hf(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
-    """Options in the optimizer file."""
+def _take_hf(changes: SkeletonChanges, assignment: Assignment) -> None:
+    """Edit options in the optimizer file."""
     path = assignment.skeleton.root / OPTIMIZER_NAME
-    root = Node(read_torch_zip(store, path).root, OPTIMIZER_NAME)
-    return StateOverlay(tuple(files), MappingProxyType({path: _options(store, assignment, root, ())}))
+    root = Node(read_torch_zip(changes.store, path).root, OPTIMIZER_NAME)
+    changes.edits[path] |= _options(changes.store, assignment, root, ())
 
 
 # --- DeepSpeed
 
 
-def _overlay_zero(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
-    """Step counters of the engine in every model file, options in every optimizer file, the tag's name."""
-    skeleton = assignment.skeleton
+def _take_zero(changes: SkeletonChanges, assignment: Assignment) -> None:
+    """Edit the engine's step counters in every model file, options in every optimizer file, and the tag's name."""
+    store, skeleton = changes.store, assignment.skeleton
     zero = list_zero_files(store, skeleton.root)
     if zero is None:
         raise AssertionError("the skeleton was read as ZeRO")
     inside = base_optimizer_path(skeleton.stage)
-    edits: dict[Location, Edits] = {}
     for path in zero.optimizer.values():
         root = Node(read_torch_zip(store, path).root, path.name)
-        edits[path] = {**_options(store, assignment, root, inside), **_loss_scale(store, assignment, root)}
-    for file in files:
+        changes.edits[path] |= {**_options(store, assignment, root, inside), **_loss_scale(store, assignment, root)}
+    for file in changes.files:
         if file.path.parent == skeleton.root and _MODEL_FILE.fullmatch(file.path.name):
-            edits[file.path] = _engine_state(store, assignment, file.path)
-    tag = _new_tag(assignment)
-    if tag is None:
-        return StateOverlay(tuple(files), MappingProxyType(edits))
-    old = f"{skeleton.root.name}/"
-    renamed = (replace(f, name=f"{tag}/{f.name.removeprefix(old)}") if f.name.startswith(old) else f for f in files)
-    contents = MappingProxyType({LATEST_NAME: tag.encode()})
-    return StateOverlay(tuple(sorted(renamed, key=lambda f: f.name)), MappingProxyType(edits), contents, tag)
+            changes.edits[file.path] |= _engine_state(store, assignment, file.path)
+    tag = new_tag(assignment)
+    if tag != skeleton.root.name:
+        old = f"{skeleton.root.name}/"
+        renamed = (
+            replace(f, name=f"{tag}/{f.name.removeprefix(old)}") if f.name.startswith(old) else f for f in changes.files
+        )
+        changes.files = tuple(sorted(renamed, key=lambda f: f.name))
+        changes.contents[LATEST_NAME] = tag.encode()
 
 
 def _engine_state(store: Store, assignment: Assignment, path: Location) -> Edits:
@@ -362,36 +335,34 @@ def _scheduler(store: Store, folder: Location) -> object:
     return root
 
 
-def _new_tag(assignment: Assignment) -> str | None:
-    """The tag with the state's step, where the skeleton's is inside a save directory and tells its step."""
+def new_tag(assignment: Assignment) -> str:
+    """Name the skeleton's tag directory by the state's step, where it is inside a save directory and tells its step."""
     skeleton = assignment.skeleton
-    if skeleton.root == skeleton.path or skeleton.root.name != f"global_step{skeleton.step}":
-        return None
-    return f"global_step{assignment.state.step}"
+    is_named = skeleton.root != skeleton.path and skeleton.root.name == f"global_step{skeleton.step}"
+    return f"global_step{assignment.state.step}" if is_named else skeleton.root.name
 
 
 # --- torch DCP
 
 
-def _overlay_dcp(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+def _take_dcp(changes: SkeletonChanges, assignment: Assignment) -> None:
     """Point the metadata of everything that is no tensor of the model to the state's file, which goes along."""
-    skeleton, state = assignment.skeleton, assignment.state
+    store, skeleton, state = changes.store, assignment.skeleton, assignment.state
     metadata = read_dcp_metadata(store, skeleton.path)
-    moved = merge_state(metadata, skeleton.path, read_dcp_metadata(store, state.path), state.path)
     added = []
-    for old, new in moved.items():
+    for old, new in merge_state(metadata, skeleton.path, read_dcp_metadata(store, state.path), state.path).items():
         status = stat_regular(store, state.path, old)
         if status is None:
             raise damaged(state.path, f"holds no {old}, which {METADATA_NAME} names")
         added.append(SkeletonFile(new, state.path / old, status.size_bytes))
-    contents = MappingProxyType({METADATA_NAME: InertPickler().dump(metadata)})
-    return StateOverlay(tuple(sorted([*files, *added], key=lambda f: f.name)), contents=contents)
+    changes.contents[METADATA_NAME] = InertPickler().dump(metadata)
+    changes.files = tuple(sorted([*changes.files, *added], key=lambda f: f.name))
 
 
-_OVERLAYS: Mapping[str, Callable[[Store, Assignment, Sequence[SkeletonFile]], StateOverlay]] = MappingProxyType({
-    HF_FORMAT: _overlay_hf, ZERO_FORMAT: _overlay_zero, DCP_FORMAT: _overlay_dcp,
+_TAKERS: Mapping[str, Callable[[SkeletonChanges, Assignment], None]] = MappingProxyType({
+    HF_FORMAT: _take_hf, ZERO_FORMAT: _take_zero, DCP_FORMAT: _take_dcp,
 })  # fmt: skip
-"""Formats whose state may come from a partial checkpoint: `files` have its small files already."""
+"""Formats whose state may come from a partial checkpoint, whose small files are there already."""
 
 # --- composites of DeepSpeed ZeRO checkpoints as universal ones: a file for every state of every parameter ---
 
@@ -414,42 +385,37 @@ def plan_universal(store: Store, assignment: Assignment) -> CompositionPlan:
     if not steps:
         message = "its optimizer counts no steps; DeepSpeed's universal checkpoints are those of Adam"
         raise unsupported(skeleton.path, message, "compose without --export: the number of ranks stays")
-    overlay = overlay_state(store, assignment, list_skeleton(store, skeleton))
-    export = _Export(store, assignment, zero, overlay, steps)
+    changes = SkeletonChanges(store, skeleton)
+    take_state(changes, assignment)
+    export = _Export(changes, assignment, zero, steps)
     plans = sorted([*export.copied_files(), *export.state_files()], key=lambda plan: plan.name)
     return CompositionPlan(assignment, steps, staleness_of(assignment, steps), tuple(plans))
 
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    store: Store
+    changes: SkeletonChanges
     assignment: Assignment
     zero: ZeroFiles
-    overlay: StateOverlay
     steps: tuple[StepChoice, ...]
 
     def copied_files(self) -> Iterator[FilePlan]:
         """Plan the files that are the skeleton's: all but the optimizer's, with weights from their sources."""
-        patches = PatchCollector(self.store)
         skeleton = self.assignment.skeleton
         for (name, kind), target in skeleton.states.items():
             if kind in DERIVED_KINDS and not self.assignment.keeps(name):
-                patches.state([self.assignment.state_of(name, kind)], target)
-        for file in self.overlay.files:
+                self.changes.state([self.assignment.state_of(name, kind)], target)
+        for file in self.changes.files:
             if file.path not in self.zero.optimizer.values() and file.name != LATEST_NAME:
-                yield plan_file(self.store, file, patches, self.overlay)
-        if self._tag:
-            yield FilePlan(LATEST_UNIVERSAL_NAME, (Literal(self._tag.encode()),))
-
-    @property
-    def _tag(self) -> str:
-        """The tag directory inside the checkpoint; empty where the checkpoint is one."""
-        skeleton = self.assignment.skeleton
-        return "" if skeleton.root == skeleton.path else self.overlay.tag or skeleton.root.name
+                yield self.changes.plan(file)
+        if skeleton.root != skeleton.path:
+            yield FilePlan(LATEST_UNIVERSAL_NAME, (Literal(new_tag(self.assignment).encode()),))
 
     @property
     def _folder(self) -> str:
-        return f"{self._tag}/{STATES_FOLDER}" if self._tag else STATES_FOLDER
+        """The directory of the states, inside the tag directory where the checkpoint is not one itself."""
+        skeleton = self.assignment.skeleton
+        return STATES_FOLDER if skeleton.root == skeleton.path else f"{new_tag(self.assignment)}/{STATES_FOLDER}"
 
     def state_files(self) -> Iterator[FilePlan]:
         """Plan the files of every parameter, and that of the optimizer's options."""
@@ -460,7 +426,9 @@ class _Export:
             elif kind == WEIGHT and (name, FP32) not in model.states:  # frozen: there is no master
                 yield self._state_file(name, FP32, F32, kind)
         for choice in self.steps if model.stage != 3 else ():
-            for name in choice.counter.parameters if not _is_option(choice) else ():
+            # some optimizers keep the counter among the options of the parameter group
+            is_option = any("param_groups" in path for _, path in choice.counter.entries)
+            for name in choice.counter.parameters if not is_option else ():
                 yield self._step_file(f"{self._folder}/{name}/{STEP_NAME}", choice)
         yield self._options_file()
 
@@ -474,7 +442,9 @@ class _Export:
     def _state_file(self, name: str, kind: str, dtype: DType, stored_kind: str) -> FilePlan:
         """Plan one state in the form that the stage's loader takes: shaped in a mapping, or flat (stage 3)."""
         stored = self.assignment.state_of(name, stored_kind)
-        segments = tuple(state_segments(self.store, stored, Span(0, stored.n_elements), dtype))
+        place = Piece(_MEMBER, 0, stored.n_elements * dtype.itemsize, Span(0, stored.n_elements))
+        target = StoredState(name, kind, dtype, stored.shape, (place,) if stored.n_elements else ())
+        segments = tuple(patch.segment for _, patch in patch_states([unpacked(self.changes.store, stored)], target))
         is_flat = self.assignment.skeleton.stage == 3
         tensor = new_tensor("0", dtype, (stored.n_elements,) if is_flat else stored.shape)
         root: object = tensor
@@ -485,23 +455,24 @@ class _Export:
     def _options_file(self) -> FilePlan:
         """Plan what the optimizer keeps beside tensors: options, loss scaler and, in stage 3, the one counter."""
         first = self.zero.optimizer[min(self.zero.optimizer)]
-        archive = read_torch_zip(self.store, first)
+        archive = read_torch_zip(self.changes.store, first)
         file = Node(archive.root, first.name)
-        apply_edits({**self.overlay.edits_of(first), **pickled_counters(self.steps, first)}, file)
+        for choice in self.steps:
+            self.changes.step_in_pickles(choice)
+        for path, value in self.changes.edits[first].items():
+            file.at(path[:-1]).mapping()[path[-1]] = value
         base = file.at(base_optimizer_path(self.assignment.skeleton.stage))
         options = base.get("param_groups").value
         kept = file.get("optimizer_state_dict").mapping().items()
         root = {key: value for key, value in kept if key not in _SHARDED} | {"param_groups": options}
-        rewrite = ArchiveRewrite(replace(archive, root=root))
+        new = {}
         if self.assignment.skeleton.stage == 3:
             (choice,) = self.steps
             step: object = int(choice.value)
             if not choice.counter.entries:
-                step = rewrite.tensor((Literal(pack_step(choice)),), choice.counter.dtype, ())
+                keys = [tensor.storage.key for _, tensor in walk_tensors(root)]
+                key = str(1 + max((int(key) for key in keys if key.isdecimal()), default=-1))
+                new[key] = MemberPlan(f"data/{key}", (Literal(pack_step(choice)),))
+                step = new_tensor(key, choice.counter.dtype, ())
             root["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": options}
-        return rewrite.plan(f"{self._folder}/{OPTIMIZER_STATE_NAME}")
-
-
-def _is_option(choice: StepChoice) -> bool:
-    """Whether an optimizer keeps its counter among the options of the parameter group."""
-    return any("param_groups" in path for _, path in choice.counter.entries)
+        return plan_rewritten(f"{self._folder}/{OPTIMIZER_STATE_NAME}", archive, root, new)

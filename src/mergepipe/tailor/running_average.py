@@ -18,9 +18,9 @@ from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.snapshots.manifest import CompositeManifest, read_composite
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
-from mergepipe.tailor.averaging import Averaging, check_whole, publish_average, views_of
+from mergepipe.tailor.averaging import Averaging, check_whole, views_of
 from mergepipe.tailor.checkpoint import WEIGHT, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composition import check_out, check_same_run
+from mergepipe.tailor.composition import check_out, check_same_run, publish
 from mergepipe.tailor.formats.registry import open_source_checkpoint
 from mergepipe.tailor.formats.weights import WEIGHTS_FORMAT
 from mergepipe.tailor.recipes import AVERAGE_KEY, DEFAULT_ALPHA, AverageRequest, normalised, scheme_weights
@@ -149,8 +149,8 @@ class Averager:
         averaging = replace(
             averaging, folded=tuple(zip((*done, newest.step), weights, strict=True)), scheme=self._shape
         )
-        recipe = _recipe(record, newest.path, weights)
-        publish_average(averaging, recipe, self._out, options, lambda *_: None, started)
+        job = averaging.job(_recipe(record, newest.path, weights), self._out)
+        publish(store, job, self._out, options, lambda *_: None, started)
         return True
 
     def _record(self, store: Stores) -> CompositeManifest | None:

@@ -7,12 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import DType, DTypeKind, Span
+from mergepipe.core.blocks import DTypeKind, Span
 from mergepipe.errors import CorruptError
 from mergepipe.snapshots.manifest import SelfCheck, Thoroughness
 from mergepipe.storage.contract import Store
@@ -52,7 +52,7 @@ class ResultCheck:
         self._reader = StateReader(store)
         is_large = thoroughness is Thoroughness.FULL and len(weights) > 1  # whole blocks of all sources
         self._pool = ThreadPoolExecutor(1 if is_large else _READERS, "mergepipe-tailor-check")
-        self._ahead: dict[tuple[StateKey, ...], Future[list[_Wanted]]] = {}
+        self._ahead: dict[object, Future[list[_Wanted]]] = {}
 
     def __enter__(self) -> ResultCheck:
         return self
@@ -70,7 +70,7 @@ class ResultCheck:
             n_elements += sum(compared.n_elements for compared in batch)
             if n_elements > _MOST_AHEAD:
                 return
-            self._ahead[tuple(compared.key for compared in batch)] = self._pool.submit(self._wanted, batch)
+            self._ahead[_identity(batch)] = self._pool.submit(self._wanted, batch)
 
     def compare(
         self,
@@ -97,9 +97,9 @@ class ResultCheck:
                 blocks = (range(span.start, span.stop, _BLOCK_ELEMENTS) for span in pieces)
                 for span, starts in zip(pieces, blocks, strict=True):
                     ends = (min(start + _BLOCK_ELEMENTS, span.stop) for start in starts)
-                    yield from ([_Compared(key, state, [Span(a, b)])] for a, b in zip(starts, ends, strict=True))
+                    yield from ([_Compared(key, state, (Span(a, b),))] for a, b in zip(starts, ends, strict=True))
             elif pieces:
-                batch.append(_Compared(key, state, [end for span in pieces for end in _both_ends(span)]))
+                batch.append(_Compared(key, state, tuple(end for span in pieces for end in _both_ends(span))))
             if len(batch) == _STATES_AT_ONCE:
                 yield batch
                 batch = []
@@ -108,18 +108,15 @@ class ResultCheck:
 
     def _compare(self, masters: Mapping[StateKey, StoredState], batch: list[_Compared]) -> int:
         """Compare states, from any thread; return how many elements were compared."""
-        ahead = self._ahead.pop(tuple(compared.key for compared in batch), None)
-        wanted = [] if ahead is None else ahead.result()
-        if [(w.spans, w.dtype) for w in wanted] != [(c.spans, c.state.dtype) for c in batch]:
-            wanted = self._wanted(batch)
+        ahead = self._ahead.pop(_identity(batch), None)
+        wanted = self._wanted(batch) if ahead is None else ahead.result()
         made = self._reader.read_many([(unpacked(self._store, c.state), c.spans) for c in batch])
         for compared, values, raw in zip(batch, wanted, made, strict=True):
-            _require_same(compared, values.agrees(raw, compared.state.parameter))
+            _require_same(compared, values, raw)
             master = masters.get(compared.key)
             if master is not None:
                 stored = self._reader.read(unpacked(self._store, master), *compared.spans)
-                cast = _cast(compared, stored, master)
-                _require_same(compared, cast.agrees(raw, compared.state.parameter))
+                _require_same(compared, _average(compared, [(stored, master)], (1.0,)), raw)
         return sum(compared.n_elements for compared in batch)
 
     def _wanted(self, batch: list[_Compared]) -> list[_Wanted]:
@@ -142,11 +139,20 @@ class _Compared:
 
     key: StateKey
     state: StoredState
-    spans: Sequence[Span]
+    spans: tuple[Span, ...]
 
     @property
     def n_elements(self) -> int:
         return sum(span.n_elements for span in self.spans)
+
+
+_Wanted: TypeAlias = tuple[NDArray[Any], NDArray[np.float64] | None]
+"""Expected elements: averages in float64 with their largest distances, or bytes a row and None."""
+
+
+def _identity(batch: Sequence[_Compared]) -> object:
+    """Identify what is compared, wherever it lies."""
+    return tuple((compared.key, compared.state.dtype, compared.spans) for compared in batch)
 
 
 def _both_ends(span: Span) -> Iterator[Span]:
@@ -156,56 +162,44 @@ def _both_ends(span: Span) -> Iterator[Span]:
         yield Span(max(head, span.stop - _SAMPLE_ELEMENTS), span.stop)
 
 
-def _cast(compared: _Compared, stored: NDArray[np.uint8], state: StoredState) -> _Wanted:
-    dtype = compared.state.dtype
-    cast = cast_bytes(stored, state.dtype, dtype, state.parameter)
-    return _Wanted(compared.spans, dtype, cast.reshape(-1, dtype.itemsize), None)
-
-
 def _average(
     compared: _Compared, summands: Sequence[tuple[NDArray[np.uint8], StoredState]], weights: Sequence[float]
 ) -> _Wanted:
+    """Average the elements of several states, or cast those of one."""
+    dtype = compared.state.dtype
     if len(summands) == 1:
-        return _cast(compared, *summands[0])
+        ((raw, state),) = summands
+        return cast_bytes(raw, state.dtype, dtype, state.parameter).reshape(-1, dtype.itemsize), None
     averages, largest = np.zeros(compared.n_elements), np.zeros(compared.n_elements)
     with np.errstate(invalid="ignore"):
         for weight, (raw, state) in zip(weights, summands, strict=True):
             summand = values_of(raw, state.dtype, state.parameter).astype(np.float64)
             averages += weight * summand
             np.maximum(largest, np.abs(summand), out=largest)
-    dtype = compared.state.dtype
-    return _Wanted(compared.spans, dtype, averages, _TOLERANCES[dtype.name] * largest)
+    return averages, _TOLERANCES[dtype.name] * largest
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """Expected elements of `spans`: averages in float64 with their largest distances, or bytes a row."""
+def _require_same(compared: _Compared, wanted: _Wanted, raw: NDArray[np.uint8]) -> None:
+    """Compare averages within the rounding of the dtype where they are finite, other elements but for the bits of NaN.
 
-    spans: Sequence[Span]
-    dtype: DType
-    values: NDArray[np.float64] | NDArray[np.uint8]
-    distances: NDArray[np.float64] | None
-
-    def agrees(self, raw: NDArray[np.uint8], parameter: str) -> NDArray[np.bool_]:
-        """Compare elements: averages within the rounding of the dtype where they are finite, bytes but for NaNs'."""
-        if self.distances is not None:
-            made = values_of(raw, self.dtype, parameter).astype(np.float64)
-            with np.errstate(invalid="ignore"):
-                close = np.abs(made - self.values) <= self.distances
-            return np.asarray(close | ~np.isfinite(self.values))
-        is_same = np.asarray((raw.reshape(self.values.shape) == self.values).all(axis=1))
-        if self.dtype.kind is DTypeKind.FLOAT and not is_same.all():
-            stored = np.ascontiguousarray(self.values, np.uint8).reshape(-1)
-            is_nan = [np.isnan(values_of(either, self.dtype, parameter)) for either in (raw, stored)]
+    Raises:
+        CorruptError: they differ.
+    """
+    (values, distances), state = wanted, compared.state
+    if distances is not None:
+        made = values_of(raw, state.dtype, state.parameter).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            is_same = (np.abs(made - values) <= distances) | ~np.isfinite(values)
+    else:
+        is_same = (raw.reshape(values.shape) == values).all(axis=1)
+        if state.dtype.kind is DTypeKind.FLOAT and not is_same.all():
+            stored = np.ascontiguousarray(values).reshape(-1)
+            is_nan = [np.isnan(values_of(either, state.dtype, state.parameter)) for either in (raw, stored)]
             is_same |= is_nan[0] & is_nan[1]
-        return is_same
-
-
-def _require_same(compared: _Compared, is_same: NDArray[np.bool_]) -> None:
     if is_same.all():
         return
     ends = np.cumsum([span.n_elements for span in compared.spans])
     span = compared.spans[int(np.searchsorted(ends, int(np.argmin(is_same)), side="right"))]
-    message = f"{compared.state.kind} differs from its sources in elements [{span.start}, {span.stop})"
+    message = f"{state.kind} differs from its sources in elements [{span.start}, {span.stop})"
     hint = "nothing was published; check the sources, then report it"
-    raise CorruptError.of("output.damaged", compared.state.parameter, message, hint)
+    raise CorruptError.of("output.damaged", state.parameter, message, hint)
