@@ -22,7 +22,6 @@ from mergepipe.tailor.selection import (
     layer,
     model_units,
     parse_selector,
-    select_parameters,
     unit_selectors,
 )
 
@@ -148,6 +147,6 @@ PARAMETERS = model_units([
 @given(st.sets(st.sampled_from(tuple(PARAMETERS.parameters)), min_size=1))
 def test_unit_selectors__select_exactly_the_units(units: set[Unit]) -> None:
     selectors = [parse_selector(text) for text in unit_selectors(units)]
-    selected = select_parameters(selectors, PARAMETERS)
+    selected = [name for selector in selectors for name in selector.find(PARAMETERS, "units")[0]]
     assert {PARAMETERS.unit_of(name) for name in selected} == units
     assert len(selected) == sum(len(PARAMETERS.parameters[unit]) for unit in units)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import RecipeError
-from mergepipe.tailor.selection import ModelUnits, model_units, parse_selector, select_parameters
+from mergepipe.tailor.selection import ModelUnits, model_units, parse_selector
 from support.training_trees import decoder_shapes
 
 DECODER = model_units(decoder_shapes(12))
@@ -74,8 +74,14 @@ def test_model_units__puts_every_parameter_in_exactly_one_unit(names: list[str])
     assert sorted(model_units(names).names) == sorted(set(names))
 
 
-def chosen(*selectors: str, units: ModelUnits = DECODER) -> list[str]:
-    names = select_parameters([parse_selector(s) for s in selectors], units)
+def names_of(selector: str, units: ModelUnits = DECODER) -> tuple[str, ...]:
+    names, alias = parse_selector(selector).find(units, "units")
+    assert alias is None
+    return names
+
+
+def chosen(selector: str, units: ModelUnits = DECODER) -> list[str]:
+    names = names_of(selector, units)
     return list(dict.fromkeys(str(units.unit_of(n)) for n in names))
 
 
@@ -95,22 +101,16 @@ def chosen(*selectors: str, units: ModelUnits = DECODER) -> list[str]:
         ("name:*norm.weight", [*(f"layer {i}" for i in range(12)), "norm"]),
     ],
 )
-def test_select_parameters__means_what_the_grammar_says(text: str, expected: list[str]) -> None:
+def test_parse_selector__means_what_the_grammar_says(text: str, expected: list[str]) -> None:
     assert chosen(text) == expected
 
 
-def test_select_parameters__takes_whole_units() -> None:
-    names = select_parameters([parse_selector("layers 3")], DECODER)
-    assert set(names) == {n for n in decoder_shapes(12) if ".layers.3." in n}
+def test_parse_selector__takes_whole_units() -> None:
+    assert set(names_of("layers 3")) == {n for n in decoder_shapes(12) if ".layers.3." in n}
 
 
-def test_select_parameters__selects_other_units_by_pattern() -> None:
+def test_parse_selector__selects_other_units_by_pattern() -> None:
     assert chosen("other:bert.*", units=model_units(BERT)) == ["other:bert.pooler.dense"]
-
-
-def test_select_parameters__joins_selectors_without_repeating() -> None:
-    names = select_parameters([parse_selector("layers 3"), parse_selector("name:*.3.mlp.*")], DECODER)
-    assert len(names) == len(set(names)) == 9
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_parse_selector__explains_what_is_wrong(text: str, message: str) -> None
         ("name:model.layers.0.mlp.up_prj.weight", "did you mean 'model.layers.0.mlp.up_proj.weight'"),
     ],
 )
-def test_select_parameters__refuses_what_means_nothing(text: str, message: str) -> None:
+def test_parse_selector__refuses_what_means_nothing(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        select_parameters([parse_selector(text)], DECODER)
+        names_of(text)
 
 
-def test_select_parameters__explains_that_a_head_is_tied() -> None:
+def test_parse_selector__explains_that_a_head_is_tied() -> None:
     units = model_units(decoder_shapes(1, tied=True), {"lm_head.weight": "model.embed_tokens.weight"})
     with pytest.raises(RecipeError, match="take embed instead"):
-        select_parameters([parse_selector("lm_head")], units)
+        names_of("lm_head", units)

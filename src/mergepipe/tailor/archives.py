@@ -14,7 +14,6 @@ from mergepipe.checkpoints.inert_values import Global, PickledStorage, PickledTe
 from mergepipe.checkpoints.torch_file import (
     TorchArchive,
     Window,
-    ZipMember,
     read_torch_zip,
     read_zip_directory,
     walk_tensors,
@@ -24,7 +23,7 @@ from mergepipe.errors import damaged, unsupported
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import SkeletonFile
-from mergepipe.tailor.copy_plan import Checksum, CopyRange, FilePlan, Literal, Patch, Segment, joined
+from mergepipe.tailor.copy_plan import Checksum, CopyRange, FilePlan, Literal, Patch, Segment, joined, patched_range
 from mergepipe.tailor.formats.pickle_node import PicklePath
 
 _STORAGES: Mapping[str, str] = MappingProxyType({
@@ -363,22 +362,13 @@ def plan_edited(
             content = InertPickler().dump(edits[()]) if () in edits else edit_pickle(raw, edits, file.name)
             members.append(literal_member(name, content))
         else:
-            members.append(_member(name, member, file, ordered))
+            start, stop = member.offset, member.offset + member.nbytes
+            first = bisect_left(ordered, start, key=lambda patch: patch.offset)
+            inside = ordered[first : bisect_left(ordered, stop, key=lambda patch: patch.offset)]
+            segments = patched_range(file.path, start, stop, inside)
+            members.append(MemberPlan(name, tuple(segments), None if inside else member.crc32))
     plan = lay_out_archive(file.name, archive.stem, members)
     return replace(plan, segments=tuple(joined(plan.segments)))
-
-
-def _member(name: str, member: ZipMember, file: SkeletonFile, patches: Sequence[Patch]) -> MemberPlan:
-    """Plan one member with the patches inside it."""
-    segments: list[Segment] = []
-    position, stop = member.offset, member.offset + member.nbytes
-    first = bisect_left(patches, position, key=lambda patch: patch.offset)
-    inside = patches[first : bisect_left(patches, stop, key=lambda patch: patch.offset)]
-    for patch in inside:
-        segments += [CopyRange(file.path, position, patch.offset - position, is_skeleton=True), patch.segment]
-        position = patch.stop
-    segments.append(CopyRange(file.path, position, stop - position, is_skeleton=True))
-    return MemberPlan(name, tuple(s for s in segments if s.nbytes), None if inside else member.crc32)
 
 
 # --- plan torch.save archives of another value: some tensors new, from any source, the others copied ---

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from mergepipe.errors import MismatchError, RecipeError, did_you_mean
+from mergepipe.errors import MismatchError, RecipeError
 from mergepipe.recipes.fields import Findings
 from mergepipe.snapshots.manifest import StepPolicy, UnitSource, UnitStaleness
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredState, TrainingCheckpoint, differences
 from mergepipe.tailor.formats.weights import WEIGHTS_FORMAT
-from mergepipe.tailor.recipes import CompositionRecipe, ExactName, NumberedUnit, Take
-from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, ModelUnits, Selector, select_parameters
+from mergepipe.tailor.recipes import CompositionRecipe, Take
+from mergepipe.tailor.selection import Choice, ModelUnits
 
 # --- assign each parameter to a source checkpoint, by the recipe and the opened sources. Pure ---
 
@@ -72,11 +72,7 @@ def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpo
     skeleton = _skeleton(recipe, opened, places, findings)
     findings.raise_any()
     _check_depth(recipe, opened[skeleton], findings)
-    claims = _ParameterClaims(opened[skeleton].units, findings)
-    for take in recipe.takes:
-        claims.add(take, places[take.source])
-    default = places[recipe.default] if recipe.default is not None else None
-    source_of = claims.complete(default, recipe.path.name)
+    source_of = _claim_parameters(recipe, places, opened[skeleton].units, findings)
     _check_dtype(recipe, opened[skeleton], findings)
     state = _state(recipe, opened, places, skeleton)
     assignment = Assignment(opened, skeleton, MappingProxyType(source_of), state if state != skeleton else None)
@@ -125,97 +121,42 @@ def _skeleton(
     return max(complete, key=lambda index: opened[index].step)
 
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """A recipe entry that takes a parameter: source, position in the recipe, and the alias used, if any.
-
-    `selector` is the text that selects it among others; empty where it is named by itself.
-    """
-
-    source: int
-    where: str
-    alias: str | None
-    selector: str = ""
-
-
-class _ParameterClaims:
-    """Collects which recipe entry takes which parameter; reports conflicts."""
-
-    def __init__(self, units: ModelUnits, findings: Findings) -> None:
-        self._units = units
-        self._findings = findings
-        self._claims: dict[str, _Claim] = {}
-
-    def add(self, take: Take, source: int) -> None:
+def _claim_parameters(
+    recipe: CompositionRecipe, places: Mapping[Location, int], units: ModelUnits, findings: Findings
+) -> dict[str, int]:
+    """Return every parameter's source, in the model's order; what no entry takes comes from the default."""
+    claims: dict[str, tuple[Take, Choice, str | None]] = {}
+    for take in recipe.takes:
         for choice in take.choices:
             try:
-                names, alias = self._resolve(choice, take.where)
+                names, alias = choice.find(units, take.where)
             except RecipeError as error:
                 for problem in error.problems:
-                    self._findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
+                    findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
                 continue
             for name in names:
-                self._claim(
-                    name, _Claim(source, take.where, alias, choice.text if isinstance(choice, Selector) else "")
-                )
-
-    def _resolve(self, choice: Selector | ExactName | NumberedUnit, where: str) -> tuple[tuple[str, ...], str | None]:
-        """Return the parameters that a choice selects, and the alias if it named one."""
-        units = self._units
-        if isinstance(choice, NumberedUnit):
-            return _numbered(choice, units, where)
-        if isinstance(choice, Selector):
-            return select_parameters([choice], units, where), None
-        if choice.text in units.tied:
-            return (units.tied[choice.text],), choice.text
-        if choice.text not in units.names:
-            message = f"the model has no parameter {choice.text[:100]!r}"
-            raise RecipeError.of("recipe.units", where, message, did_you_mean(choice.text, (*units.names, *units.tied)))
-        return (choice.text,), None
-
-    def _claim(self, name: str, claim: _Claim) -> None:
-        first = self._claims.setdefault(name, claim)
-        if first.source == claim.source:
-            if first is not claim and first.selector and claim.selector:
-                message = f"{claim.selector!r} takes {name!r} once more, which {first.selector!r} takes"
-                self._findings.add(RecipeError, "recipe.conflict", claim.where, message, "name every unit once")
-            return
-        alias = first.alias or claim.alias
-        if alias is not None:
-            self._findings.add(
-                MismatchError, "checkpoint.mismatch", claim.where,
-                f"{alias!r} is tied to {name!r}, and the two are taken "
-                f"from different checkpoints (see {first.where})", "take both from one",
-            )  # fmt: skip
-        else:
-            message = f"{name!r} is taken from another checkpoint already, at {first.where}"
-            self._findings.add(RecipeError, "recipe.conflict", claim.where, message, "name every unit once")
-
-    def complete(self, default: int | None, where: str) -> dict[str, int]:
-        """Return every parameter's source, in the model's order; unclaimed parameters come from the default."""
-        if default is None:
-            units = [str(u) for u, names in self._units.parameters.items() if not self._claims.keys() >= set(names)]
-            if units:
-                shown = ", ".join(units[:_MAX_LISTED_UNITS]) + (", ..." if len(units) > _MAX_LISTED_UNITS else "")
-                hint = "take them from one, or add 'default: PATH'"
-                self._findings.add(RecipeError, "recipe.incomplete", where, f"no checkpoint is named for {shown}", hint)
-        sources = ((name, self._claims[name].source if name in self._claims else default) for name in self._units.names)
-        return {name: source for name, source in sources if source is not None}
+                first, first_choice, first_alias = claims.setdefault(name, (take, choice, alias))
+                if first.source != take.source:
+                    _refuse_two_sources(name, first_alias or alias, take.where, first.where, findings)
+                elif first_choice is not choice and first_choice.text and choice.text:
+                    message = f"{choice.text!r} takes {name!r} once more, which {first_choice.text!r} takes"
+                    findings.add(RecipeError, "recipe.conflict", take.where, message, "name every unit once")
+    lacking = [str(u) for u, names in units.parameters.items() if not claims.keys() >= set(names)]
+    if recipe.default is None and lacking:
+        listed = ", ".join(lacking[:_MAX_LISTED_UNITS]) + (", ..." if len(lacking) > _MAX_LISTED_UNITS else "")
+        hint = "take them from one, or add 'default: PATH'"
+        findings.add(RecipeError, "recipe.incomplete", recipe.path.name, f"no checkpoint is named for {listed}", hint)
+    sources = ((name, claims[name][0].source if name in claims else recipe.default) for name in units.names)
+    return {name: places[source] for name, source in sources if source is not None}
 
 
-def _numbered(choice: NumberedUnit, units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
-    numbers = {0: NORM, units.n_layers + 1: LM_HEAD, units.n_layers + 2: EMBED}
-    unit = numbers.get(choice.number)
-    if unit is LM_HEAD and unit not in units.parameters and units.tied:
-        alias, owner = next(iter(units.tied.items()))
-        return (owner,), alias
-    if unit is None or unit not in units.parameters:
-        raise RecipeError.of(
-            "recipe.units", where, f"{choice.text}: no such unit",
-            f"with {units.n_layers} layers, 0 is the final norm, {units.n_layers + 1} the head and "
-            f"{units.n_layers + 2} the embeddings",
-        )  # fmt: skip
-    return units.parameters[unit], None
+def _refuse_two_sources(name: str, alias: str | None, where: str, first: str, findings: Findings) -> None:
+    if alias is None:
+        message = f"{name!r} is taken from another checkpoint already, at {first}"
+        findings.add(RecipeError, "recipe.conflict", where, message, "name every unit once")
+        return
+    message = f"{alias!r} is tied to {name!r}, and the two are taken from different checkpoints (see {first})"
+    findings.add(MismatchError, "checkpoint.mismatch", where, message, "take both from one")
 
 
 def _check_dtype(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: Findings) -> None:

@@ -14,8 +14,6 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, round_up
 from mergepipe.tailor.checkpoint import Piece, StoredState, Strip
 
-# --- the copy plan as values: every output file as ordered byte ranges of the sources. Pure ---
-
 
 @dataclass(frozen=True, slots=True)
 class CopyRange:
@@ -201,23 +199,21 @@ def _element_range(piece: Piece, dtype: DType, element: int) -> ElementRange:
 def patched_file(
     name: str, original: Location, size_bytes: int, patches: Iterable[Patch], checksums: Sequence[Checksum] = ()
 ) -> FilePlan:
-    """Plan a copy of `original` with some ranges replaced.
-
-    Law: the segments cover `[0, size_bytes)` in order.
-    """
-    segments: list[Segment] = []
-    position = 0
-    for patch in sorted(patches, key=lambda p: p.offset):
-        gap = patch.offset - position
-        if gap < 0 or patch.stop > size_bytes:
-            raise ValueError(f"{name}: a patch at [{patch.offset}, {patch.stop}) overlaps or lies outside")
-        if gap:
-            segments.append(CopyRange(original, position, gap, is_skeleton=True))
-        segments.append(patch.segment)
-        position = patch.stop
-    if position < size_bytes:
-        segments.append(CopyRange(original, position, size_bytes - position, is_skeleton=True))
+    """Plan a copy of `original` with some ranges replaced. Law: the segments cover `[0, size_bytes)` in order."""
+    ordered = sorted(patches, key=lambda p: p.offset)
+    segments = patched_range(original, 0, size_bytes, ordered)
     return FilePlan(name, tuple(joined(segments)), tuple(checksums))
+
+
+def patched_range(original: Location, start: int, stop: int, patches: Iterable[Patch]) -> list[Segment]:
+    """Copy the bytes `[start, stop)` of `original`, with the `patches` in them, which are in order and apart."""
+    segments: list[Segment] = []
+    for patch in patches:
+        if patch.offset < start or patch.stop > stop:
+            raise ValueError(f"{original}: a patch at [{patch.offset}, {patch.stop}) overlaps or lies outside")
+        segments += [CopyRange(original, start, patch.offset - start, is_skeleton=True), patch.segment]
+        start = patch.stop
+    return [*segments, CopyRange(original, start, stop - start, is_skeleton=True)]
 
 
 def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
@@ -236,17 +232,13 @@ def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
 
 def _together(first: Segment | None, second: Segment) -> Segment | None:
     """Join two ranges if the second follows the first in the same files; else None."""
-    if isinstance(first, AverageRange) and isinstance(second, AverageRange):
-        n_elements = first.n_elements + second.n_elements
-        return (
-            AverageRange(first.parts, first.weights, n_elements, first.wanted) if first.continues_in(second) else None
-        )
-    if not isinstance(first, CopyRange) or not isinstance(second, CopyRange):
-        return None
-    follows = first.file == second.file and first.offset + first.nbytes == second.offset
-    if not follows or first.is_skeleton != second.is_skeleton:
-        return None
-    return replace(first, nbytes=first.nbytes + second.nbytes)
+    if isinstance(first, AverageRange) and isinstance(second, AverageRange) and first.continues_in(second):
+        return replace(first, n_elements=first.n_elements + second.n_elements)
+    if isinstance(first, CopyRange) and isinstance(second, CopyRange):
+        end = (first.file, first.offset + first.nbytes, first.is_skeleton)
+        if end == (second.file, second.offset, second.is_skeleton):
+            return replace(first, nbytes=first.nbytes + second.nbytes)
+    return None
 
 
 # --- cut a file's segments into chunks that fit one buffer, and place each part in it. Pure ---
@@ -265,15 +257,8 @@ class Part:
     room_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Parts that follow one another in the output."""
-
-    parts: tuple[Part, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.segment.nbytes for part in self.parts)
+Chunk: TypeAlias = tuple[Part, ...]
+"""Parts that follow one another in the output."""
 
 
 def buffer_bytes_for(chunk_bytes: int) -> int:
@@ -294,12 +279,12 @@ def cut_chunks(segments: Iterable[Segment], chunk_bytes: int) -> Iterator[Chunk]
         for piece in _cut(segment, chunk_bytes):
             room = _room(piece)
             if parts and (used + room > limit or len(parts) == _MAX_PARTS):
-                yield Chunk(tuple(parts))
+                yield tuple(parts)
                 parts, used = [], 0
             parts.append(Part(piece, used, room))
             used += room
     if parts:
-        yield Chunk(tuple(parts))
+        yield tuple(parts)
 
 
 def _room(segment: Segment) -> int:

@@ -168,7 +168,7 @@ class _Step:
 def _steps(jobs: Iterable[tuple[FilePlan, Path]], chunk_bytes: int) -> Iterator[_Step]:
     for index, (plan, _) in enumerate(jobs):
         chunks = cut_chunks(plan.segments, chunk_bytes)
-        current = next(chunks, Chunk(()))
+        current = next(chunks, ())
         for following in chunks:
             yield _Step(index, current, is_last=False)
             current = following
@@ -260,9 +260,7 @@ class _Flow:
 
 def _fill(chunk: Chunk, buffer: Bytes, files: Mapping[Location, RangeFile]) -> list[Bytes]:
     """Read the bytes of every part; the arrays are writable, and lie in `buffer` where they were read."""
-    return [
-        _part(part, buffer[part.buffer_offset : part.buffer_offset + part.room_bytes], files) for part in chunk.parts
-    ]
+    return [_part(part, buffer[part.buffer_offset : part.buffer_offset + part.room_bytes], files) for part in chunk]
 
 
 def _part(part: Part, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TypeAlias
 
 from mergepipe.core.blocks import BF16, DTYPES_BY_RECIPE_NAME, F16, F32, DType
 from mergepipe.core.display import yaml_document
@@ -18,7 +17,7 @@ from mergepipe.recipes.references import read_reference
 from mergepipe.recipes.yaml_source import KeyPath, Value, read_yaml, shortened
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
-from mergepipe.tailor.selection import Selector, UnitKind, parse_selector
+from mergepipe.tailor.selection import Choice, exact_name, layer_selector, numbered_unit, parse_selector
 
 SHORT_KEYS = ("default", "take", "state_from")
 TAKE_KEYS = ("from", "units")
@@ -26,24 +25,6 @@ SLICES_KEYS = ("slices", "pre_weights", "post_weights", "base_model", "merge_met
 _SLICE_KEYS = ("sources",)
 _SOURCE_KEYS = ("model", "layer_range")
 _WEIGHT_KEYS = ("name", "model")
-
-
-@dataclass(frozen=True, slots=True)
-class NumberedUnit:
-    """A zero-length range: 0 is the final norm, L+1 the head, L+2 the embeddings of a model of L layers."""
-
-    text: str
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExactName:
-    """One parameter or alias by its full name."""
-
-    text: str
-
-
-Choice: TypeAlias = Selector | NumberedUnit | ExactName
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +131,7 @@ def _take(reader: DocumentReader, entry: Value, at: KeyPath) -> Take | None:
     return Take(source, tuple(choices), reader.source.where(*at)) if source is not None else None
 
 
-def _selector(reader: DocumentReader, text: str, at: KeyPath) -> Selector | None:
+def _selector(reader: DocumentReader, text: str, at: KeyPath) -> Choice | None:
     try:
         return parse_selector(text, reader.source.where(*at))
     except RecipeError as error:
@@ -180,7 +161,7 @@ def _read_slices(reader: DocumentReader, root: dict[str, Value]) -> CompositionR
     for index, entry in enumerate(_entries(reader, root, "slices")):
         for take in _slice(reader, entry, ("slices", index)):
             takes.append(take)
-            layers = [number for choice in take.choices if isinstance(choice, Selector) for number in choice.layers]
+            layers = [number for choice in take.choices for number in choice.layers]
             if layers and layers[0] != n_sliced:
                 message = f"layer {layers[0]} would become layer {n_sliced}: training state keeps the order of layers"
                 hint = "stack the weights alone: merge the models by this recipe"
@@ -219,7 +200,7 @@ def _slice(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
     return [Take(source, (choice,), reader.source.where(*place))] if source is not None and choice is not None else []
 
 
-def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> Selector | NumberedUnit | None:
+def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> Choice | None:
     ends = value if isinstance(value, list) else []
     first, last = (ends[0], ends[1]) if len(ends) == 2 else (None, None)
     is_range = isinstance(first, int) and isinstance(last, int) and not isinstance(first, bool)
@@ -227,9 +208,7 @@ def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> Selector 
         reader.refuse("recipe.value", at, "needs two layer numbers, the second excluded, as [0, 16]")
         return None
     text, layers = f"layer_range [{first}, {last}]", range(first, last)
-    if not layers:
-        return NumberedUnit(text, first)
-    return Selector(text, lambda unit, _: unit.kind is UnitKind.LAYER and unit.index in layers, tuple(layers))
+    return layer_selector(text, layers) if layers else numbered_unit(first, text)
 
 
 def _weight(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
@@ -239,7 +218,7 @@ def _weight(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
     reader.refuse_unknown_keys(entry, _WEIGHT_KEYS, at)
     name = reader.text(entry.get("name"), (*at, "name"))
     source = _named_source(reader, entry, "model", at)
-    return [Take(source, (ExactName(name),), reader.source.where(*at))] if name and source is not None else []
+    return [Take(source, (exact_name(name),), reader.source.where(*at))] if name and source is not None else []
 
 
 def _dtype(reader: DocumentReader, root: dict[str, Value]) -> DType | None:

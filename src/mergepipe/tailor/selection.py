@@ -12,7 +12,7 @@ from itertools import groupby
 from types import MappingProxyType
 
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import MergePipeError, RecipeError, did_you_mean
+from mergepipe.errors import RecipeError, did_you_mean
 
 # --- units ---
 # the parts of a model that are taken from one checkpoint or another, and which parameter belongs to which
@@ -147,18 +147,82 @@ _RANGE = re.compile(r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Selector:
-    """A selector of units, `text` in a recipe; `matches` tells whether it selects a parameter of a unit.
+class Choice:
+    """Parameters that a recipe takes: `find` returns those of a model, in its order, and the alias that names them.
 
-    `layers` are the indices that are named one by one, which the model must have.
+    `find` takes the place in the recipe, too, for the error where there are none. `text` is that of a selector, empty
+    where they are named by themselves. `layers` are the indices that are named one by one.
     """
 
-    text: str
-    matches: Callable[[Unit, str], bool]
+    find: Callable[[ModelUnits, str], tuple[tuple[str, ...], str | None]]
+    text: str = ""
     layers: tuple[int, ...] = ()
 
 
-def parse_selector(text: str, where: str = "units") -> Selector:
+def exact_name(name: str) -> Choice:
+    """Choose one parameter, or the owner of an alias, by its full name."""
+
+    def find(units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
+        if name in units.tied:
+            return (units.tied[name],), name
+        if name not in units.names:
+            message = f"the model has no parameter {name[:100]!r}"
+            raise RecipeError.of("recipe.units", where, message, did_you_mean(name, (*units.names, *units.tied)))
+        return (name,), None
+
+    return Choice(find)
+
+
+def numbered_unit(number: int, text: str) -> Choice:
+    """Choose a unit as zero-length ranges do: 0 is the final norm, L+1 the head, L+2 the embeddings of L layers."""
+
+    def find(units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
+        unit = {0: NORM, units.n_layers + 1: LM_HEAD, units.n_layers + 2: EMBED}.get(number)
+        if unit is LM_HEAD and unit not in units.parameters and units.tied:
+            alias, owner = next(iter(units.tied.items()))
+            return (owner,), alias
+        if unit is None or unit not in units.parameters:
+            raise RecipeError.of(
+                "recipe.units", where, f"{text}: no such unit",
+                f"with {units.n_layers} layers, 0 is the final norm, {units.n_layers + 1} the head and "
+                f"{units.n_layers + 2} the embeddings",
+            )  # fmt: skip
+        return units.parameters[unit], None
+
+    return Choice(find)
+
+
+def selector(text: str, matches: Callable[[Unit, str], bool], layers: Sequence[int] = ()) -> Choice:
+    """Choose the parameters of a unit that match; there must be some, and the `layers`."""
+
+    def find(units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
+        indices = [unit.index for unit in units.parameters if unit.kind is UnitKind.LAYER]
+        beyond = [index for index in layers if index not in indices]
+        if beyond:
+            listed = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
+            hint = f"its layers are {min(indices)} to {max(indices)}" if indices else "it has no layers"
+            raise RecipeError.of("recipe.units", where, f"{text!r}: the model has no layer {listed}", hint)
+        names = tuple(n for unit, names in units.parameters.items() for n in names if matches(unit, n))
+        if names:
+            return names, None
+        if text == str(LM_HEAD) and units.tied:
+            alias, owner = next(iter(units.tied.items()))
+            hint = f"'{alias}' is tied to '{owner}': take {units.unit_of(owner)} instead"
+        elif text.startswith("name:"):
+            hint = did_you_mean(text.removeprefix("name:").strip(), units.names)
+        else:
+            hint = f"its units: {', '.join(map(str, units.parameters))}"
+        raise RecipeError.of("recipe.units", where, f"{text!r} matches nothing in this model", hint)
+
+    return Choice(find, text, tuple(layers))
+
+
+def layer_selector(text: str, layers: Sequence[int]) -> Choice:
+    """Choose layers by their indices, all of which the model must have."""
+    return selector(text, lambda unit, _: unit.kind is UnitKind.LAYER and unit.index in layers, layers)
+
+
+def parse_selector(text: str, where: str = "units") -> Choice:
     """Read one selector.
 
     `embed`, `norm`, `lm_head`; `layers all`, `layers even`, `layers odd`, `layers 3,7-9` with both ends of a range;
@@ -172,21 +236,21 @@ def parse_selector(text: str, where: str = "units") -> Selector:
             message = f"{stripped!r} has no pattern"
             raise RecipeError.of("recipe.units", where, message, "write for example name:*.mlp.*")
         if kind == "name":
-            return Selector(stripped, lambda _, name: fnmatchcase(name, pattern))
-        return Selector(stripped, lambda unit, _: unit.kind is UnitKind.OTHER and fnmatchcase(unit.name, pattern))
+            return selector(stripped, lambda _, name: fnmatchcase(name, pattern))
+        return selector(stripped, lambda unit, _: unit.kind is UnitKind.OTHER and fnmatchcase(unit.name, pattern))
     if stripped in _PLAIN_UNITS:
-        return Selector(stripped, lambda unit, _: unit == _PLAIN_UNITS[stripped])
+        return selector(stripped, lambda unit, _: unit == _PLAIN_UNITS[stripped])
     word, _, rest = stripped.partition(" ")
     if word in ("layers", "layer") and rest:
         return _layers(stripped, rest, where)
     raise RecipeError.of("recipe.units", where, f"{text[:80]!r} names no unit", did_you_mean(stripped, _WORDS))
 
 
-def _layers(text: str, rest: str, where: str) -> Selector:
+def _layers(text: str, rest: str, where: str) -> Choice:
     every = {"all": (1, 0), "even": (2, 0), "odd": (2, 1)}
     if rest in every:
         modulus, remainder = every[rest]
-        return Selector(text, lambda unit, _: unit.kind is UnitKind.LAYER and unit.index % modulus == remainder)
+        return selector(text, lambda unit, _: unit.kind is UnitKind.LAYER and unit.index % modulus == remainder)
     if rest[0].isalpha():
         hint = did_you_mean(rest, tuple(every))
         raise RecipeError.of("recipe.units", where, f"{text[:80]!r}: {rest[:80]!r} names no layers", hint)
@@ -197,7 +261,7 @@ def _layers(text: str, rest: str, where: str) -> Selector:
             "recipe.units", where, f"{text[:80]!r} names layer {repeated[0]} twice",
             "name each layer once; to put a layer in several places write 'slices', as for mergekit's passthrough",
         )  # fmt: skip
-    return Selector(text, lambda unit, _: unit.kind is UnitKind.LAYER and unit.index in indices, indices)
+    return layer_selector(text, indices)
 
 
 def _index_range(part: str, text: str, where: str) -> range:
@@ -210,39 +274,6 @@ def _index_range(part: str, text: str, where: str) -> range:
     if last < first:
         raise RecipeError.of("recipe.units", where, f"{text[:80]!r}: the range {part!r} runs backwards")
     return range(first, last + 1)
-
-
-def select_parameters(selectors: Iterable[Selector], units: ModelUnits, where: str = "units") -> tuple[str, ...]:
-    """Return the parameters that any of the selectors means, in the model's order. Aliases are not parameters."""
-    chosen: set[str] = set()
-    for selector in selectors:
-        parameters = _matching_names(selector, units, where)
-        if not parameters:
-            raise _empty_selection(selector, units, where)
-        chosen.update(parameters)
-    return tuple(name for name in units.names if name in chosen)
-
-
-def _matching_names(selector: Selector, units: ModelUnits, where: str) -> list[str]:
-    indices = [unit.index for unit in units.parameters if unit.kind is UnitKind.LAYER]
-    beyond = [index for index in selector.layers if index not in indices]
-    if beyond:
-        shown_layers = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
-        hint = f"its layers are {min(indices)} to {max(indices)}" if indices else "it has no layers"
-        raise RecipeError.of("recipe.units", where, f"{selector.text!r}: the model has no layer {shown_layers}", hint)
-    return [n for unit, names in units.parameters.items() for n in names if selector.matches(unit, n)]
-
-
-def _empty_selection(selector: Selector, units: ModelUnits, where: str) -> MergePipeError:
-    message = f"{selector.text!r} matches nothing in this model"
-    if selector.text == str(LM_HEAD) and units.tied:
-        alias, owner = next(iter(units.tied.items()))
-        hint = f"'{alias}' is tied to '{owner}': take {units.unit_of(owner)} instead"
-    elif selector.text.startswith("name:"):
-        hint = did_you_mean(selector.text.removeprefix("name:").strip(), units.names)
-    else:
-        hint = f"its units: {', '.join(map(str, units.parameters))}"
-    return RecipeError.of("recipe.units", where, message, hint)
 
 
 def unit_selectors(units: Iterable[Unit]) -> tuple[str, ...]:
