@@ -5,6 +5,7 @@ Run with the interpreter of requirements/train.txt and PYTHONPATH=src:. `python 
     torch           torch.load of every file in turn, in one process
     deepspeed-save  ranks that write a ZeRO-3 checkpoint of --size-gb, as `benchmarks.tailor_tree` writes without them
     deepspeed       ranks with an engine of that size, which loads it
+    zero_to_fp32    DeepSpeed's script, which turns it into a file of weights
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,7 +24,7 @@ from typing import Any
 from benchmarks import deepspeed_cpu
 from benchmarks.tailor_tree import scaled_shapes
 
-WAYS = ("torch", "deepspeed-save", "deepspeed")
+WAYS = ("torch", "deepspeed-save", "deepspeed", "zero_to_fp32")
 _TAG = "global_step100"
 _STAGE = 3
 
@@ -100,6 +102,11 @@ def main() -> None:
     if options.way == "torch":
         import_module("deepspeed.runtime.zero.config")  # whose classes the files name
         _tell(_timed(lambda: _torch_load(options.directory)), options.result)
+    elif options.way == "zero_to_fp32":
+        script: Any = import_module("deepspeed.utils.zero_to_fp32")
+        out = options.directory / "weights"
+        _tell(_timed(lambda: script.convert_zero_checkpoint_to_fp32_state_dict(options.directory, out)), options.result)
+        shutil.rmtree(out)
     elif "RANK" in os.environ:
         _rank(options)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +138,9 @@ def main() -> None:
     values = np.random.default_rng(0).standard_normal(_POOL_BYTES // 4).astype(np.float32)
     pool.write_bytes(values.tobytes())
     shapes = scaled_shapes(int(options.size_gb * 1e9))
+    vocabulary, width = shapes["lm_head.weight"]
+    config = {"model_type": "llama", "hidden_size": width, "num_hidden_layers": LAYERS, "vocab_size": vocabulary}
+    (options.directory / "config.json").write_text(json.dumps(config))
     for index in range(options.checkpoints):
         step = 100 * (index + 1)
         write_checkpoint(options.directory / checkpoint_name(index), shapes, options.ranks, step, pool)

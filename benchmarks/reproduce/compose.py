@@ -1,4 +1,4 @@
-"""Part `compose`: checkpoints composed of 2 to 35 others, and averaged, beside loading one; LLMTailor's times too."""
+"""Part `compose`: checkpoints composed of 2 to 35 others, averaged and exported, beside loading one and LLMTailor."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _TREES: Mapping[str, Mapping[float, Sequence[int]]] = MappingProxyType(
     }
 )
 _ENGINE_GB = 2.0  # DeepSpeed's engine takes about three times a checkpoint's bytes of memory
-_READ, _TORCH, _DEEPSPEED = "plain read", "torch.load", "DeepSpeed"
-_COPY = "cp -r, sync"
-_NOT_COMPOSED = (_COPY, "average")
+_READ, _TORCH, _DEEPSPEED, _SCRIPT = "plain read", "torch.load", "DeepSpeed", "zero_to_fp32"
+_NOT_COMPOSED = ("export", "average")
 _BASELINES = {
     _READ: "past the page cache",
     _TORCH: "of file after file in one process",
     _DEEPSPEED: f"into an engine of {_RANKS} ranks, without building it",
+    _SCRIPT: "is DeepSpeed's script, to float32 as *export*",
 }
 
 
@@ -73,7 +73,7 @@ def _runs_of(
     if has_frameworks:
         baselines[_TORCH] = tree.load_by_torch
     if has_frameworks and tree.size_gb <= _ENGINE_GB:
-        baselines[_DEEPSPEED] = tree.load_by_deepspeed
+        baselines |= {way: partial(tree.load_by_deepspeed, way) for way in (_DEEPSPEED, _SCRIPT)}
     yield from baselines.items()
     averaged = _AVERAGED if max(counts) >= _AVERAGED else 2
     for pattern in patterns(counts, [averaged]):
@@ -102,14 +102,14 @@ class _Tree:
         make_cold([newest])
         return self._entry(baseline=_TORCH, **self._framework("torch", newest))
 
-    def load_by_deepspeed(self) -> dict[str, Any]:
+    def load_by_deepspeed(self, way: str) -> dict[str, Any]:
         self._make()
         saved = self.scratch / "saved"
         if not (saved / "latest").exists():  # which DeepSpeed writes last
             shutil.rmtree(saved, ignore_errors=True)
             self._framework("deepspeed-save", saved)
         make_cold([saved])
-        return self._entry(baseline=_DEEPSPEED, **self._framework("deepspeed", saved))
+        return self._entry(baseline=way, **self._framework(way.lower(), saved))
 
     def _entry(self, **measured: Any) -> dict[str, Any]:
         return {"size_gb": self.size_gb, **measured}
@@ -190,7 +190,8 @@ class ComposeTimes:
 
     @property
     def output_bytes(self) -> float:
-        return _middle(next(iter(self.composed.values())), "written_bytes")
+        composed = (entries for (name, _), entries in self.composed.items() if name not in _NOT_COMPOSED)
+        return _middle(next(composed), "written_bytes")
 
 
 def compose_times(results: Results) -> list[ComposeTimes]:
@@ -256,16 +257,15 @@ def _about(results: Results) -> str:
         "Synthetic ZeRO-3 checkpoints of Llama-3-8B's shapes, every width scaled down, which keeps its 35 units: 32"
         f" layers, embeddings, norm and head; {_RANKS} ranks. *consecutive* takes units in runs, *parity* and *in turn*"
         " one by one, *filter* all but the outer four layers from the older, *average* means weights and moments of"
-        " all. The floor reads what has to be read while one checkpoint is written. Loading one:"
-        f" {told}; without imports, while composing counts the whole process."
+        " all, *export* makes a model of the float32 masters. The floor reads what has to be read while what is made is"
+        f" written. Loading one: {told}; without imports, while composing counts the whole process."
         f" {_memory(results)} {_not_run(results.size['name'])}"
     )
 
 
 def _memory(results: Results) -> str:
-    ours = (entry for entry in results.entries.values() if entry.get("pattern", _COPY) != _COPY)
-    most = max(entry["peak_rss_bytes"] for entry in ours)
-    return f"No composition or average took more than {most / 2**20:.0f} MiB of memory."
+    most = max(entry["peak_rss_bytes"] for entry in results.entries.values() if "pattern" in entry)
+    return f"No composition, average or export took more than {most / 2**20:.0f} MiB of memory."
 
 
 def _not_run(size_name: str) -> str:
@@ -315,6 +315,6 @@ def _figure(results: Results, times: ComposeTimes) -> Figure:
 
 
 PART = Part(
-    "compose", "checkpoints composed of 2 to 35 others, and averaged, beside loading one (LLMTailor)", _needs, _measure,
-    _page,
+    "compose", "checkpoints composed of 2 to 35 others, averaged and exported, beside loading one (LLMTailor)", _needs,
+    _measure, _page,
 )  # fmt: skip

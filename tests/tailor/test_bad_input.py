@@ -157,6 +157,13 @@ def _ranks(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*_optim_states.pt"))
 
 
+def _of_three_ranks(folder: Path, work: Path) -> None:
+    """Put a rank's file of the same step, saved by three ranks, in place of the one that is there."""
+    write_zero3(work, KNOWN, decay_groups(KNOWN.shapes), 3)
+    shutil.copy(_ranks(work)[1], _ranks(folder)[1])
+    shutil.rmtree(work)
+
+
 def adam_with_maxima(array: np.ndarray) -> dict[str, object]:
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     return {"step": np.array(7, np.float32), **dict.fromkeys(names, array)}
@@ -169,6 +176,10 @@ MIXED: dict[str, tuple[str, Callable[[Path, Path], object], str, str]] = {
     "rank of another step": (
         "zero3", lambda old, new: shutil.copy(_ranks(new)[1], _ranks(old)[1]), "checkpoint.damaged",
         "/old/zero_pp_rank_1_mp_rank_00_optim_states.pt: is at optimizer step 9, zero_pp_rank_0",
+    ),
+    "rank of another size": (
+        "zero3", lambda old, new: _of_three_ranks(old, new.parent / "three"), "checkpoint.damaged",
+        "/old/zero_pp_rank_1_mp_rank_00_optim_states.pt: optimizer_state_dict.partition_count: the partition counts",
     ),
     "file missing": ("dcp", lambda old, _: (old / "__1_0.distcp").unlink(), "storage.not-found", "__1_0.distcp"),
     "no optimizer": ("hf", lambda old, _: (old / "optimizer.pt").unlink(), "checkpoint.mismatch", "only weights"),

@@ -58,7 +58,7 @@ from mergepipe.tailor.formats.hf_trainer import (
     read_global_step,
 )
 from mergepipe.tailor.formats.partial import read_partial_manifest
-from mergepipe.tailor.formats.pickle_node import Node, PicklePath
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath, root_of
 from mergepipe.tailor.formats.registry import format_named
 from mergepipe.tailor.formats.universal import (
     LATEST_UNIVERSAL_NAME,
@@ -285,7 +285,7 @@ def _take_zero(changes: SkeletonChanges, assignment: Assignment) -> None:
         raise AssertionError("the skeleton was read as ZeRO")
     inside = base_optimizer_path(skeleton.stage)
     for path in zero.optimizer.values():
-        root = Node(read_torch_zip(store, path).root, path.name)
+        root = root_of(read_torch_zip(store, path))
         changes.edits[path] |= {**_options(store, assignment, root, inside), **_loss_scale(store, assignment, root)}
     for file in changes.files:
         if file.path.parent == skeleton.root and _MODEL_FILE.fullmatch(file.path.name):
@@ -302,7 +302,7 @@ def _take_zero(changes: SkeletonChanges, assignment: Assignment) -> None:
 
 def _engine_state(store: Store, assignment: Assignment, path: Location) -> Edits:
     """Read the engine's own counters, and the scheduler where the engine keeps it."""
-    root = Node(read_torch_zip(store, path).root, path.name)
+    root = root_of(read_torch_zip(store, path))
     step = assignment.state.step
     edits: dict[PicklePath, object] = {("global_steps",): step}
     samples, old_step = root.find("global_samples"), root.get("global_steps").integer()
@@ -456,7 +456,7 @@ class _Export:
         """Plan what the optimizer keeps beside tensors: options, loss scaler and, in stage 3, the one counter."""
         first = self.zero.optimizer[min(self.zero.optimizer)]
         archive = read_torch_zip(self.changes.store, first)
-        file = Node(archive.root, first.name)
+        file = root_of(archive)
         for choice in self.steps:
             self.changes.step_in_pickles(choice)
         for path, value in self.changes.edits[first].items():

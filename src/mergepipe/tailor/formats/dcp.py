@@ -179,15 +179,16 @@ def dcp_checkpoint(
     steps = tuple(_step(store, name, tensor) for (name, kind), tensor in optimizer.items() if kind == "step")
     tied = dict(_aliases(store, weights, frozenset(name for name, _ in optimizer)))
     parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}
-    files = sorted({c.file for t in tensors.values() for c in t.chunks})
-    missing = [f"file {path.name}" for path in files if not is_file(store, path)]
+    chunks = sorted((c for t in tensors.values() for c in t.chunks), key=lambda c: (c.file, c.offset + c.nbytes))
+    ends = {chunk.file: chunk.offset + chunk.nbytes for chunk in chunks}
+    missing = [f"file {file.name}" for file, end in ends.items() if not _is_whole(store, file, end)]
     missing += [f"part of {kind} of {name}" for (name, kind), state in states.items() if state.gaps]
     missing += [] if optimizer else [NO_OPTIMIZER]
     return TrainingCheckpoint(
         path=folder,
         root=folder,
         format=DCP_FORMAT,
-        world_size=count_writers(files),
+        world_size=count_writers(ends),
         step=int(max((s.value for s in steps), default=step_of_name((home or folder).name) or 0)),
         units=model_units(parameters, tied),
         parameters=parameters,
@@ -196,6 +197,16 @@ def dcp_checkpoint(
         missing=tuple(missing),
         has_state=bool(optimizer),
     )
+
+
+def _is_whole(store: Store, file: Location, end: int) -> bool:
+    """Whether a file is there; one that ends before its chunks do is damaged."""
+    status = store.stat(file)
+    if status is None or not status.is_file:
+        return False
+    if status.size_bytes < end:
+        raise damaged(file, f"has {status.size_bytes} bytes, {METADATA_NAME} needs {end}: it was cut off")
+    return True
 
 
 def count_writers(files: Iterable[Location]) -> int:

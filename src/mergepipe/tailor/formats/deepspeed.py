@@ -26,7 +26,7 @@ from mergepipe.tailor.checkpoint import (
 )
 from mergepipe.tailor.formats.contract import TrainingFormat, read_counter, refuse_foreign_states
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_global_step
-from mergepipe.tailor.formats.pickle_node import Node
+from mergepipe.tailor.formats.pickle_node import Node, root_of
 from mergepipe.tailor.selection import model_units
 
 ZERO_FORMAT = "deepspeed-zero"
@@ -116,7 +116,7 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     if files is None:
         raise NotFoundError.of("checkpoint.incomplete", folder, "there is no zero_pp_rank_*_optim_states.pt file")
     model_archive, *others = archives = [read_torch_zip(store, path) for path in (files.model, *files.other_models)]
-    model = Node(model_archive.root, files.model.name)
+    model = root_of(model_archive)
     ranks = [_open_rank(store, rank, path) for rank, path in sorted(files.optimizer.items())]
     for opened in ranks:
         _refuse_alignment(opened)
@@ -167,12 +167,12 @@ def base_optimizer_path(stage: int | None) -> tuple[str, str]:
 
 def _open_rank(store: Store, rank: int, path: Location) -> _Rank:
     archive = read_torch_zip(store, path)
-    return _Rank(rank, archive, Node(archive.root, path.name).get("optimizer_state_dict"))
+    return _Rank(rank, archive, root_of(archive).get("optimizer_state_dict"))
 
 
 def _check_step(archive: TorchArchive, first: Node) -> None:
     """Check that a rank's model file is of the step of the first one."""
-    node = Node(archive.root, archive.file.name).get("global_steps")
+    node = root_of(archive).get("global_steps")
     step = first.get("global_steps").integer()
     if node.integer() != step:
         message = f"is of step {node.integer()}, {first.file} is of step {step}"
@@ -252,7 +252,7 @@ def with_untrained(checkpoint: TrainingCheckpoint, archives: Sequence[TorchArchi
     """
     if checkpoint.stage != 3:
         return checkpoint
-    models = [Node(archive.root, archive.file.name) for archive in archives]
+    models = [root_of(archive) for archive in archives]
     stored = {name: state for name, state in module_weights(models[0], archives[0]) if state.n_elements}
     shapes = models[0].find("frozen_param_shapes")
     for name, node in shapes.named_items() if shapes is not None and shapes.value is not None else ():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from mergepipe.checkpoints.inert_values import Global, PickledTensor, Record
+from mergepipe.checkpoints.torch_file import TorchArchive
 from mergepipe.core.blocks import DType
 from mergepipe.errors import MergePipeError, damaged, unsupported
 from mergepipe.storage.contract import Store
@@ -137,3 +138,8 @@ class Node:
         if not isinstance(self.value, Global):
             raise self._wrong("a type name")
         return self.value
+
+
+def root_of(archive: TorchArchive) -> Node:
+    """Return what a file holds."""
+    return Node(archive.root, str(archive.file))

@@ -25,7 +25,7 @@ from mergepipe.tailor.formats.deepspeed import (
     zero_stage,
 )
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME
-from mergepipe.tailor.formats.pickle_node import Node, PicklePath
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath, root_of
 from mergepipe.tailor.selection import model_units
 
 UNIVERSAL_FORMAT = "deepspeed-universal"
@@ -42,7 +42,7 @@ def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
     """Read a universal tag directory; of tensors, only step counters are read."""
     first, *others = model_files(store, folder)
     archive = read_torch_zip(store, first)
-    model = Node(archive.root, first.name)
+    model = root_of(archive)
     options = read_torch_zip(store, folder / STATES_FOLDER / OPTIMIZER_STATE_NAME)
     stage = zero_stage(Node(options.root, OPTIMIZER_STATE_NAME))
     groups = tuple(
@@ -109,7 +109,7 @@ def _group_steps(
     for number, group in enumerate(groups):
         places = [folder / STATES_FOLDER / name / STEP_NAME for name in group if is_plain_name(name)]
         opened = (read_torch_zip(store, place) for place in places if is_file(store, place))
-        steps = [read_counter(store, archive, Node(archive.root, archive.file.name), ()) for archive in opened]
+        steps = [read_counter(store, archive, root_of(archive), ()) for archive in opened]
         if number < len(listed) and (node := listed[number].find("step")) is not None:
             steps.append(read_counter(store, options, node, ("param_groups", number, "step")))
         if len({step.value for step in steps}) > 1:

@@ -14,7 +14,7 @@ from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG, WEIGHT, AdamStep, Piece, StoredState, TrainingCheckpoint
 from mergepipe.tailor.formats.contract import TrainingFormat, refuse_foreign_states, step_of_name
-from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar, root_of
 from mergepipe.tailor.selection import model_units
 
 VERL_FORMAT = "verl-fsdp"
@@ -30,7 +30,7 @@ def read_verl(store: Store, folder: Location, home: Location) -> TrainingCheckpo
     name, as `global_step_40/actor`.
     """
     ranks = _open(store, folder, "model")
-    names = list(dict(Node(ranks[0].root, ranks[0].file.name).named_items()))
+    names = list(dict(root_of(ranks[0]).named_items()))
     weights = {name: _joined(ranks, (name,), name, WEIGHT) for name in names if _value(ranks[0], name)}
     places = {name: (state.pieces[0].file, state.pieces[0].offset) for name, state in weights.items() if state.pieces}
     owners = {place: name for name, place in reversed(places.items())}
@@ -75,17 +75,17 @@ def _open(store: Store, folder: Location, kind: str) -> list[TorchArchive]:
 
 def _value(archive: TorchArchive, name: str) -> object:
     """Return a tensor, or what stands for a sharded one; None for other entries."""
-    value = Node(archive.root, archive.file.name).get(name).value
+    value = root_of(archive).get(name).value
     return value if isinstance(value, PickledTensor | Record) else None
 
 
 def _joined(ranks: Sequence[TorchArchive], at: PicklePath, parameter: str, kind: str) -> StoredState:
     """Join the rows of one tensor that ranks hold one after another; replicas behind the last row are not read."""
-    first = Node(ranks[0].root, ranks[0].file.name).at(at)
+    first = root_of(ranks[0]).at(at)
     shape = _shape(first)
     pieces, end, dtype = [], 0, None
     for archive in ranks:
-        node = Node(archive.root, archive.file.name).at(at)
+        node = root_of(archive).at(at)
         if _shape(node) != shape:
             raise node.error(f"has shape {_shape(node)}, in the file of rank 0 {shape}")
         for local in _local(node) if end < element_count(shape) else ():
@@ -144,7 +144,7 @@ def _optimizer(
     if len(ranks) != len(weights):
         message = f"holds model files of {len(weights)} ranks and optim files of {len(ranks)}"
         raise damaged(folder, message, "leave those of one run there")
-    root = Node(ranks[0].root, ranks[0].file.name)
+    root = root_of(ranks[0])
     first = root.get("state")
     kept = {number: first.get(number).mapping() for number in first.mapping()}
     is_cut = all(isinstance(state.get(EXP_AVG), Record) for state in kept.values())
@@ -172,7 +172,7 @@ def _step(store: Store, ranks: Sequence[TorchArchive], place: PicklePath, name: 
     cells: list[Piece] = []
     values: list[float] = []
     for archive in ranks:
-        node = Node(archive.root, archive.file.name).at(place)
+        node = root_of(archive).at(place)
         tensor = archive.locate(node.tensor(), node.path)
         if tensor.n_elements != 1:
             raise node.error(f"a step counter has shape {tensor.shape}")
