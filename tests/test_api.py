@@ -93,7 +93,7 @@ def test_package__offers_tailor_as_the_command_line_does() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = ["Averager", "average", "check", "compose", "diff", "export", "inspect", "recipe"]
-    assert ran.stdout.strip() == f"{names} ['mergepipe.tailor.api', 'mergepipe.tailor.running_average']"
+    assert ran.stdout.strip() == f"{names} ['mergepipe.tailor.api', 'mergepipe.tailor.averaging']"
 
 
 def test_package__importing_it_loads_no_dependency() -> None:

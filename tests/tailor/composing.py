@@ -18,11 +18,19 @@ from mergepipe.options import ComposeOptions
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import plan_edited
-from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, SkeletonFile, StoredState, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import (
+    EXPORT,
+    FP32,
+    WEIGHT,
+    AdamStep,
+    PicklePath,
+    SkeletonFile,
+    StoredState,
+    TrainingCheckpoint,
+)
 from mergepipe.tailor.composition import CompositionReport, compose
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_writer import Copier
-from mergepipe.tailor.formats.pickle_node import PicklePath
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.stores import MetadataStore
 from support.training_trees import (

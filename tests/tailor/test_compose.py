@@ -33,9 +33,9 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework, Packing
 from mergepipe.tailor.composition import check_recipe, compose
+from mergepipe.tailor.formats.contract import Node
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT
-from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.verl import VERL_FORMAT
 from mergepipe.tailor.saving.frameworks import EngineView
 from mergepipe.tailor.selection import EMBED, layer

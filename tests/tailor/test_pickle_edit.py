@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.errors import CorruptError
 from mergepipe.tailor.archives import edit_pickle
-from mergepipe.tailor.formats.pickle_node import PicklePath
+from mergepipe.tailor.checkpoint import PicklePath
 
 SCALARS = (
     st.none() | st.booleans() | st.integers(-(1 << 40), 1 << 40) | st.floats(allow_nan=False) | st.text(max_size=9)

@@ -10,8 +10,9 @@ from composing import Pair, checkpoint_at, edit, make_pair, wrong_values
 
 from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import PicklePath
+from mergepipe.tailor.formats.contract import Node
 from mergepipe.tailor.formats.deepspeed import base_optimizer_path
-from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from support.stores import MetadataStore
 from support.training_trees import KnownStates, decay_groups, write_hf, write_zero3, write_zero12
 

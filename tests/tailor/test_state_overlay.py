@@ -19,8 +19,8 @@ from mergepipe.errors import MergePipeError
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, Framework
 from mergepipe.tailor.composition import CompositionReport
+from mergepipe.tailor.formats.contract import Node
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, unpack_piece
-from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.saving.frameworks import EngineView
 from support.engine_views import write_partial
 from support.stores import MetadataStore

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mergepipe.tailor.api import average, check, compose, diff, export, inspect, recipe
-    from mergepipe.tailor.running_average import Averager
+    from mergepipe.tailor.averaging import Averager
 
 __all__ = ["Averager", "average", "check", "compose", "diff", "export", "inspect", "recipe"]
 
@@ -16,7 +16,7 @@ def __getattr__(name: str) -> object:
     """Load public names when they are first used, so that the command line starts at once."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "running_average" if name == "Averager" else "api"
+    home = "averaging" if name == "Averager" else "api"
     return getattr(import_module(f"mergepipe.tailor.{home}"), name)
 
 

@@ -22,9 +22,8 @@ from mergepipe.core.blocks import BF16, F16, F32, F64, DType, element_count
 from mergepipe.errors import damaged, unsupported
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import SkeletonFile
+from mergepipe.tailor.checkpoint import PicklePath, SkeletonFile
 from mergepipe.tailor.copy_plan import Checksum, CopyRange, FilePlan, Literal, Patch, Segment, joined, patched_range
-from mergepipe.tailor.formats.pickle_node import PicklePath
 
 _STORAGES: Mapping[str, str] = MappingProxyType({
     F64.name: "DoubleStorage", F32.name: "FloatStorage", F16.name: "HalfStorage", BF16.name: "BFloat16Storage",

@@ -11,7 +11,7 @@ from mergepipe.recipes.fields import Findings
 from mergepipe.snapshots.manifest import StepPolicy, UnitSource, UnitStaleness
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredState, TrainingCheckpoint, differences
-from mergepipe.tailor.formats.weights import WEIGHTS_FORMAT
+from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
 from mergepipe.tailor.recipes import CompositionRecipe, Take
 from mergepipe.tailor.selection import Choice, ModelUnits
 

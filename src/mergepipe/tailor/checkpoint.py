@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from threading import Lock
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +25,15 @@ from mergepipe.storage.contract import FileKind, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
-from mergepipe.tailor.formats.pickle_node import PicklePath
 from mergepipe.tailor.selection import ModelUnits
-
-# --- the common model of a training checkpoint: every parameter's every state as an ordered list of byte ranges ---
-
 
 FP32 = "fp32"  # the master weight an optimizer updates
 WEIGHT = "weight"  # the module's own weight, in its training dtype
 EXPORT = "export"  # a copy of the weights for other programs, which training does not read
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
+
+PicklePath: TypeAlias = tuple[str | int, ...]  # keys of mappings and places in lists, from the root on
 
 
 class Framework(StrEnum):

@@ -40,6 +40,7 @@ from mergepipe.tailor.checkpoint import (
     WEIGHT,
     Framework,
     Packing,
+    PicklePath,
     Piece,
     SkeletonFile,
     StoredState,
@@ -47,6 +48,7 @@ from mergepipe.tailor.checkpoint import (
     list_skeleton,
 )
 from mergepipe.tailor.copy_plan import FilePlan, Literal, Patch, patch_states, patched_file
+from mergepipe.tailor.formats.contract import Node, root_of
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata, unpack_piece
 from mergepipe.tailor.formats.deepspeed import LATEST_NAME, ZERO_FORMAT, ZeroFiles, base_optimizer_path, list_zero_files
 from mergepipe.tailor.formats.hf_trainer import (
@@ -58,7 +60,6 @@ from mergepipe.tailor.formats.hf_trainer import (
     read_global_step,
 )
 from mergepipe.tailor.formats.partial import read_partial_manifest
-from mergepipe.tailor.formats.pickle_node import Node, PicklePath, root_of
 from mergepipe.tailor.formats.registry import format_named
 from mergepipe.tailor.formats.universal import (
     LATEST_UNIVERSAL_NAME,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -30,7 +30,6 @@ from mergepipe.tailor.checkpoint import (
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_writer import values_of
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.selection import Unit
 
 _MOST_MISSING = 10
 
@@ -97,11 +96,24 @@ def inspect_checkpoints(store: Store, paths: Sequence[Location]) -> InspectRepor
     """Open every path and report, compared with the first; reads structure and step counters only."""
     checkpoints = [open_training_checkpoint(store, path) for path in paths]
     reasons = tuple(reason for other in checkpoints[1:] for reason in differences(checkpoints[0], other))
-    return InspectReport(tuple(_report(c) for c in checkpoints), not reasons, reasons)
+    return InspectReport(tuple(map(_report, checkpoints)), not reasons, reasons)
 
 
 def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:
-    units = tuple(_unit_report(checkpoint, unit, names) for unit, names in checkpoint.units.parameters.items())
+    units = []
+    for unit, names in checkpoint.units.parameters.items():
+        by_kind = dict.fromkeys(checkpoint.kinds, 0)
+        for (name, kind), state in checkpoint.states.items():
+            by_kind[kind] += state.nbytes if name in names else 0
+        steps = [step for step in checkpoint.steps if not set(step.parameters).isdisjoint(names)]
+        units.append(UnitReport(
+            unit=str(unit),
+            parameters=len(names),
+            elements=sum(element_count(checkpoint.parameters[name]) for name in names),
+            bytes=MappingProxyType(by_kind),
+            adam_steps=tuple(sorted({step.value for step in steps})),
+            shared_step=any(not set(names).issuperset(step.parameters) for step in steps),
+        ))  # fmt: skip
     return CheckpointReport(
         path=str(checkpoint.path),
         format=checkpoint.format,
@@ -111,27 +123,9 @@ def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:
         step=checkpoint.step,
         layers=checkpoint.units.n_layers,
         bytes=sum(sum(unit.bytes.values()) for unit in units),
-        units=units,
+        units=tuple(units),
         tied=checkpoint.units.tied,
         missing=checkpoint.missing,
-    )
-
-
-def _unit_report(checkpoint: TrainingCheckpoint, unit: Unit, names: tuple[str, ...]) -> UnitReport:
-    by_kind = dict.fromkeys(checkpoint.kinds, 0)
-    for name in names:
-        for kind in checkpoint.kinds:
-            state = checkpoint.states.get((name, kind))
-            by_kind[kind] += state.nbytes if state is not None else 0
-    parameters = set(names)
-    steps = [step for step in checkpoint.steps if not parameters.isdisjoint(step.parameters)]
-    return UnitReport(
-        unit=str(unit),
-        parameters=len(names),
-        elements=sum(element_count(checkpoint.parameters[name]) for name in names),
-        bytes=MappingProxyType(by_kind),
-        adam_steps=tuple(sorted({step.value for step in steps})),
-        shared_step=any(not parameters.issuperset(step.parameters) for step in steps),
     )
 
 
@@ -206,51 +200,28 @@ def diff_checkpoints(
         raise mismatched(f"{first.path} and {second.path}", message)
     common = set(both)
     with StateReader(store) as reader:
-        comparison = _Comparison(store, reader, first, second, on_bytes)
-        units = tuple(
-            comparison.unit(str(unit), [name for name in names if name in common])
-            for unit, names in first.units.parameters.items()
-        )
-    return DiffReport(first, second, units)
 
+        def values(state: StoredState, span: Span) -> NDArray[np.float64]:
+            return values_of(reader.read(state, span), state.dtype, state.parameter).astype(np.float64)
 
-@dataclass(frozen=True, slots=True)
-class _Comparison:
-    store: Store
-    reader: StateReader
-    first: TrainingCheckpoint
-    second: TrainingCheckpoint
-    on_bytes: Callable[[int], None]
+        def change(names: Sequence[str], kind: str) -> Change | None:
+            """Measure the change of one kind over all parameters that both checkpoints have completely."""
+            before = difference = 0.0
+            pairs = [(first.states.get((name, kind)), second.states.get((name, kind))) for name in names]
+            whole = [(a, b) for a, b in pairs if a is not None and b is not None and not a.gaps and not b.gaps]
+            for a, b in ((unpacked(store, a), unpacked(store, b)) for a, b in whole):
+                for start in range(0, a.n_elements, BLOCK_ELEMENTS):
+                    span = Span(start, min(start + BLOCK_ELEMENTS, a.n_elements))
+                    x, delta = values(a, span), values(b, span)
+                    delta -= x
+                    before += float(np.dot(x, x))
+                    difference += float(np.dot(delta, delta))
+                    on_bytes(span.n_elements * (a.dtype.itemsize + b.dtype.itemsize))
+            return Change(before, difference) if whole else None
 
-    def unit(self, unit: str, names: list[str]) -> UnitChange:
-        return UnitChange(
-            unit,
-            self._kind(names, FP32) or self._kind(names, WEIGHT),
-            self._kind(names, EXP_AVG),
-            self._kind(names, EXP_AVG_SQ),
-        )
-
-    def _kind(self, names: list[str], kind: str) -> Change | None:
-        """Measure the change of one kind over all parameters that both checkpoints have completely."""
-        before = difference = 0.0
-        differs = False
-        for name in names:
-            a, b = self.first.states.get((name, kind)), self.second.states.get((name, kind))
-            if a is None or b is None or a.gaps or b.gaps:
-                continue
-            differs = True
-            for x, y in self._blocks(unpacked(self.store, a), unpacked(self.store, b)):
-                before += float(np.dot(x, x))
-                delta = y - x
-                difference += float(np.dot(delta, delta))
-        return Change(before, difference) if differs else None
-
-    def _blocks(self, a: StoredState, b: StoredState) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        for start in range(0, a.n_elements, BLOCK_ELEMENTS):
-            span = Span(start, min(start + BLOCK_ELEMENTS, a.n_elements))
-            yield self._values(a, span), self._values(b, span)
-            self.on_bytes(span.n_elements * (a.dtype.itemsize + b.dtype.itemsize))
-
-    def _values(self, state: StoredState, span: Span) -> NDArray[np.float64]:
-        raw = self.reader.read(state, span)
-        return values_of(raw, state.dtype, state.parameter).astype(np.float64)
+        units = []
+        for unit, all_names in first.units.parameters.items():
+            names = [name for name in all_names if name in common]
+            weights = change(names, FP32) or change(names, WEIGHT)
+            units.append(UnitChange(str(unit), weights, change(names, EXP_AVG), change(names, EXP_AVG_SQ)))
+    return DiffReport(first, second, tuple(units))

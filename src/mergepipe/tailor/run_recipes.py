@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,10 +14,8 @@ from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.formats.contract import step_of_name
 from mergepipe.tailor.formats.partial import MANIFEST_NAME
 from mergepipe.tailor.formats.registry import TRAINING_FORMATS, open_source_checkpoint
-from mergepipe.tailor.saving.unit_choice import SCHEDULES, SaveLog, Schedule, read_log
+from mergepipe.tailor.saving.unit_choice import SCHEDULES, Schedule, read_log
 from mergepipe.tailor.selection import Unit, unit_selectors
-
-_PARTIAL_PREFIX = "partial-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,12 @@ def compose_from_log(
         raise NotFoundError.of("save.not-found", run, f"the log has no save at or before step {at}{first}")
     model = next((record.model_units for record in log.records if record.model_units), ())
     newest = {unit: record for record in records for unit in record.units}
-    _check_units(run, newest, model, at)
+    alien, unsaved = sorted(set(newest) - set(model)), sorted(set(model) - set(newest))
+    if alien:
+        raise NotFoundError.of("save.not-found", run, f"the log has {alien[0]}, which the model lacks")
+    if unsaved:
+        message = f"never saved at or before step {at}: {', '.join(unit_selectors(unsaved))}"
+        raise NotFoundError.of("save.not-found", run, message, "ask for a later step")
     base = next((record for record in reversed(records) if record.is_full), None)
     if base is None:
         message = f"no full save before the partial one at step {records[0].step}"
@@ -151,47 +154,28 @@ def compose_from_log(
     sources = tuple(UnitSource(u, run / used[newest[u].step], newest[u].step) for u in sorted(model))
     state = max((step for step, name in used.items() if name not in stateless), default=base.step)
     newest_step = max(source.step for source in sources)
-    notes = tuple(_notes(log, at, state, newest_step))
-    return LoggedComposition(newest_step, run / used[base.step], run / used[state], sources, notes)
-
-
-def _check_units(run: Location, newest: Collection[Unit], model: Collection[Unit], at: int) -> None:
-    alien = sorted(set(newest) - set(model))
-    if alien:
-        raise NotFoundError.of("save.not-found", run, f"the log has {alien[0]}, which the model lacks")
-    uncovered = sorted(set(model) - set(newest))
-    if uncovered:
-        message = f"never saved at or before step {at}: {', '.join(unit_selectors(uncovered))}"
-        raise NotFoundError.of("save.not-found", run, message, "ask for a later step")
-
-
-def partial_name(step: int, repeat: int = 0) -> str:
-    """Return the directory name of a partial save; `repeat` counts repeated saves of one step."""
-    return f"{_PARTIAL_PREFIX}{step}" + (f"-r{repeat}" if repeat else "")
-
-
-def _notes(log: SaveLog, at: int, state_step: int, newest_step: int) -> Iterator[str]:
-    if state_step != newest_step:
-        yield (
-            f"units are as new as step {newest_step}; step, scheduler and random state are those of step {state_step}, "
+    notes = []
+    if state != newest_step:
+        notes.append(
+            f"units are as new as step {newest_step}; step, scheduler and random state are those of step {state}, "
             "the newest save that training can resume from"
         )
     dropped = [step for step in log.dropped_steps if step <= at]
     if dropped:
-        yield f"saves at steps {', '.join(map(str, dropped))} belong to a branch that training went back from"
+        notes.append(f"saves at steps {', '.join(map(str, dropped))} belong to a branch that training went back from")
     if log.cut_line:
-        yield f"line {log.cut_line} of the log was cut short by a crash"
+        notes.append(f"line {log.cut_line} of the log was cut short by a crash")
+    return LoggedComposition(newest_step, run / used[base.step], run / used[state], sources, tuple(notes))
 
 
 def composition_from_log_file(store: Store, log: Location, run: Location, at: int) -> LoggedComposition:
     """Compose from a log file and the directories that exist in the run."""
     text = store.read_small(log, SAVE_LOG_BYTES).decode("utf-8", errors="surrogateescape")
     folders = frozenset(entry.name for entry in store.list(run) if entry.kind is FileKind.FOLDER)
-    stateless = frozenset(name for name in folders if _is_stateless(store, run / name))
+    state_files = {kind.state_file for kind in TRAINING_FORMATS}
+    stateless = frozenset(  # partial saves that hold tensors alone
+        name
+        for name in folders
+        if is_file(store, run / name / MANIFEST_NAME) and not any(is_file(store, run / name / f) for f in state_files)
+    )
     return compose_from_log(text, run, at, folders=folders, stateless=stateless)
-
-
-def _is_stateless(store: Store, folder: Location) -> bool:
-    """Whether it is a partial save that holds tensors alone."""
-    has_state = any(is_file(store, folder / kind.state_file) for kind in TRAINING_FORMATS)
-    return is_file(store, folder / MANIFEST_NAME) and not has_state

@@ -28,8 +28,14 @@ from mergepipe.tailor.checkpoint import (
     Strip,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import NO_OPTIMIZER, TrainingFormat, refuse_foreign_states, step_of_name
-from mergepipe.tailor.formats.pickle_node import Node, read_scalar
+from mergepipe.tailor.formats.contract import (
+    NO_OPTIMIZER,
+    Node,
+    TrainingFormat,
+    read_scalar,
+    refuse_foreign_states,
+    step_of_name,
+)
 from mergepipe.tailor.selection import model_units
 
 # --- the metadata of torch DCP directories as inert values that are changed and written back ---

@@ -24,9 +24,8 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import TrainingFormat, read_counter, refuse_foreign_states
+from mergepipe.tailor.formats.contract import Node, TrainingFormat, read_counter, refuse_foreign_states, root_of
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_global_step
-from mergepipe.tailor.formats.pickle_node import Node, root_of
 from mergepipe.tailor.selection import model_units
 
 ZERO_FORMAT = "deepspeed-zero"

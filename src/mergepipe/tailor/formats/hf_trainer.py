@@ -1,65 +1,63 @@
-"""Hugging Face Trainer checkpoints: weights in safetensors, with optimizer state in `optimizer.pt` or without."""
+"""Hugging Face Trainer checkpoints, with optimizer state in `optimizer.pt`; weights alone, in a directory or a file."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.directory import list_names, open_checkpoint
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
+from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, list_names, open_checkpoint
 from mergepipe.checkpoints.inert_values import PickledTensor
-from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
+from mergepipe.checkpoints.quantised import refuse_quantised
+from mergepipe.checkpoints.torch_file import SUFFIXES, TorchArchive, read_torch_weights, read_torch_zip
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.strict_json import JsonValue, parse_object
 from mergepipe.errors import damaged, mismatched, unsupported
 from mergepipe.storage.contract import TRAINER_JSON_BYTES, Store, is_file
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import WEIGHT, AdamStep, Framework, StoredState, TrainingCheckpoint
-from mergepipe.tailor.formats.contract import TrainingFormat, read_counter, refuse_foreign_states
-from mergepipe.tailor.formats.pickle_node import Node, PicklePath
+from mergepipe.tailor.checkpoint import WEIGHT, AdamStep, Framework, PicklePath, StoredState, TrainingCheckpoint
+from mergepipe.tailor.formats.contract import (
+    NO_OPTIMIZER,
+    Node,
+    TrainingFormat,
+    read_counter,
+    refuse_foreign_states,
+    step_of_name,
+)
 from mergepipe.tailor.selection import model_units
 
 # --- the order in which the Trainer numbers parameters, without torch where it is known ---
 
 
-@dataclass(frozen=True, slots=True)
-class ArchitectureOrder:
-    """Modules in the order they are defined; `stack` is the prefix of layer N, as in `model.layers.N`."""
-
-    before: tuple[str, ...]
-    stack: str
-    in_layer: tuple[str, ...]
-    after: tuple[str, ...]
-
-
-_DECODER = ArchitectureOrder(
-    before=("model.embed_tokens",),
-    stack="model.layers",
-    in_layer=(
+_DECODER = (
+    "model.embed_tokens",
+    *(f"model.layers.N.{module}" for module in (
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.qkv_proj",
         "self_attn.q_norm", "self_attn.k_norm",
         "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "mlp.down_proj",
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
-    ),
-    after=("model.norm", "lm_head"),
+    )),
+    "model.norm", "lm_head",
 )  # fmt: skip
-_GPT2 = ArchitectureOrder(
-    before=("transformer.wte", "transformer.wpe"),
-    stack="transformer.h",
-    in_layer=("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"),
-    after=("transformer.ln_f", "lm_head"),
-)
+_GPT2 = (
+    "transformer.wte", "transformer.wpe",
+    *(f"transformer.h.N.{module}" for module in
+      ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")),
+    "transformer.ln_f", "lm_head",
+)  # fmt: skip
 
-ORDERS: dict[str, ArchitectureOrder] = {
+ORDERS: dict[str, tuple[str, ...]] = {
     "gemma": _DECODER, "gemma2": _DECODER, "gemma3_text": _DECODER, "gpt2": _GPT2, "llama": _DECODER,
     "mistral": _DECODER, "olmo": _DECODER, "olmo2": _DECODER, "phi3": _DECODER, "qwen2": _DECODER, "qwen3": _DECODER,
 }  # fmt: skip
+"""By model type: modules in the order they are defined, those of every layer once, as of layer N."""
 
+_NUMBER = re.compile(r"\.(\d+)\.", re.ASCII)
 _NORM_WORDS = ("norm", "layernorm", "ln_1", "ln_2", "ln_f")
 
 
@@ -81,20 +79,16 @@ def trainer_order(defined: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, .
     return tuple(n for n in names if _decays(n)), tuple(n for n in names if not _decays(n))
 
 
-def _place(order: ArchitectureOrder, name: str) -> tuple[int, ...] | None:
-    """Sort key of a parameter: section, layer, module, weight before bias."""
+def _place(order: tuple[str, ...], name: str) -> tuple[int, ...] | None:
+    """Sort key of a parameter: before, in or behind layers, layer, module, weight before bias."""
     module, _, leaf = name.rpartition(".")
-    if leaf not in ("weight", "bias"):
+    number = _NUMBER.search(module)
+    place = _NUMBER.sub(".N.", module, count=1)
+    if leaf not in ("weight", "bias") or place not in order:
         return None
-    last = int(leaf == "bias")
-    if module in order.before:
-        return 0, 0, order.before.index(module), last
-    if module in order.after:
-        return 2, 0, order.after.index(module), last
-    index, _, inner = module.removeprefix(f"{order.stack}.").partition(".")
-    if not module.startswith(f"{order.stack}.") or not index.isdecimal() or inner not in order.in_layer:
-        return None
-    return 1, int(index), order.in_layer.index(inner), last
+    index = order.index(place)
+    first = next(i for i, module in enumerate(order) if ".N." in module)
+    return index if number is None else first, int(number[1]) if number is not None else 0, index, int(leaf == "bias")
 
 
 def _decays(name: str) -> bool:
@@ -286,3 +280,102 @@ TRAINER = TrainingFormat(
     records_step=True,
     partial_frameworks=frozenset({Framework.TRANSFORMERS}),
 )
+
+
+# --- directories of weights alone, as `save_only_model` leaves them: sources of averages without optimizer state ---
+
+
+WEIGHTS_FORMAT = "weights-only"
+_WEIGHT_NAMES = frozenset(name for files in (SAFETENSORS, TORCH) for name in (files.single, files.index))
+
+
+def _recognise_weights(store: Store, path: Location) -> bool:
+    """Recognise the usual names of weights without an optimizer's; formats that keep more are asked first."""
+    names = list_names(store, path)
+    return bool(_WEIGHT_NAMES & names) and OPTIMIZER_NAME not in names
+
+
+def _read_weights(store: Store, path: Location, home: Location) -> TrainingCheckpoint:
+    """Read weights of one step of a run, without the state that training is resumed with; of tensors, nothing."""
+    model = open_checkpoint(store, path)
+    refuse_quantised(store, model)
+    if model.kind is not CheckpointKind.FULL:
+        raise unsupported(path, "holds differences from a base, not weights", "name weights")
+    entries = [entry for tensor in model.tensors.values() for entry in tensor.stored]
+    parameters = {entry.name: entry.shape for entry in entries}
+    return TrainingCheckpoint(
+        path=path,
+        root=path,
+        format=WEIGHTS_FORMAT,
+        framework=Framework.TRANSFORMERS,
+        step=_step_of_folder(store, path, home),
+        units=model_units(parameters, tied_aliases(read_config(store, path), parameters)),
+        parameters=parameters,
+        states={(entry.name, WEIGHT): StoredState.whole(entry.name, WEIGHT, entry) for entry in entries},
+        missing=(NO_OPTIMIZER,),
+        has_state=False,
+    )
+
+
+def _step_of_folder(store: Store, path: Location, home: Location) -> int:
+    if is_file(store, path / TRAINER_STATE_NAME):
+        return read_global_step(store, path)
+    step = step_of_name(home.name)
+    if step is None:
+        message = f"holds weights alone, and neither {TRAINER_STATE_NAME} nor its name says of which step"
+        raise unsupported(path, message, "name it by its step, as checkpoint-400")
+    return step
+
+
+WEIGHTS = TrainingFormat(
+    WEIGHTS_FORMAT,
+    f"{SAFETENSORS.single} (weights alone)",
+    _recognise_weights,
+    _read_weights,
+    state_file=TRAINER_STATE_NAME,
+)
+
+
+# --- one file of `torch.save`, as loops under torchrun and Lightning leave it: its weights, by their names ---
+
+
+ONE_FILE_FORMAT = "torch-file"
+_STEPS = ("global_step", "step", "iter_num", "iteration")
+
+
+def read_one_file(store: Store, path: Location, home: Location) -> TrainingCheckpoint:
+    """Read a file with a state dict, by itself or under `model`, `state_dict` and the like; of tensors, nothing.
+
+    Its optimizer, if there is one, numbers parameters in an order that the file does not tell: it gives weights alone.
+    """
+    entries = read_torch_weights(store, path).entries
+    named = {entry.name: entry for entry in entries}
+    in_order = [named[name] for name in model_units(named).names]  # embeddings own what a head is tied to
+    owners = {(entry.offset, entry.nbytes): entry.name for entry in reversed(in_order) if entry.nbytes}
+    owner_of = {entry.name: owners.get((entry.offset, entry.nbytes), entry.name) for entry in in_order}
+    parameters = {name: named[name].shape for name, owner in owner_of.items() if owner == name}
+    tied = {name: owner for name, owner in owner_of.items() if owner != name}
+    return TrainingCheckpoint(
+        path=path,
+        root=path,
+        format=ONE_FILE_FORMAT,
+        step=_step_of_file(read_torch_zip(store, path).root, home),
+        units=model_units(parameters, tied),
+        parameters=parameters,
+        states={(name, WEIGHT): StoredState.whole(name, WEIGHT, named[name]) for name in parameters},
+        missing=(NO_OPTIMIZER,),
+        has_state=False,
+        lender=path.parent,
+    )
+
+
+def _step_of_file(root: object, home: Location) -> int:
+    """Return the step that the file or its name tells; 0 where neither does."""
+    told = (root.get(key) for key in _STEPS) if isinstance(root, dict) else ()
+    stem = home.name.rpartition(".")[0] or home.name
+    return next((step for step in told if type(step) is int and step >= 0), step_of_name(stem) or 0)
+
+
+ONE_FILE = TrainingFormat(
+    ONE_FILE_FORMAT, f"a file of torch.save ({', '.join(SUFFIXES)})", is_file, read_one_file
+)  # fmt: skip

@@ -18,8 +18,7 @@ from mergepipe.snapshots.manifest import MANIFEST_FORMAT_NAME, MANIFEST_VERSION
 from mergepipe.storage.contract import PARTIAL_MANIFEST_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import AdamStep, Framework, Piece, StoredState, TrainingCheckpoint
-from mergepipe.tailor.formats.contract import TrainingFormat
-from mergepipe.tailor.formats.pickle_node import read_scalar
+from mergepipe.tailor.formats.contract import TrainingFormat, read_scalar
 from mergepipe.tailor.selection import ModelUnits, model_units
 
 # --- the manifest of a partial checkpoint: which states of which parameters its shard files hold, as frozen values ---

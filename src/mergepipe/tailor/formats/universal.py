@@ -12,8 +12,8 @@ from mergepipe.core.blocks import element_count
 from mergepipe.errors import damaged, unsupported
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import FP32, WEIGHT, AdamStep, Framework, StoredState, TrainingCheckpoint
-from mergepipe.tailor.formats.contract import TrainingFormat, read_counter, refuse_foreign_states
+from mergepipe.tailor.checkpoint import FP32, WEIGHT, AdamStep, Framework, PicklePath, StoredState, TrainingCheckpoint
+from mergepipe.tailor.formats.contract import Node, TrainingFormat, read_counter, refuse_foreign_states, root_of
 from mergepipe.tailor.formats.deepspeed import (
     LATEST_NAME,
     check_trainer_step,
@@ -25,7 +25,6 @@ from mergepipe.tailor.formats.deepspeed import (
     zero_stage,
 )
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME
-from mergepipe.tailor.formats.pickle_node import Node, PicklePath, root_of
 from mergepipe.tailor.selection import model_units
 
 UNIVERSAL_FORMAT = "deepspeed-universal"

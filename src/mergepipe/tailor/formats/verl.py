@@ -12,9 +12,15 @@ from mergepipe.core.blocks import Span, element_count
 from mergepipe.errors import NotFoundError, damaged, mismatched, unsupported
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import EXP_AVG, WEIGHT, AdamStep, Piece, StoredState, TrainingCheckpoint
-from mergepipe.tailor.formats.contract import TrainingFormat, refuse_foreign_states, step_of_name
-from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar, root_of
+from mergepipe.tailor.checkpoint import EXP_AVG, WEIGHT, AdamStep, PicklePath, Piece, StoredState, TrainingCheckpoint
+from mergepipe.tailor.formats.contract import (
+    Node,
+    TrainingFormat,
+    read_scalar,
+    refuse_foreign_states,
+    root_of,
+    step_of_name,
+)
 from mergepipe.tailor.selection import model_units
 
 VERL_FORMAT = "verl-fsdp"

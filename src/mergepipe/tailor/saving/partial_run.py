@@ -22,7 +22,6 @@ from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.output import write_durably
 from mergepipe.storage.ranges import os_error
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, PartialManifest, ShardFile, ShardTensor
-from mergepipe.tailor.run_recipes import partial_name
 from mergepipe.tailor.saving.frameworks import EngineView, Ranks
 from mergepipe.tailor.saving.unit_choice import (
     ChangeTracker,
@@ -297,7 +296,7 @@ class PartialRun:
         started = time.perf_counter()
         unit_bytes = self._unit_bytes(view)
         units = tuple(unit_bytes) if not history else self._choose(view, history, unit_bytes)
-        name = self.free_name(f"{FULL}-{step}" if not history else partial_name(step))
+        name = self.free_name(f"{FULL}-{step}" if not history else f"partial-{step}")
         job = PartialJob(view, units, step, self.run / name, write_extra)
         write_rest = open_partial(job, self.ranks, copies=self.writer is not None)
         samples = self.tracker.samples(view, units) if self.tracker is not None else {}
