@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from mergepipe.jobs.diff import diff
     from mergepipe.jobs.explain import explain
     from mergepipe.jobs.extract_lora import extract_lora
-    from mergepipe.jobs.gc import gc
     from mergepipe.jobs.load import LoadedTensors, load_file, load_model, merge_into, merged_tensors
     from mergepipe.jobs.merge import merge, run
     from mergepipe.jobs.merge_lora import apply_lora, merge_lora
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from mergepipe.jobs.push import push
     from mergepipe.jobs.replay import replay
     from mergepipe.jobs.search import search
+    from mergepipe.jobs.snapshots import catalog_stats, gc, lineage, list_snapshots, rebuild_catalog, show
     from mergepipe.jobs.sweep import sweep
     from mergepipe.jobs.verify import repair, verify
     from mergepipe.operators.custom import operator
@@ -101,7 +101,6 @@ if TYPE_CHECKING:
         UnpackReport,
         VerifyReport,
     )
-    from mergepipe.runs.snapshots import catalog_stats, lineage, list_snapshots, rebuild_catalog, show
 
 __version__ = "0.1.0"
 __all__ = [
@@ -204,7 +203,7 @@ _HOMES = {
         "Explanation", "PartsStatus", "Progress", "SnapshotDiff",
         *(name for name in __all__ if name.endswith("Report") and name != "RebuildReport"),
     ),
-    "runs.snapshots": ("catalog_stats", "lineage", "list_snapshots", "rebuild_catalog", "show"),
+    "jobs.snapshots": ("catalog_stats", "gc", "lineage", "list_snapshots", "rebuild_catalog", "show"),
 }  # fmt: skip
 """Modules of the public names; a call that is not listed is in the module of `jobs` that has its name."""
 

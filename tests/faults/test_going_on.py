@@ -19,10 +19,10 @@ from commands import SHARD_BYTES, Command, is_resumed, merge_command, recording_
 
 import mergepipe
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, StorageError
+from mergepipe.jobs.snapshots import read_manifest_value
 from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.reports import MergeReport, Progress
 from mergepipe.runs import progress
-from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots import staging
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
 from mergepipe.snapshots.work_log import MergeState, WorkLog, merge_state, read_work_log, usage_of

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 
 import mergepipe
 from mergepipe.errors import ConflictError, MergePipeError
+from mergepipe.jobs.snapshots import read_manifest_value
 from mergepipe.options import RunOptions
 from mergepipe.runs.progress import MergeProgress
-from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots import work_log as work_log
 from mergepipe.storage.contract import version_of
 from mergepipe.storage.ledger import Purpose

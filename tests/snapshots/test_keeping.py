@@ -11,8 +11,8 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
+from mergepipe.jobs.snapshots import read_manifest_value
 from mergepipe.options import MergeOptions, RunOptions
-from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.shards import BLOCKS_NAME
 from mergepipe.storage.local import LocalStore

@@ -15,8 +15,8 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import read_elements
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
+from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value
 from mergepipe.reports import ByteProgress, ProgressCallback, SnapshotDiff, TensorChange
-from mergepipe.runs.snapshots import find_snapshot, read_manifest_value
 from mergepipe.snapshots.manifest import Coverage, InputRecord, Manifest, OutputTensor
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose

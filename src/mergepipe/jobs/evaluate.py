@@ -34,7 +34,6 @@ from mergepipe.jobs.plan import PlanRequest
 from mergepipe.planning.budget import parse_budget
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, TriedBudget
-from mergepipe.runs.progress import Resume
 from mergepipe.runs.work import MergeSettings
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage.contract import is_file
@@ -166,7 +165,7 @@ def merge_to_target(
     what those before it read.
     """
     tried: list[TriedBudget] = []
-    anew = replace(settings, resume=Resume.NEVER)
+    anew = settings.begun_anew
 
     def evaluate(made: Manifest, folder: Path) -> None:
         loss = evaluation.loss_of(folder)

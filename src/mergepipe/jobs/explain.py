@@ -19,6 +19,7 @@ from mergepipe.checkpoints.quantised import MASK_BITS
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span, element_count
 from mergepipe.engine.tensor_work import FREE, OMITTED, level_of_blocks
 from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.jobs.snapshots import find_snapshot_path, read_manifest_value, with_inputs_found
 from mergepipe.operators.base import NUMBERS_OF
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import home_of
@@ -27,10 +28,9 @@ from mergepipe.planning.plan import ALL, Access, Plan, PlannedTensor, format_run
 from mergepipe.planning.selection import layer_of
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.reports import BlockUse, ExpertMask, ExpertShare, Explanation, LayerShare, Overlap, TensorUse
-from mergepipe.runs.adapters import AdapterTensor, AdapterWriter
+from mergepipe.runs.adapters import AdapterWriter
 from mergepipe.runs.budget import BlockCounts, analysis_advice, blocks_by_level, count_blocks, level_name, verdict_of
 from mergepipe.runs.inputs import open_path
-from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value, with_inputs_found
 from mergepipe.runs.stored_plan import plan_of, read_plan
 from mergepipe.runs.work import KnownStatistics
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
@@ -276,7 +276,7 @@ def _with_masks(explanation: Explanation, out: Path, home: Path) -> Explanation:
         source = resolution.models[model]
         stem = (source.adapter or source.path).name.removesuffix(".safetensors")
         names.append(stem if stem not in names else f"{stem}-{model}")
-    possible = [AdapterTensor(*_mask_of(task)) for task in tasks]
+    possible = [_mask_of(task) for task in tasks]
     with open_files(store, paths, checkpoints) as files, Staging(out, force=False) as staging, ExitStack() as stack:
         writers = {
             model: stack.enter_context(AdapterWriter(staging.path / f"{name}.safetensors", possible, store.ledger))

@@ -24,7 +24,7 @@ from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.operators.spectral import norm_of, orthonormal
 from mergepipe.options import ExtractLoraOptions
 from mergepipe.reports import ByteProgress, ExtractedTensor, ExtractLoraReport, NotExtracted, ProgressCallback
-from mergepipe.runs.adapters import PREFIX, WEIGHTS_NAME, AdapterTensor, AdapterWriter, adapter_config, factor_names
+from mergepipe.runs.adapters import PREFIX, WEIGHTS_NAME, AdapterWriter, LargestShape, adapter_config, factor_names
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.model_card import hub_id_of, parse_base_model_ids
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
@@ -127,7 +127,7 @@ class _Extraction:
     squared_norm: float = 0.0
     squared_error: float = 0.0
 
-    def possible(self) -> Iterator[AdapterTensor]:
+    def possible(self) -> Iterator[LargestShape]:
         """List every tensor that the adapter may come to hold, with its largest shape."""
         for name, tensor in self.base.tensors.items():
             if self._is_matrix(name, tensor) or _is_stack(tensor):
@@ -135,17 +135,17 @@ class _Extraction:
                 rank = min(rows, columns, self.options.rank or max(rows, columns))
                 rank *= tensor.shape[0] if _is_stack(tensor) else 1
                 down, up = self._factor_names(name)
-                yield AdapterTensor(down, (rank, columns))
-                yield AdapterTensor(up, (rows, rank))
+                yield (down, (rank, columns))
+                yield (up, (rows, rank))
             elif self._is_saved(name, tensor):
                 shape = self.model.tensors.get(name, tensor).shape
-                yield AdapterTensor(f"{PREFIX}{self._module(name)}.base_layer{_BIAS}", shape)
+                yield (f"{PREFIX}{self._module(name)}.base_layer{_BIAS}", shape)
 
     def largest_bytes(self) -> int:
         """Return the bytes that a fixed rank needs at most; under an energy alone nobody knows them before."""
         if self.options.rank is None:
             return 0
-        return sum(F32.itemsize * math.prod(tensor.largest_shape) for tensor in self.possible())
+        return sum(F32.itemsize * math.prod(shape) for _, shape in self.possible())
 
     def write(self, writer: AdapterWriter) -> None:
         """Decompose every matrix that changed, and write its factors as they come."""

@@ -26,7 +26,7 @@ from mergepipe.engine.make_part import pass_tensors
 from mergepipe.engine.segments import Piece
 from mergepipe.engine.work import EngineOptions, MergeWork
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError
-from mergepipe.jobs.merge import IntermediateWriter
+from mergepipe.jobs.merge import intermediate_writer
 from mergepipe.jobs.plan import make_plan, plan_request
 from mergepipe.options import MergeOptions, OutputOptions, threads_of
 from mergepipe.recipes.tasks import MergeTask
@@ -221,9 +221,9 @@ class OpenedMerge:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mergepipe-")))
             self._settings = settings = replace(settings, out=self.folder / "merge")
             link = CatalogLink(settings.home)
-            intermediates = stack.enter_context(IntermediateWriter(settings, store))
+            write_intermediate = stack.enter_context(intermediate_writer(settings, store))
             inputs = open_inputs(
-                recipe, store, settings.allow_dropped, intermediates.write, settings.strictness,
+                recipe, store, options.allow_dropped, write_intermediate, options.strictness,
                 keeps_absolute_paths=True,
             )  # fmt: skip
             self._plan = None
@@ -258,8 +258,8 @@ class OpenedMerge:
             _check_names(only, {task.name for task in tasks})
             tasks = tuple(task for task in tasks if task.name in only)
         inputs = replace(self.inputs, resolution=replace(self.inputs.resolution, tasks=tuple(tasks)))
-        output = output_of(inputs, self._settings.shard_bytes)
-        work = merge_work(self.inputs, output, self._plan, self._settings.seed, self._store, self._link)
+        output = output_of(inputs, self._settings.options.shard_bytes)
+        work = merge_work(self.inputs, output, self._plan, self._settings.options.seed, self._store, self._link)
         with closing(_passed(work, self.folder, self._store, self._settings.engine)) as passed:
             for task, raw in passed:
                 yield task.name, as_tensor(raw, task)

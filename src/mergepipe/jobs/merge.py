@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -20,17 +20,17 @@ from mergepipe.core.outcome import private_outputs, published_but
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.work import Observer, whole
 from mergepipe.errors import RecipeError
-from mergepipe.options import ExecutorName, MergeOptions, OutputOptions, RunOptions
+from mergepipe.options import ExecutorName, MergeOptions, OutputOptions, PathStyle, RunOptions
 from mergepipe.planning.plan import NOTHING_READ, PLAN_FORMAT, Plan
 from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import AppliedAdapter, MergeReport, Progress, ProgressCallback
 from mergepipe.runs.budget import analysis_advice, coverage_of, verdict_of
-from mergepipe.runs.inputs import Inputs, open_inputs, recipe_of, with_known_digests, with_parameters
+from mergepipe.runs.inputs import Inputs, Stage, open_inputs, recipe_of, with_known_digests, with_parameters
 from mergepipe.runs.model_card import hub_id_of
 from mergepipe.runs.progress import MergeProgress, Resume, run_key
-from mergepipe.runs.small_files import PlannedFiles, plan_small_files, planned_sidecars, sidecar_contents
+from mergepipe.runs.small_files import PlannedFiles, chosen_files, plan_small_files, planned_sidecars, sidecar_contents
 from mergepipe.runs.stored_plan import open_planned, plan_key, read_plan, store_plan, stored_plan
 from mergepipe.runs.work import (
     NO_IDS,
@@ -42,7 +42,6 @@ from mergepipe.runs.work import (
     merge_work,
     output_of,
     requantisation_error,
-    run_settings,
     spectral_cost,
 )
 from mergepipe.snapshots.manifest import (
@@ -139,7 +138,7 @@ def run(
         options: `OutputOptions`: threads, memory and the catalog, and what is written how.
     """
     made, decided = OutputOptions.of(options, fields), read_plan(plan)
-    settings = run_settings(made, decided.seed, out, on_progress)
+    settings = merge_settings(made.common(MergeOptions, seed=decided.seed), out, on_progress)
     if made.executor == ExecutorName.RAY:
         from mergepipe.jobs.merge_on_ray import run_plan_on_ray
 
@@ -151,10 +150,10 @@ def run_merge(recipe: Location | RecipeText, settings: MergeSettings) -> MergeRe
     """Merge in full, and publish."""
     store = Stores(settings=settings.engine.remote)
     link = CatalogLink(settings.home)
-    with IntermediateWriter(settings, store) as intermediates:
+    with intermediate_writer(settings, store) as write_intermediate:
         inputs = open_inputs(
-            recipe, store, settings.allow_dropped, intermediates.write, settings.strictness,
-            keeps_absolute_paths=settings.absolute_paths,
+            recipe, store, settings.options.allow_dropped, write_intermediate, settings.options.strictness,
+            keeps_absolute_paths=settings.options.paths == PathStyle.ABSOLUTE,
         )  # fmt: skip
         return MergeRun(inputs, None, settings, store, link).publish()
 
@@ -170,8 +169,8 @@ def run_budgeted(
 
     store = Stores(settings=settings.engine.remote)
     inputs = open_inputs(
-        recipe, store, settings.allow_dropped, strictness=settings.strictness,
-        keeps_absolute_paths=settings.absolute_paths,
+        recipe, store, settings.options.allow_dropped, strictness=settings.options.strictness,
+        keeps_absolute_paths=settings.options.paths == PathStyle.ABSOLUTE,
     )  # fmt: skip
     settings = replace(settings, plan_key=plan_key(inputs, repr(request)))
     follows = settings.resume in (Resume.AUTO, Resume.REQUIRED)
@@ -190,34 +189,27 @@ def run_plan(plan: Plan, settings: MergeSettings) -> MergeReport:
     return MergeRun(inputs, plan, settings, store, link).publish()
 
 
-class IntermediateWriter:
-    """Writes intermediate merges that later documents need complete, next to the output; removes them on exit."""
+@contextlib.contextmanager
+def intermediate_writer(settings: MergeSettings, store: Store) -> Iterator[Stage]:
+    """Give what writes intermediate merges that later documents need complete, next to the output, while it lasts."""
+    staging = Staging(settings.out.with_name(f"{settings.out.name}.intermediates"), force=False)
+    options = replace(settings.options, catalog=False, resume=False, force=False, base_model_ids=())
+    settings = replace(settings, options=options, destination=None, on_progress=None, base_model_ids=NO_IDS)
+    stack, written = contextlib.ExitStack(), list[Path]()
 
-    def __init__(self, settings: MergeSettings, store: Store) -> None:
-        self._staging = Staging(settings.out.with_name(f"{settings.out.name}.intermediates"), force=False)
-        self._settings = replace(
-            settings, home=None, resume=Resume.NEVER, force=False, destination=None, on_progress=None,
-            base_model_ids=NO_IDS,
-        )  # fmt: skip
-        self._store = store
-        self._stack = contextlib.ExitStack()
-        self._n_written = 0
-
-    def __enter__(self) -> IntermediateWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def write(self, inputs: Inputs) -> Path:
+    def write(inputs: Inputs) -> Path:
         """Merge one intermediate into a private directory, which the first call creates, and return its path."""
-        if not self._n_written:
-            self._stack.enter_context(self._staging)
-        self._n_written += 1
-        settings = replace(self._settings, out=self._staging.path / str(self._n_written))
+        if not written:
+            stack.enter_context(staging)
+        written.append(staging.path / str(len(written) + 1))
         with private_outputs():
-            MergeRun(inputs, None, settings, self._store, CatalogLink(None)).publish()
-        return settings.out
+            MergeRun(inputs, None, replace(settings, out=written[-1]), store, CatalogLink(None)).publish()
+        return written[-1]
+
+    try:
+        yield write
+    finally:
+        stack.close()
 
 
 class MergeRun:
@@ -235,8 +227,8 @@ class MergeRun:
         self._settings = settings
         self._store = store
         self._link = link
-        self._output = output = output_of(inputs, settings.shard_bytes, settings.file)
-        self._seed = settings.seed if plan is None else plan.seed
+        self._output = output = output_of(inputs, settings.options.shard_bytes, settings.file)
+        self._seed = settings.options.seed if plan is None else plan.seed
         self._earlier_bytes = 0
         self._gguf: GGUFTarget | None = None
         self._kept = kept_shares(inputs.plain or inputs) if plan is None else ()
@@ -245,8 +237,8 @@ class MergeRun:
 
     def publish(self, before_publish: BeforePublish | None = None, made: MadeParts | None = None) -> MergeReport:
         """Write the output, and publish it; of one that is `made` already, no tensor is read."""
-        settings, link = self._settings, self._link
-        check_target(settings.out, [checkpoint.path for checkpoint in self._inputs.checkpoints], force=settings.force)
+        settings, link, force = self._settings, self._link, self._settings.options.force
+        check_target(settings.out, [checkpoint.path for checkpoint in self._inputs.checkpoints], force=force)
         remote = self._remote_output(is_made=made is not None)
         weight_bytes = self._output.total_bytes if remote is None else remote.staged_bytes
         small_files = self._planned_files(0 if made else weight_bytes)
@@ -256,7 +248,7 @@ class MergeRun:
         can_continue = partial(progress.can_continue, is_sent=None if remote is None else remote.has)
         with published_but(settings.place):
             with (
-                Staging(settings.out, force=settings.force, can_continue=can_continue) as staging,
+                Staging(settings.out, force=force, can_continue=can_continue) as staging,
                 progress.recorded(staging),
                 contextlib.nullcontext() if remote is None else remote.claimed(staging, progress),
             ):
@@ -281,7 +273,7 @@ class MergeRun:
         """Plan the small files, or the one of another format; there has to be room for them and the weights."""
         planned = PlannedFiles({}, (), ())
         if not self._settings.file:
-            planned = plan_small_files(self._inputs, self._store, self._settings.small_files)
+            planned = plan_small_files(self._inputs, self._store, self._settings.options)
         elif self._settings.file.endswith(GGUF_SUFFIX):
             from mergepipe.checkpoints.gguf_files import GGUFTarget
 
@@ -302,7 +294,7 @@ class MergeRun:
     def _new_progress(self) -> MergeProgress:
         settings, key = self._settings, run_key(self._inputs, self._plan, self._output, self._seed)
         return MergeProgress(
-            key, self._output, self._plan, self._store.ledger, settings.resume, is_strict=settings.strictness.strict
+            key, self._output, self._plan, self._store.ledger, settings.resume, is_strict=settings.options.strict
         )
 
     def _begin(self, staging: Staging, progress: MergeProgress) -> None:
@@ -317,7 +309,7 @@ class MergeRun:
 
     def _remote_output(self, *, is_made: bool) -> RemoteOutput | None:
         """Return what publishes in a bucket or on the Hub, if the output goes there."""
-        destination, force = self._settings.destination, self._settings.force
+        destination, force = self._settings.destination, self._settings.options.force
         if destination is None:
             return None
         from mergepipe.runs.remote_output import RemoteOutput
@@ -362,7 +354,7 @@ class MergeRun:
         contents: dict[str, bytes] = {}
         if not self._settings.file:
             made = sidecar_contents(planned, self._inputs, self._store, unfinished, self._plan)
-            contents = self._settings.small_files.of(made, self._inputs) | index_files(self._output.shards)
+            contents = chosen_files(made, self._inputs, self._settings.options) | index_files(self._output.shards)
         sidecars = tuple(Digested.of(name, content) for name, content in sorted(contents.items()))
         manifest = replace(unfinished, sidecars=(*converted, *sidecars))
         stored = with_changed_paths(manifest, partial(self._reference, out=staging.out))
@@ -375,7 +367,7 @@ class MergeRun:
 
     def _reference(self, path: str, out: Path) -> str:
         """Return the path of an input as the files of the snapshot at `out` write it."""
-        if self._settings.absolute_paths:
+        if self._settings.options.paths == PathStyle.ABSOLUTE:
             return path
         return relative_reference(path, None if self._settings.destination else record_folder(out))
 

@@ -41,8 +41,8 @@ from mergepipe.reports import MergedModule, MergeLoraReport, MergeReport, Progre
 from mergepipe.runs.adapters import (
     PREFIX,
     WEIGHTS_NAME,
-    AdapterTensor,
     AdapterWriter,
+    LargestShape,
     adapter_config,
     apply_recipe,
     factor_names,
@@ -265,21 +265,21 @@ class _AdapterMerge:
 
     # --- what is written ---
 
-    def possible(self) -> Iterator[AdapterTensor]:
+    def possible(self) -> Iterator[LargestShape]:
         """List every tensor of the output with its largest shape."""
         for module, owners in self._modules.items():
             parts = self.adapters[owners[0]].modules[module]
             stacked = sum(self.adapters[owner].modules[module].down.shape[0] for owner in owners)
             down, up = self._factor_names(module, parts)
-            yield AdapterTensor(down, (stacked, *(parts.kernel or parts.down.shape[1:])))
-            yield AdapterTensor(up, (parts.up.shape[0], stacked, *_ones(parts)))
+            yield (down, (stacked, *(parts.kernel or parts.down.shape[1:])))
+            yield (up, (parts.up.shape[0], stacked, *_ones(parts)))
             if parts.kernel:
-                yield AdapterTensor(f"{module}.alpha", ())
+                yield (f"{module}.alpha", ())
                 continue
-            yield AdapterTensor(f"{PREFIX}{module}.lora_B.bias", parts.up.shape[:1])
-            yield AdapterTensor(f"{PREFIX}{module}.lora_magnitude_vector", parts.up.shape[:1])
+            yield (f"{PREFIX}{module}.lora_B.bias", parts.up.shape[:1])
+            yield (f"{PREFIX}{module}.lora_magnitude_vector", parts.up.shape[:1])
         for name, entry in self._whole().items():
-            yield AdapterTensor(f"{PREFIX}{name}", entry.shape)
+            yield (f"{PREFIX}{name}", entry.shape)
 
     def write(self, writer: AdapterWriter) -> None:
         """Merge module by module, and write the factors as they come."""
@@ -444,7 +444,7 @@ class _AdapterMerge:
         zeros = {name: np.zeros_like(core) for name, core in cores[0].items()}
         for name, tensors in (("zeros", zeros), *((f"adapter-{index}", t) for index, t in enumerate(cores))):
             make_folders(root / name)
-            possible = [AdapterTensor(key, core.shape) for key, core in tensors.items()]
+            possible = [(key, core.shape) for key, core in tensors.items()]
             with AdapterWriter(root / name / "model.safetensors", possible, self.ledger) as writer:
                 for key, core in tensors.items():
                     writer.append(key, core.astype(np.float32), core.shape)

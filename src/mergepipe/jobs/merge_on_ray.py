@@ -31,16 +31,16 @@ from mergepipe.errors import (
 )
 from mergepipe.jobs.parts import check_output, make_part_of
 from mergepipe.jobs.plan import PlanRequest, make_plan
-from mergepipe.options import OutputOptions
+from mergepipe.jobs.snapshots import is_snapshot_of
+from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
 from mergepipe.runs.inputs import Inputs, open_inputs
 from mergepipe.runs.parts import open_output, record_planning
 from mergepipe.runs.progress import Resume
-from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
-from mergepipe.runs.work import CatalogLink, MergeSettings, run_settings
+from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings
 from mergepipe.snapshots.parts import JOB_NAME, PartsPlace
 from mergepipe.snapshots.parts_places import job_at, parts_place, plan_digests_at
 from mergepipe.snapshots.staging import check_free_space
@@ -81,7 +81,7 @@ def make_part_of_plan(payload: bytes) -> bytes:
         hint = "mount the same storage under the same path on every node"
         raise NotFoundError.of("ray.not-shared", task.out, message, hint)
     out = task.out if isinstance(task.out, Path) else str(task.out)
-    settings = run_settings(task.options, plan.seed, out)
+    settings = merge_settings(task.options.common(MergeOptions, seed=plan.seed), out)
     return pickle.dumps(make_part_of(plan, (task.number, task.n_parts), settings, publishes=False))
 
 
@@ -90,9 +90,9 @@ def run_merge_on_ray(
 ) -> MergeReport:
     """Plan a recipe, and make the plan's output on a cluster; an unfinished merge of this very request is resumed."""
     store = Stores(settings=settings.engine.remote)
-    inputs = open_inputs(recipe, store, settings.allow_dropped, strictness=settings.strictness)
+    inputs = open_inputs(recipe, store, request.options.allow_dropped, strictness=settings.options.strictness)
     place, key = _absolute(settings.place), plan_key(inputs, repr(request))
-    check_output(place, inputs, force=settings.force)
+    check_output(place, inputs, force=settings.options.force)
     digests = () if settings.resume is Resume.NEVER else plan_digests_at(place)
     plan = next(filter(None, (_plan_of_parts(place, digest, key) for digest in digests)), None)
     if plan is None:
@@ -129,9 +129,9 @@ def _publish(
 ) -> MergeReport:
     """Make the parts of a plan, and publish its output. `planning`: what was read of the inputs to make the plan."""
     place = _absolute(settings.place)
-    planned = open_output(plan, settings.shard_bytes, Stores(settings=settings.engine.remote))
+    planned = open_output(plan, settings.options.shard_bytes, Stores(settings=settings.engine.remote))
     settings.base_model_ids.check_names(planned.inputs.leaf_models)
-    check_output(place, planned.inputs, force=settings.force)
+    check_output(place, planned.inputs, force=settings.options.force)
     if is_snapshot_of(place, plan.digest):
         raise OutputError.of("output.exists", place, "is what this plan makes", "remove it to make it again")
     parts = parts_place(place, planned.job(place), Path())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,14 @@ from mergepipe.core.units import positive
 from mergepipe.engine.work import Observer, split, split_sizes
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.jobs.merge import MergeRun
-from mergepipe.options import ExecutorName, OutputOptions, RunOptions
+from mergepipe.jobs.snapshots import is_snapshot_of
+from mergepipe.options import ExecutorName, MergeOptions, OutputOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
 from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.parts import MadeParts, PartsWorker, PlannedOutput, open_output
-from mergepipe.runs.progress import Resume
-from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.runs.stored_plan import read_plan
-from mergepipe.runs.work import CatalogLink, MergeSettings, run_settings
+from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings
 from mergepipe.snapshots.manifest import FILE_SUFFIXES
 from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.parts import Account, Claimant, PartsPlace
@@ -98,7 +96,9 @@ def run_part(
         message = "a part that is run again takes what is done, and reads again what was lost"
         raise RecipeError.of("option.conflict", "--resume" if made.resume else "--no-resume", message, "leave it out")
     numbers, decided = None if part is None else check_part(*part), read_plan(plan)
-    return make_part_of(decided, numbers, run_settings(made, decided.seed, out, on_progress))
+    return make_part_of(
+        decided, numbers, merge_settings(made.common(MergeOptions, seed=decided.seed), out, on_progress)
+    )
 
 
 def make_part_of(
@@ -142,11 +142,11 @@ def make_part_of(
 
     if is_there():
         return report(is_published=True)
-    planned = open_output(plan, settings.shard_bytes, store)
+    planned = open_output(plan, settings.options.shard_bytes, store)
     settings.base_model_ids.check_names(planned.inputs.leaf_models)
-    check_output(out, planned.inputs, force=settings.force)
+    check_output(out, planned.inputs, force=settings.options.force)
     parts = parts_place(out, planned.job(out), settings.out)
-    claimant = Claimant(parts, part, plan.limit_bytes, plan.planned_bytes, settings.strictness.strict)
+    claimant = Claimant(parts, part, plan.limit_bytes, plan.planned_bytes, settings.options.strict)
     try:
         shards = () if numbers is None else split(planned.output, numbers[1])[numbers[0] - 1].shards
         if numbers is None and not parts.exists:
@@ -204,7 +204,7 @@ def _finished(
         worker = PartsWorker(planned, claimant, store, settings.engine, Observer())
         inputs, link = worker.with_shared_facts(read_missing=False), CatalogLink(settings.home)
         with published_but(settings.place):
-            run = MergeRun(inputs, plan, replace(settings, resume=Resume.NEVER), store, link)
+            run = MergeRun(inputs, plan, settings.begun_anew, store, link)
             report = run.publish(made=made)
             claimant.parts.remove()
             return report

@@ -13,10 +13,10 @@ from mergepipe.deltastore.builder import published_store
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.index import is_own_name
 from mergepipe.errors import CorruptError, OutputError, UnsupportedError
+from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value
 from mergepipe.options import PushOptions
 from mergepipe.recipes.references import resolve_model_name
 from mergepipe.reports import ByteProgress, ProgressCallback, PushReport
-from mergepipe.runs.snapshots import find_snapshot, read_manifest_value
 from mergepipe.snapshots.layout import read_small_file, small_digest
 from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,

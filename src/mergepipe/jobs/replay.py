@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.core.outcome import Notice
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.work import EngineOptions, plan_output, whole
-from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
-from mergepipe.jobs.merge import IntermediateWriter, MergeRun
-from mergepipe.options import OutputOptions, RunOptions
+from mergepipe.errors import ConflictError, NotFoundError, Problem
+from mergepipe.jobs.merge import MergeRun, intermediate_writer
+from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value, with_inputs_found
+from mergepipe.options import MergeOptions, OutputOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.fields import LENIENT
 from mergepipe.recipes.recipe_files import reload_recipes
@@ -24,9 +25,8 @@ from mergepipe.recipes.references import reference_text, referenced_paths
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.model_card import BaseModelIds
-from mergepipe.runs.snapshots import find_snapshot, read_manifest_value, with_inputs_found
 from mergepipe.runs.stored_plan import plan_of
-from mergepipe.runs.work import CatalogLink, MergeSettings, merge_work, run_settings
+from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings, merge_work
 from mergepipe.snapshots.layout import layout_of
 from mergepipe.snapshots.manifest import NOTICES_KEY, InputRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest
@@ -108,16 +108,16 @@ def rebuild_tensors(
     store: Store, manifest: Manifest, names: Collection[str], directory: Path, engine: EngineOptions
 ) -> tuple[RebuiltTensor, ...]:
     """Recompute the named tensors into one file in `directory`."""
-    settings = MergeSettings(
-        engine, manifest.seed, force=False, shard_bytes=_ONE_FILE, home=None, out=directory / "made"
-    )
-    with IntermediateWriter(settings, store) as intermediates:
-        inputs = open_recorded(manifest, store, intermediates.write)
+    options = MergeOptions(catalog=False, seed=manifest.seed, shard_bytes=_ONE_FILE)
+    settings = MergeSettings(options, engine, out=directory / "made")
+    with intermediate_writer(settings, store) as write_intermediate:
+        inputs = open_recorded(manifest, store, write_intermediate)
         wanted = set(names)
         output = plan_output([task for task in inputs.resolution.tasks if task.name in wanted], _ONE_FILE)
         missing = sorted(wanted - {task.name for task in output.tasks})
         if missing:
-            raise _missing_tensor_error(missing)
+            message = "by its recipe the inputs have no such tensor"
+            raise ConflictError(*(Problem("input.changed", name, message, _HINT) for name in missing))
         checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
         work = merge_work(inputs, output, recorded_plan(manifest), manifest.seed, store, CatalogLink(None))
         digests = make_part(work, whole(output), directory, store, engine).digests
@@ -128,11 +128,6 @@ def rebuild_tensors(
         rebuilt.append(RebuiltTensor(digest, directory / shard.name, offset))
         offset += spec.nbytes
     return tuple(rebuilt)
-
-
-def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
-    message = "by its recipe the inputs have no such tensor"
-    return ConflictError(*(Problem("input.changed", name, message, _HINT) for name in names))
 
 
 # --- replay a snapshot; publish the result only if it is byte-identical ---
@@ -156,17 +151,13 @@ def replay(
         options: `OutputOptions`: threads, memory and the catalog, and `force`.
     """
     made = OutputOptions.of(options, fields)
-    settings, path = run_settings(made, 0, out, on_progress), find_snapshot(snapshot, made.home)
+    settings, path = merge_settings(made.common(MergeOptions), out, on_progress), find_snapshot(snapshot, made.home)
     store = Stores(settings=settings.engine.remote)
     manifest = with_inputs_found(read_manifest_value(store, path), store, settings.home)
-    settings = replace(
-        settings,
-        seed=manifest.seed,
-        shard_bytes=shard_bytes_of(manifest, path),
-        base_model_ids=BaseModelIds.recorded(manifest),
-    )
-    with IntermediateWriter(settings, store) as intermediates:
-        inputs = open_recorded(manifest, store, intermediates.write)
+    decided = replace(settings.options, seed=manifest.seed, shard_bytes=shard_bytes_of(manifest, path))
+    settings = replace(settings, options=decided, base_model_ids=BaseModelIds.recorded(manifest))
+    with intermediate_writer(settings, store) as write_intermediate:
+        inputs = open_recorded(manifest, store, write_intermediate)
         run = MergeRun(inputs, recorded_plan(manifest), settings, store, CatalogLink(settings.home))
         return run.publish(lambda made, _: _check_same(manifest, made, settings.place))
 

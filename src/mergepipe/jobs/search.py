@@ -19,12 +19,12 @@ from mergepipe.jobs.evaluate import Evaluation, parse_evaluation, parse_objectiv
 from mergepipe.jobs.load import OpenedMerge, library, loaded_model
 from mergepipe.jobs.merge import run_budgeted, run_merge
 from mergepipe.jobs.plan import plan_request
-from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, SearchOptions
+from mergepipe.options import MergeOptions, PlanOptions, SearchOptions
 from mergepipe.recipes.yaml_source import KeyPath, RecipeText, Value, YamlSource, key_path_text, parse_yaml, read_yaml
 from mergepipe.recipes.yaml_source import recipe_text as written_recipe
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SearchReport, SearchTrial
 from mergepipe.runs.inputs import recipe_of
-from mergepipe.runs.work import run_settings
+from mergepipe.runs.work import merge_settings
 from mergepipe.snapshots.staging import check_target
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
@@ -166,8 +166,8 @@ class _Search:
         self._out, self._options, self._on_progress = out, options, on_progress
         self._rungs = tuple(options.rungs)
         self._requests = {rung: plan_request(rung, options.common(PlanOptions)) for rung in self._rungs}
-        settings = run_settings(options.common(OutputOptions, catalog=False, resume=None), _SEED)
-        self._settings = replace(settings, on_progress=self._report)
+        trial_options = options.common(MergeOptions, catalog=False, resume=None, evaluate=None, seed=_SEED)
+        self._settings = merge_settings(trial_options, on_progress=self._report)
         self._objectives = tuple(map(parse_objective, options.objectives))
         self._evaluate, self._command = evaluate, self._parsed_command(evaluate)
         self._loads_models = loads_models
@@ -301,7 +301,7 @@ class _Search:
     def _evaluated_model(self, values: Mapping[KeyPath, Any], rung: str | None) -> tuple[int, tuple[float, ...]]:
         """Merge into a model of transformers and evaluate it, without a file; return the expert bytes and the loss."""
         assert self._evaluate is not None
-        options = self._options.common(MergeOptions, budget=rung, seed=_SEED, catalog=False, resume=None)
+        options = replace(self._settings.options, budget=rung)
         with OpenedMerge(self._recipe(values), options) as merge:
             model, expert_bytes = loaded_model(merge), merge.expert_bytes
         return expert_bytes, (float(self._evaluate(model)),)
@@ -312,8 +312,8 @@ class _Search:
         """Merge the best values again into the output, and tell all trials."""
         best = self._best()
         values = {searched.key_path: best.params[searched.name] for searched in self._searched}
-        settings = run_settings(self._options.common(OutputOptions, resume=None), _SEED)
-        self._settings = replace(settings, on_progress=self._report)
+        options = replace(self._settings.options, catalog=True)
+        self._settings = merge_settings(options, on_progress=self._report)
         merged = self._merged(values, self._rungs[-1] if self._rungs else None, self._out)
         trials = self._study.get_trials(deepcopy=False)
         front = {trial.number for trial in self._study.best_trials} if len(self._objectives) > 1 else {best.number}

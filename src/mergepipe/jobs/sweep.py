@@ -18,13 +18,13 @@ from mergepipe.jobs.diff import distance, norm
 from mergepipe.jobs.evaluate import parse_evaluation
 from mergepipe.jobs.merge import run_merge, run_plan
 from mergepipe.jobs.plan import make_plan, plan_request
-from mergepipe.options import SWEEP_BUDGETS, OutputOptions, SweepOptions, home_of
+from mergepipe.options import SWEEP_BUDGETS, MergeOptions, SweepOptions, home_of
 from mergepipe.planning.budget import BudgetRequest, Policy, ShareBudget, parse_budget
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import ByteProgress, Progress, ProgressCallback, SweepPoint, SweepReport
 from mergepipe.runs.budget import blocks_by_level, counts_of, verdict_of
 from mergepipe.runs.inputs import open_inputs, recipe_of
-from mergepipe.runs.work import CatalogLink, MergeSettings, run_settings
+from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
@@ -69,10 +69,7 @@ def _swept(
 ) -> SweepReport:
     """Merge in full, then under each budget (a text, and what it says); at most two outputs lie there at a time."""
     request = plan_request("100%", options)  # each budget takes the place of this one
-    settings = replace(
-        run_settings(options.common(OutputOptions, catalog=False), options.seed),
-        allow_dropped=options.allow_dropped, strictness=options.strictness,
-    )  # fmt: skip
+    settings = merge_settings(options.common(MergeOptions, catalog=False, evaluate=None))
     evaluation = None if options.evaluate is None else parse_evaluation(options.evaluate)
     store, link = Stores(settings=settings.engine.remote), CatalogLink(home_of(options.home), required=True)
 
@@ -138,7 +135,7 @@ def _swept(
         recipe=recipe.path if isinstance(recipe, RecipeText) else recipe,
         operator=inputs.recipe.operator.name,
         policy=policies[0].value,
-        seed=settings.seed,
+        seed=options.seed,
         dtypes=tuple(sorted({entry.dtype.name for entry in full.tensors.values()})),
         full_cost_bytes=first_plan.full_cost_bytes,
         full_expert_bytes=full_report.expert_bytes + full_report.analysis_bytes,

@@ -30,12 +30,12 @@ from mergepipe.errors import (
     UnsupportedError,
 )
 from mergepipe.jobs.replay import RebuiltTensor, open_recorded, rebuild_tensors, sampled_tensors
-from mergepipe.options import RunOptions, VerifyOptions, catalog_home, engine_options
+from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value, with_inputs_found
+from mergepipe.options import MergeOptions, RunOptions, VerifyOptions, catalog_home, engine_options
 from mergepipe.recipes.output_tensors import shape_contradictions
 from mergepipe.recipes.yaml_source import shortened
 from mergepipe.reports import ByteProgress, Damage, ProgressCallback, RepairReport, VerifyReport
 from mergepipe.runs.small_files import plan_small_files, sidecar_contents
-from mergepipe.runs.snapshots import find_snapshot, read_manifest_value, with_inputs_found
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.snapshots.layout import (
     PlacedFile,
@@ -465,7 +465,7 @@ def _small_files(store: Store, examination: Examination) -> dict[str, bytes]:
     inputs = open_recorded(manifest, store)
     bare = replace(manifest, sidecars=())
     plan = plan_of(manifest, f"{examination.path / MANIFEST_NAME}: plan")
-    contents = sidecar_contents(plan_small_files(inputs, store), inputs, store, bare, plan)
+    contents = sidecar_contents(plan_small_files(inputs, store, MergeOptions()), inputs, store, bare, plan)
     contents |= index_files([ShardLayout(file.name, _specs(manifest, file.name), b"") for file in manifest.files])
     impossible = [
         Problem("snapshot.unrepairable", str(examination.path / name), "cannot be made again from the inputs", _HINT)

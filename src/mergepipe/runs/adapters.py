@@ -6,7 +6,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,8 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterTensor:
-    """A tensor of float32 that the adapter may hold: its size is known only when it is written, this is the largest."""
-
-    name: str
-    largest_shape: tuple[int, ...]
+LargestShape = tuple[str, tuple[int, ...]]
+"""The name of a tensor that an adapter may hold, and its largest shape: its own is known when it is written."""
 
 
 class AdapterWriter:
@@ -45,12 +40,12 @@ class AdapterWriter:
     allows. Memory: one tensor.
     """
 
-    def __init__(self, path: Path, possible: Iterable[AdapterTensor], ledger: Ledger) -> None:
+    def __init__(self, path: Path, possible: Iterable[LargestShape], ledger: Ledger) -> None:
         self._path = path
         self._ledger = ledger
         self._rows: dict[str, dict[str, object]] = {}
         self._written_bytes = 0
-        largest = {tensor.name: _row(tensor.largest_shape, (1 << 62, 1 << 62)) for tensor in possible}
+        largest = {name: _row(shape, (1 << 62, 1 << 62)) for name, shape in possible}
         self._header_bytes = -(-len(_header(largest)) // _ALIGNMENT) * _ALIGNMENT
         with os_errors(path, "creating it"):
             self._descriptor = owned.create_file(path)

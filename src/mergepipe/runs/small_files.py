@@ -23,6 +23,7 @@ from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, TOKENIZ
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import plural
 from mergepipe.errors import CorruptError, RecipeError, did_you_mean
+from mergepipe.options import MergeOptions
 from mergepipe.recipes.output_tensors import parsed_config, text_sections, with_dtype, with_layers
 from mergepipe.runs.model_card import InputCard, card_and_recipe, read_input_card
 from mergepipe.snapshots.manifest import CARD_NAME, MANIFEST_NAME, LeftOutFile, Manifest, file_without_paths
@@ -74,27 +75,16 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
     return {name: file_without_paths(name, content) for name, content in contents.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class SmallFileChoice:
-    """Choice of the small files that are written beside the configuration."""
-
-    card: bool = True
-    tokenizer: bool = True
-    mergekit_config: bool = True
-
-    def of(self, contents: Mapping[str, bytes], inputs: Inputs) -> dict[str, bytes]:
-        """Return the chosen ones; a tokenizer that the recipe asks for always is."""
-        keeps_tokenizer = self.tokenizer or inputs.alignment is not None
-        return {
-            name: content
-            for name, content in contents.items()
-            if (self.card or name != CARD_NAME)
-            and (keeps_tokenizer or not _is_tokenizers(name))
-            and (self.mergekit_config or name != MERGEKIT_CONFIG_NAME)
-        }
-
-
-EVERY_SMALL_FILE = SmallFileChoice()
+def chosen_files(contents: Mapping[str, bytes], inputs: Inputs, options: MergeOptions) -> dict[str, bytes]:
+    """Return the small files that options ask for; a tokenizer that the recipe asks for is one of them."""
+    keeps_tokenizer = options.tokenizer or inputs.alignment is not None
+    return {
+        name: content
+        for name, content in contents.items()
+        if (options.card or name != CARD_NAME)
+        and (keeps_tokenizer or not _is_tokenizers(name))
+        and (options.mergekit_config or name != MERGEKIT_CONFIG_NAME)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +99,11 @@ class PlannedFiles:
     left_out: tuple[LeftOutFile, ...]
 
 
-def plan_small_files(inputs: Inputs, store: Store, choice: SmallFileChoice = EVERY_SMALL_FILE) -> PlannedFiles:
+def plan_small_files(inputs: Inputs, store: Store, options: MergeOptions) -> PlannedFiles:
     """Read what the chosen small files are made from; raises as `planned_sidecars`."""
-    contents = choice.of(planned_sidecars(inputs, store), inputs)
+    contents = chosen_files(planned_sidecars(inputs, store), inputs, options)
     cards = tuple(
-        read_input_card(store, checkpoint) if choice.card else InputCard() for _, _, checkpoint in inputs.leaves()
+        read_input_card(store, checkpoint) if options.card else InputCard() for _, _, checkpoint in inputs.leaves()
     )
     return PlannedFiles(contents, cards, left_out_files(store, inputs.base, contents))
 

@@ -29,21 +29,16 @@ from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import (
     DEFAULT_SHARD_BYTES,
     MergeOptions,
-    OutputOptions,
-    PathStyle,
     catalog_home,
-    check_seed,
     engine_options,
     home_of,
 )
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.reports import KeptShare, ProgressCallback
 from mergepipe.runs.inputs import Inputs, PairStatistics
 from mergepipe.runs.model_card import BaseModelIds, parse_base_model_ids
 from mergepipe.runs.progress import Resume
-from mergepipe.runs.small_files import EVERY_SMALL_FILE, SmallFileChoice
 from mergepipe.snapshots.manifest import BESIDE, FILE_SUFFIXES
 from mergepipe.snapshots.shards import SINGLE_NAME, SUFFIX, index_name
 from mergepipe.storage.contract import STATISTICS_BYTES, Store, is_file
@@ -58,35 +53,38 @@ NO_IDS = BaseModelIds()
 
 @dataclass(frozen=True, slots=True)
 class MergeSettings:
-    """Settings of one merge run. It publishes at `out`; for a remote `destination` it stages there.
+    """One merge run: its options, and where it publishes: at `out`; for a remote `destination` it stages there.
 
-    `home` is the catalog's directory; None runs without a catalog. `started` is when the run began, by `perf_counter`.
-
-    `strictness` says whether what has no effect in a recipe is refused, and what an interrupted run leaves to be read
-    beyond the budget. With a `plan_key` the plan is kept beside the unfinished output, see `stored_plan`. With
-    `absolute_paths` the snapshot's files name inputs by their absolute paths. `base_model_ids` are ids on the Hub that
-    the user states. `tried_expert_bytes` were read under budgets of which the result was not good enough. `file` is the
-    name of an output that is one file.
+    `base_model_ids` are ids on the Hub that the user states. `file` is the name of an output that is one file. With a
+    `plan_key` the plan is kept beside the unfinished output, see `stored_plan`. `tried_expert_bytes` were read under
+    budgets of which the result was not good enough. `started` is when the run began, by `perf_counter`.
     """
 
+    options: MergeOptions
     engine: EngineOptions
-    seed: int
-    force: bool
-    shard_bytes: int | None
-    home: Path | None
-    resume: Resume = Resume.AUTO
-    allow_dropped: tuple[str, ...] = ()
-    small_files: SmallFileChoice = EVERY_SMALL_FILE
-    strictness: Strictness = USUAL
-    plan_key: str = ""
-    destination: Location | None = None
-    absolute_paths: bool = False
     base_model_ids: BaseModelIds = NO_IDS
-    tried_expert_bytes: int = 0
-    file: str = ""
-    out: Path = Path()
     on_progress: ProgressCallback | None = None
+    out: Path = Path()
+    destination: Location | None = None
+    file: str = ""
+    plan_key: str = ""
+    tried_expert_bytes: int = 0
     started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def home(self) -> Path | None:
+        """The catalog's directory; None runs without a catalog."""
+        return catalog_home(self.options)
+
+    @property
+    def resume(self) -> Resume:
+        """What to do about an interrupted run: resume it if there is one, require one, or begin anew."""
+        return {None: Resume.AUTO, True: Resume.REQUIRED, False: Resume.NEVER}[self.options.resume]
+
+    @property
+    def begun_anew(self) -> MergeSettings:
+        """The settings of a run that resumes none."""
+        return replace(self, options=replace(self.options, resume=False))
 
     @property
     def place(self) -> Path | Location:
@@ -102,45 +100,13 @@ class MergeSettings:
 def merge_settings(
     options: MergeOptions, out: str | Path | None = None, on_progress: ProgressCallback | None = None
 ) -> MergeSettings:
-    """Return the settings of a merge, which begins now."""
-    return replace(
-        run_settings(options, options.seed, out, on_progress),
-        allow_dropped=options.allow_dropped,
-        small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
-        strictness=options.strictness,
-    )
+    """Return the settings of a merge, which begins now; without `out` it is for the caller to say."""
+    ids = parse_base_model_ids(options.base_model_ids)
+    settings = MergeSettings(options, engine_options(options), ids, on_progress)
+    return settings if out is None else _placed(settings, Location.of(out))
 
 
-def run_settings(
-    options: OutputOptions,
-    seed: int,
-    out: str | Path | None = None,
-    on_progress: ProgressCallback | None = None,
-) -> MergeSettings:
-    """Return the settings of a run, which begins now, whose plan or manifest says what is merged."""
-    settings = MergeSettings(
-        engine=engine_options(options),
-        seed=check_seed(seed),
-        force=options.force,
-        shard_bytes=options.shard_bytes,
-        home=catalog_home(options),
-        resume=resume_of(options.resume),
-        strictness=Strictness(strict=options.strict),
-        absolute_paths=options.paths == PathStyle.ABSOLUTE,
-        base_model_ids=parse_base_model_ids(options.base_model_ids),
-        on_progress=on_progress,
-    )
-    return settings if out is None else _placed(settings, Location.of(out), options.home)
-
-
-def resume_of(resume: bool | None) -> Resume:
-    """Return what to do about an interrupted run: resume it if there is one (None), require one, or begin anew."""
-    if resume is None:
-        return Resume.AUTO
-    return Resume.REQUIRED if resume else Resume.NEVER
-
-
-def _placed(settings: MergeSettings, location: Location, home: str | Path | None) -> MergeSettings:
+def _placed(settings: MergeSettings, location: Location) -> MergeSettings:
     """Return the settings of an output at a location; one in a bucket is staged on this machine."""
     is_file_name = location.suffix in FILE_SUFFIXES and location.is_local and not index_name(location.name)
     if location.suffix in _OTHER_SUFFIXES and not is_file_name:
@@ -150,8 +116,8 @@ def _placed(settings: MergeSettings, location: Location, home: str | Path | None
         return replace(settings, out=location.without_detours().local_path, file=location.name if is_file_name else "")
     from mergepipe.snapshots.object_upload import check_destination, staging_place
 
-    check_destination(location, force=settings.force)
-    return replace(settings, out=staging_place(location, home_of(home)), destination=location)
+    check_destination(location, force=settings.options.force)
+    return replace(settings, out=staging_place(location, home_of(settings.options.home)), destination=location)
 
 
 # --- use the catalog where there is one: its first failure becomes a notice; look up statistics by content ---

@@ -16,10 +16,10 @@ import mergepipe
 from mergepipe.catalog.statistics_file import STATISTICS_NAME, parse_statistics, statistics_folder
 from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import ConflictError
+from mergepipe.jobs.snapshots import read_manifest_value
 from mergepipe.options import PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import AnalyzeReport
-from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, store_plan, stored_plan
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.local import LocalStore
