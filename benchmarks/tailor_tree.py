@@ -16,7 +16,7 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import InertPickler, MemberPlan, Size, lay_out_archive, literal_member
 from mergepipe.tailor.copy_plan import CopyRange, Literal, Segment
-from mergepipe.tailor.copy_writer import Copier
+from mergepipe.tailor.copy_writer import write_files
 
 LAYERS = 32
 _BYTES_PER_PARAMETER = 12  # masters and both moments; stage 3 stores no 16-bit weights
@@ -58,7 +58,6 @@ def _shapes(scale: float) -> dict[str, tuple[int, ...]]:
 def write_checkpoint(folder: Path, shapes: dict[str, tuple[int, ...]], ranks: int, step: int, pool: Path) -> None:
     """Write a ZeRO-3 tag directory whose tensors are cut out of `pool`."""
     folder.mkdir(parents=True)
-    copier = Copier(LocalStore(), 256 << 20, lambda _: None)
     groups = [[n for n in shapes if "norm" not in n], [n for n in shapes if "norm" in n]]
     for rank in range(ranks):
         prefix = f"zero_pp_rank_{rank}_mp_rank_00"
@@ -69,7 +68,7 @@ def write_checkpoint(folder: Path, shapes: dict[str, tuple[int, ...]], ranks: in
             head = [literal_member("data.pkl", InertPickler().dump(root)), literal_member("byteorder", b"little")]
             name = f"{prefix}_{kind}_states.pt"
             plan = lay_out_archive(name, "archive", [*head, *members, literal_member("version", b"3\n")])
-            copier.write_all([(plan, folder / name)])
+            write_files(LocalStore(), [(plan, folder / name)], 256 << 20, lambda _: None)
 
 
 def _model(

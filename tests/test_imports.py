@@ -20,7 +20,7 @@ CONTRACTS = {
     "deltastore": "mergepipe.deltastore.index", "engine": "mergepipe.engine.work",
     "operators": "mergepipe.operators.base", "planning": "mergepipe.planning.plan",
     "recipes": "mergepipe.recipes.tasks", "snapshots": "mergepipe.snapshots.manifest",
-    "storage": "mergepipe.storage.contract", "tailor": "mergepipe.tailor.formats.registry",
+    "storage": "mergepipe.storage.contract", "tailor": "mergepipe.tailor.formats",
 }  # fmt: skip
 """The contract of a room, by the folder of its tests."""
 LIMITS = {"test files with inner imports": 180, "inner imports": 765}

@@ -15,8 +15,8 @@ from mergepipe.errors import RecipeError
 from mergepipe.operators.base import ReductionRequest
 from mergepipe.operators.registry import operator_specs
 from mergepipe.storage.location import Location
+from mergepipe.tailor.formats import TRAINING_FORMATS
 from mergepipe.tailor.formats.contract import TrainingFormat
-from mergepipe.tailor.formats.registry import TRAINING_FORMATS
 from support.families import FamilyShape, write_family
 from support.source_code import trees_with
 from support.stores import InMemoryStore, memory_scheme
@@ -104,7 +104,7 @@ def test_training_format__is_registered_by_one_line(training_format: TrainingFor
         for place, node in imports_from("mergepipe.tailor.formats")
         if node.module == module.__name__ and name in {alias.name for alias in node.names}
     }
-    assert users == {"tailor/formats/registry.py"}
+    assert users == {"tailor/formats/__init__.py"}
 
 
 def test_store__of_a_new_scheme_is_read_after_one_registration(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from mergepipe.storage.ranges import read_descriptor_range, read_exact, request,
 from mergepipe.storage.spill import SpilledFiles
 from mergepipe.tailor.checkpoint import Piece, StateReader, StoredState
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan
-from mergepipe.tailor.copy_writer import FEWEST_BYTES, Copier
+from mergepipe.tailor.copy_writer import FEWEST_BYTES, write_files
 from support.faults import replaced
 from support.fetching import AlignedFile
 from support.refusals import refuses
@@ -119,7 +119,7 @@ def read_state(path: Path) -> None:
 def copy_range(path: Path) -> None:
     """Copy a range of one file to another."""
     plan = FilePlan("out", (CopyRange(Location.local(path), 0, ENTRY.nbytes, is_skeleton=True),))
-    Copier(LocalStore(), FEWEST_BYTES, lambda _: None).write_all([(plan, path.with_name("out"))])
+    write_files(LocalStore(), [(plan, path.with_name("out"))], FEWEST_BYTES, lambda _: None)
 
 
 def opened(path: Path) -> dict[Location, RangeFile]:

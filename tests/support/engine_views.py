@@ -17,7 +17,7 @@ from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
-from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, open_partial
+from mergepipe.tailor.saving.partial_run import PartialJob, open_partial
 from mergepipe.tailor.selection import Unit
 from support.training_trees import KnownStates
 
@@ -124,8 +124,8 @@ def write_partial(
     def write(ranks: Ranks) -> int:
         view = change(known_view(known, ranks.rank, world_size))
         saved = tuple(units) or tuple(unit for unit in view.units.parameters if str(unit) != lacks)
-        extra = no_extra_files if ranks.rank else write_extra
-        return open_partial(PartialJob(view, saved, known.step, folder, extra), ranks, copies=False)(ranks)
+        job = PartialJob(view, saved, known.step, folder)
+        return open_partial(job if ranks.rank else replace(job, write_extra=write_extra), ranks, copies=False)(ranks)
 
     results = on_ranks(world_size, write)
     assert all(isinstance(result, int) for result in results), results

@@ -37,8 +37,8 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import LOG_NAME
+from mergepipe.tailor.formats import open_training_checkpoint
 from mergepipe.tailor.formats.partial import PARTIAL_FORMAT
-from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.recipes import load_composition
 from mergepipe.tailor.saving.unit_choice import read_log
 from support import fuzz_seals as seals

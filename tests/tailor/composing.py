@@ -30,8 +30,8 @@ from mergepipe.tailor.checkpoint import (
 )
 from mergepipe.tailor.composition import CompositionReport, compose
 from mergepipe.tailor.composition_plan import unpacked
-from mergepipe.tailor.copy_writer import Copier
-from mergepipe.tailor.formats.registry import open_training_checkpoint
+from mergepipe.tailor.copy_writer import write_files
+from mergepipe.tailor.formats import open_training_checkpoint
 from support.stores import MetadataStore
 from support.training_trees import (
     KnownStates,
@@ -167,7 +167,7 @@ def edit(path: Path, edits: dict[PicklePath, object]) -> None:
     """Change values in the pickle of an archive."""
     status = path.stat()
     plan = plan_edited(MetadataStore(), SkeletonFile(path.name, Location.local(path), status.st_size), [], edits)
-    Copier(LocalStore(), 32 << 20, lambda _: None).write_all([(plan, path.with_name("edited"))])
+    write_files(LocalStore(), [(plan, path.with_name("edited"))], 32 << 20, lambda _: None)
     path.with_name("edited").replace(path)
 
 

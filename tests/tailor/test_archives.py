@@ -17,7 +17,7 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import InertPickler, MemberPlan, lay_out_archive, literal_member
 from mergepipe.tailor.copy_plan import CopyRange, Literal
-from mergepipe.tailor.copy_writer import Copier
+from mergepipe.tailor.copy_writer import write_files
 from support.stores import MetadataStore
 
 VALUES = st.recursive(
@@ -57,7 +57,7 @@ def test_lay_out_archive__is_a_valid_zip_with_aligned_members(
     path = tmp_path_factory.mktemp("zip") / "file.pt"
     members = [MemberPlan(f"data/{i}", (Literal(c),)) for i, c in enumerate(contents)]
     plan = lay_out_archive("file.pt", "stem", members)
-    Copier(LocalStore(), 32 << 20, lambda _: None).write_all([(plan, path)])
+    write_files(LocalStore(), [(plan, path)], 32 << 20, lambda _: None)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
         assert [archive.read(f"stem/data/{i}") for i in range(len(contents))] == contents

@@ -28,7 +28,7 @@ from mergepipe.tailor.averaging import Averaging, made_states, open_averaging
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_plan import AverageRange, FilePlan, patch_states
-from mergepipe.tailor.copy_writer import Copier
+from mergepipe.tailor.copy_writer import write_files
 from mergepipe.tailor.recipes import SCHEMES, AverageRequest, OptimizerState, scheme_weights
 from mergepipe.tailor.self_check import ResultCheck
 from support.training_trees import STATES, KnownStates, decoder_shapes, known_states, write_hf, write_trainer_files
@@ -248,7 +248,7 @@ def test_copier__averages_many_files_in_little_memory(tmp_path: Path) -> None:
     target = StoredState("p", WEIGHT, BF16, (n_elements,), (place,))
     weights = scheme_weights("decay-cosine", 40)
     plan = FilePlan("out", tuple(patch.segment for _, patch in patch_states(states, target, weights)))
-    Copier(LocalStore(), copy_writer.FEWEST_BYTES, lambda _: None).write_all([(plan, tmp_path / "out")])
+    write_files(LocalStore(), [(plan, tmp_path / "out")], copy_writer.FEWEST_BYTES, lambda _: None)
     made = np.frombuffer((tmp_path / "out").read_bytes(), ml_dtypes.bfloat16).astype(np.float64)
     wanted = mean(values, weights)
     assert np.max(np.abs(made - wanted)) <= 2.0**-8 * np.max(np.abs(wanted))

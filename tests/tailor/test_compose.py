@@ -353,7 +353,7 @@ def test_compose__notices_bytes_that_were_written_wrongly(zero2: Pair) -> None:
     assert (caught.value.code, zero2.out.exists(), hidden(zero2.folder)) == ("output.damaged", False, [])
 
 
-@pytest.mark.parametrize("during", ["Copier", "_check_structure"])
+@pytest.mark.parametrize("during", ["write_files", "_check_structure"])
 def test_compose__notices_a_source_that_changes_meanwhile(zero2: Pair, during: str) -> None:
     victim = sorted((zero2.folder / "old").iterdir())[0]
 

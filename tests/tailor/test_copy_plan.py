@@ -36,7 +36,7 @@ from mergepipe.tailor.copy_plan import (
     patch_states,
     patched_file,
 )
-from mergepipe.tailor.copy_writer import FEWEST_BYTES, ChecksumRenewal, Copier, cast_bytes, values_of
+from mergepipe.tailor.copy_writer import FEWEST_BYTES, ChecksumRenewal, cast_bytes, values_of, write_files
 from support.faults import drop_from_page_cache, open_descriptors
 
 SOURCE = Path("source")
@@ -166,7 +166,7 @@ def test_checksum_renewal__writes_the_checksum_of_what_passed(
 
 @pytest.mark.parametrize("is_cold", [False, True])
 @pytest.mark.parametrize("memory_bytes", [FEWEST_BYTES, 64 << 20])
-def test_copier__writes_what_is_planned(tmp_path: Path, is_cold: bool, memory_bytes: int) -> None:
+def test_write_files__writes_what_is_planned(tmp_path: Path, is_cold: bool, memory_bytes: int) -> None:
     large = np.random.default_rng(7).integers(0, 256, 20_000_001, dtype=np.uint8).tobytes()
     small = np.random.default_rng(0).standard_normal(30_000).astype(np.float32).tobytes()
     files = {"a": small, "b": large}
@@ -184,7 +184,7 @@ def test_copier__writes_what_is_planned(tmp_path: Path, is_cold: bool, memory_by
     store = LocalStore()
     advanced: list[int] = []
     plan = FilePlan("out", tuple(segments))
-    (written,) = Copier(store, memory_bytes, advanced.append).write_all([(plan, tmp_path / "out")])
+    (written,) = write_files(store, [(plan, tmp_path / "out")], memory_bytes, advanced.append)
     assert (tmp_path / "out").read_bytes() == b"".join(content_of(s, files) for s in segments)
     assert (written.size_bytes, sum(advanced)) == (plan.size_bytes, plan.size_bytes)
     usage = store.ledger.usage()
@@ -192,9 +192,9 @@ def test_copier__writes_what_is_planned(tmp_path: Path, is_cold: bool, memory_by
     assert plan.read_bytes <= usage[Purpose.BASE] + usage[Purpose.EXPERT] <= plan.read_bytes + most_rounding
 
 
-def test_copier__refuses_too_little_memory() -> None:
+def test_write_files__refuses_too_little_memory() -> None:
     with pytest.raises(LimitError):
-        Copier(LocalStore(), FEWEST_BYTES - 1, lambda _: None)
+        write_files(LocalStore(), [], FEWEST_BYTES - 1, lambda _: None)
 
 
 @pytest.mark.parametrize("stored", [F32, F64])
@@ -231,7 +231,7 @@ def write_sources(folder: Path, count: int) -> list[Location]:
 
 
 @given(data=st.data())
-def test_write_all__writes_what_each_plan_says(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_write_files__writes_what_each_plan_says(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("many")
     sources = write_sources(folder, 2)
     files = {source.name: source.local_path.read_bytes() for source in sources}
@@ -249,8 +249,8 @@ def test_write_all__writes_what_each_plan_says(tmp_path_factory: pytest.TempPath
     plans = [FilePlan(f"out-{i}", tuple(joined(found))) for i, found in enumerate(contents)]
     advanced: list[int] = []
     before = open_descriptors()
-    copier = Copier(LocalStore(), FEWEST_BYTES, advanced.append)
-    written = copier.write_all([(plan, folder / plan.name) for plan in plans])
+    jobs = [(plan, folder / plan.name) for plan in plans]
+    written = write_files(LocalStore(), jobs, FEWEST_BYTES, advanced.append)
     expected = [b"".join(content_of(segment, files) for segment in found) for found in contents]
     assert [(folder / plan.name).read_bytes() for plan in plans] == expected
     digests = [(f.name, f.size_bytes, f.blake3) for f in written]
@@ -258,17 +258,17 @@ def test_write_all__writes_what_each_plan_says(tmp_path_factory: pytest.TempPath
     assert (sum(advanced), open_descriptors()) == (sum(map(len, expected)), before)
 
 
-def test_write_all__opens_a_source_once_however_many_files_read_it(tmp_path: Path) -> None:
+def test_write_files__opens_a_source_once_however_many_files_read_it(tmp_path: Path) -> None:
     sources = write_sources(tmp_path, 2)
     plans = [
         FilePlan(f"out-{i}", tuple(CopyRange(source, i, 9, is_skeleton=False) for source in sources)) for i in range(20)
     ]
     with mock.patch.object(LocalStore, "open", autospec=True, side_effect=LocalStore.open) as opened:
-        Copier(LocalStore(), FEWEST_BYTES, lambda _: None).write_all([(plan, tmp_path / plan.name) for plan in plans])
+        write_files(LocalStore(), [(plan, tmp_path / plan.name) for plan in plans], FEWEST_BYTES, lambda _: None)
     assert [call.args[1].name for call in opened.call_args_list] == ["source-0", "source-1"]
 
 
-def test_write_all__holds_no_more_files_open_than_it_reads_ahead(tmp_path: Path) -> None:
+def test_write_files__holds_no_more_files_open_than_it_reads_ahead(tmp_path: Path) -> None:
     sources = write_sources(tmp_path, 12)
     plans = [FilePlan(f"out-{i}", (CopyRange(s, 0, 9, is_skeleton=False),)) for i, s in enumerate(sources)]
     before, most = open_descriptors(), 0
@@ -277,22 +277,25 @@ def test_write_all__holds_no_more_files_open_than_it_reads_ahead(tmp_path: Path)
         nonlocal most
         most = max(most, len(open_descriptors() - before))
 
-    Copier(LocalStore(), FEWEST_BYTES, on_advance).write_all([(plan, tmp_path / plan.name) for plan in plans])
+    write_files(LocalStore(), [(plan, tmp_path / plan.name) for plan in plans], FEWEST_BYTES, on_advance)
     assert 1 < most <= 5  # four sources and one output
 
 
 @pytest.mark.parametrize("bad", [0, 1, 5])
-def test_write_all__that_fails_leaves_nothing_open(tmp_path: Path, bad: int) -> None:
+def test_write_files__that_fails_leaves_nothing_open(tmp_path: Path, bad: int) -> None:
     (source,) = write_sources(tmp_path, 1)
     starts = [SOURCE_BYTES - (8 if i == bad else 9) for i in range(6)]
     plans = [FilePlan(f"out-{i}", (CopyRange(source, at, 9, is_skeleton=False),)) for i, at in enumerate(starts)]
     before = open_descriptors()
-    copier = Copier(LocalStore(), FEWEST_BYTES, lambda _: None)
+
+    def write(jobs: list[tuple[FilePlan, Path]]) -> None:
+        write_files(LocalStore(), jobs, FEWEST_BYTES, lambda _: None)
+
     with pytest.raises(CorruptError) as caught:
-        copier.write_all([(plan, tmp_path / plan.name) for plan in plans])
+        write([(plan, tmp_path / plan.name) for plan in plans])
     assert caught.value.code == "storage.shrunk"
     assert open_descriptors() <= before
     assert not (tmp_path / f"out-{bad}").exists()
     with pytest.raises(NotFoundError):
-        copier.write_all([(plans[(bad + 1) % 6], tmp_path / "nowhere" / "out")])
+        write([(plans[(bad + 1) % 6], tmp_path / "nowhere" / "out")])
     assert open_descriptors() <= before

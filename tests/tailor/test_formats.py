@@ -16,12 +16,12 @@ from mergepipe import tailor
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
+from mergepipe.tailor import formats
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.formats import registry
+from mergepipe.tailor.formats import open_training_checkpoint
 from mergepipe.tailor.formats.contract import TrainingFormat
 from mergepipe.tailor.formats.dcp import read_dcp, unpack_piece
 from mergepipe.tailor.formats.deepspeed import read_zero
-from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.stores import MetadataStore
 from support.torch_bytes import Call, Named, torch_bytes
 from support.training_trees import (
@@ -137,7 +137,7 @@ def test_training_format__of_one_file_is_recognised_opened_and_composed(
 ) -> None:
     zero(tmp_path / "run" / "inside", known)
     (tmp_path / "run" / "mark.one").touch()
-    monkeypatch.setattr(registry, "TRAINING_FORMATS", (MARKED, *registry.TRAINING_FORMATS))
+    monkeypatch.setattr(formats, "TRAINING_FORMATS", (MARKED, *formats.TRAINING_FORMATS))
     recipe, out = tmp_path / "composition.yml", tmp_path / "out"
     recipe.write_text("default: run\n")
     report = tailor.compose(recipe, out)

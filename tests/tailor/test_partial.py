@@ -14,9 +14,9 @@ from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32
+from mergepipe.tailor.formats import open_training_checkpoint
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, read_partial_manifest
-from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.reports import inspect_checkpoints
 from mergepipe.tailor.selection import EMBED, Unit, layer
 from support.engine_views import known_view, write_partial

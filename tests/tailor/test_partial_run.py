@@ -22,7 +22,7 @@ from mergepipe.tailor.run_recipes import composition_from_log_file
 from mergepipe.tailor.saving import partial_run
 from mergepipe.tailor.saving.callback import save_partial
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
-from mergepipe.tailor.saving.partial_run import BackgroundWriter, PartialJob, PartialRun, no_extra_files, open_partial
+from mergepipe.tailor.saving.partial_run import BackgroundWriter, PartialJob, PartialRun, open_partial
 from mergepipe.tailor.saving.unit_choice import (
     LOG_NAME,
     ChangeTracker,
@@ -150,7 +150,7 @@ def test_save__mends_a_log_that_a_crash_cut_short(tmp_path: Path) -> None:
 
 
 def test_write_partial__never_replaces(tmp_path: Path) -> None:
-    job = PartialJob(known_view(at_step(2)), (layer(0),), 2, tmp_path / "partial-2", no_extra_files)
+    job = PartialJob(known_view(at_step(2)), (layer(0),), 2, tmp_path / "partial-2")
     open_partial(job, Ranks(), copies=False)(Ranks())
     before = stored(tmp_path / "partial-2")
     with pytest.raises(ConflictError):

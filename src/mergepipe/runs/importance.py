@@ -22,7 +22,7 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG_SQ, WEIGHT, StateReader, StoredState
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_writer import values_of
-from mergepipe.tailor.formats.registry import open_training_checkpoint
+from mergepipe.tailor.formats import open_training_checkpoint
 
 _SPAN_ELEMENTS = 4 << 20  # read at once: 16 MiB, and as much again for each step of the sum
 _HINT = "give a JSON object of tensor names and numbers, a safetensors file, or a training checkpoint"

@@ -127,7 +127,7 @@ def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], Non
     Raises:
         MergePipeError: one cannot be read, or they are of different models.
     """
-    from mergepipe.tailor.formats.registry import open_training_checkpoint
+    from mergepipe.tailor.formats import open_training_checkpoint
     from mergepipe.tailor.reports import diff_checkpoints
 
     store = _store()

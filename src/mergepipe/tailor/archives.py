@@ -72,78 +72,62 @@ class InertPickler:
         return b"j" + struct.pack("<I", number)
 
     def _put(self, value: object) -> None:
-        if value is None or isinstance(value, bool):
-            self._out.append({None: b"N", True: b"\x88", False: b"\x89"}[value])
-        elif isinstance(value, int):
-            self._out.append(_integer(value))
-        elif isinstance(value, float):
-            self._out.append(b"G" + struct.pack(">d", value))
-        elif isinstance(value, str | Global):
-            self._named(value)
-        elif isinstance(value, dict):
-            self._mapping(value)
-        elif isinstance(value, list):
-            self._out.append(b"]")
-            self._number()
-            self._many(value, b"e")
-        elif isinstance(value, tuple):
-            self._many(value, b"t")
-        else:
-            self._object(value)
+        match value:
+            case None | True | False:
+                self._out.append({None: b"N", True: b"\x88", False: b"\x89"}[value])
+            case int():
+                self._out.append(_integer(value))
+            case float():
+                self._out.append(b"G" + struct.pack(">d", value))
+            case str() | Global():
+                self._named(value)
+            case dict():
+                self._out.append(b"}" + self._number(self._next_number) + b"(")
+                for key, item in value.items():
+                    self._put(key)
+                    self._put(item)
+                self._out.append(b"u")
+            case list():
+                self._out.append(b"]" + self._number(self._next_number))
+                self._many(value, b"e")
+            case tuple():
+                self._many(value, b"t")
+            case Record():
+                self._put(value.kind)
+                self._put(value.args)
+                self._out.append(b"R" if value.args else b"\x81")
+                if value.state is not None:
+                    self._put(value.state)
+                    self._out.append(b"b")
+            case PickledTensor():
+                self._tensor(value)
+            case Size():
+                self._call(_SIZE, (value.shape,))
+            case bytes():
+                self._call(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
+            case _:
+                raise TypeError(f"a {type(value).__name__} is not written")
 
-    def _number(self) -> int:
-        """Number the value that was put last."""
-        number = self._next_number
-        self._out.append(b"r" + struct.pack("<I", number))
-        self._next_number += 1
-        return number
+    def _number(self, number: int) -> bytes:
+        """Return the instruction that gives the value that was put last this number, the next one."""
+        self._next_number = number + 1
+        return b"r" + struct.pack("<I", number)
 
-    def _many(self, values: list[object] | tuple[object, ...], after: bytes) -> None:
+    def _many(self, values: Iterable[object], after: bytes) -> None:
         self._out.append(b"(")
         for value in values:
             self._put(value)
         self._out.append(after)
-
-    def _mapping(self, mapping: dict[object, object]) -> None:
-        self._out.append(b"}")
-        self._number()
-        self._out.append(b"(")
-        for key, value in mapping.items():
-            self._put(key)
-            self._put(value)
-        self._out.append(b"u")
 
     def _named(self, value: str | Global) -> None:
         """A text or a global name: in full the first time, by number afterwards."""
         if value in self._memo:
             self._out.append(self.recall(self._memo[value]))
             return
-        if isinstance(value, Global):
-            self._out.append(f"c{value.module}\n{value.name}\n".encode())
-        else:
-            raw = value.encode("utf-8")
-            self._out.append(b"X" + struct.pack("<I", len(raw)) + raw)
-        self._memo[value] = self._number()
-
-    def _object(self, value: object) -> None:
-        if isinstance(value, Record):
-            self._record(value)
-        elif isinstance(value, PickledTensor):
-            self._tensor(value)
-        elif isinstance(value, Size):
-            self._call(_SIZE, (value.shape,))
-        elif isinstance(value, bytes):
-            self._call(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
-        else:
-            raise TypeError(f"a {type(value).__name__} is not written")
-
-    def _record(self, record: Record) -> None:
-        self._put(record.kind)
-        self._put(record.args)
-        self._out.append(b"R" if record.args else b"\x81")
-        if record.state is not None:
-            self._put(record.state)
-            self._out.append(b"b")
+        raw = value.encode() if isinstance(value, str) else f"c{value.module}\n{value.name}\n".encode()
+        self._out.append(b"X" + struct.pack("<I", len(raw)) + raw if isinstance(value, str) else raw)
+        self._memo[value] = self._next_number
+        self._out.append(self._number(self._next_number))
 
     def _call(self, kind: Global, args: tuple[object, ...]) -> None:
         self._put(kind)
@@ -151,21 +135,17 @@ class InertPickler:
         self._out.append(b"R")
 
     def _tensor(self, tensor: PickledTensor) -> None:
-        storage = tensor.storage
+        storage, dtype = tensor.storage, tensor.storage.dtype
+        if dtype is None or dtype.name not in _STORAGES:
+            raise TypeError(f"a storage of {dtype.name if dtype else 'no dtype'} is not written")
         self._put(_REBUILD)
         self._out.append(b"(")
-        self._put(("storage", Global("torch", _storage_name(storage.dtype)), storage.key, "cpu", storage.n_elements))
+        self._put(("storage", Global("torch", _STORAGES[dtype.name]), storage.key, "cpu", storage.n_elements))
         self._out.append(b"Q")
         for value in (tensor.storage_offset, tensor.shape, tensor.stride, False):
             self._put(value)
         self._call(_ORDERED, ())
         self._out.append(b"tR")
-
-
-def _storage_name(dtype: DType | None) -> str:
-    if dtype is None or dtype.name not in _STORAGES:
-        raise TypeError(f"a storage of {dtype.name if dtype else 'no dtype'} is not written")
-    return _STORAGES[dtype.name]
 
 
 def _integer(value: int) -> bytes:

@@ -40,8 +40,8 @@ from mergepipe.tailor.checkpoint import (
 from mergepipe.tailor.composition import CompositionReport, Job, OnProgress, check_out, check_same_run, publish
 from mergepipe.tailor.composition_plan import CompositionPlan, SkeletonChanges, unpacked
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, joined, patch_states
+from mergepipe.tailor.formats import open_source_checkpoint, open_source_checkpoints, open_training_checkpoint
 from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT, read_config
-from mergepipe.tailor.formats.registry import open_source_checkpoint, open_source_checkpoints, open_training_checkpoint
 from mergepipe.tailor.model_names import Views, tensor_views
 from mergepipe.tailor.recipes import (
     AVERAGE_KEY,

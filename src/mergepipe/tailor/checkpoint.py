@@ -201,7 +201,7 @@ class AdamStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCheckpoint:
-    """A training checkpoint of any format; `format` is the name of one in `formats.registry`.
+    """A training checkpoint of any format; `format` is the name of one in `formats`.
 
     `path` is as given; `root` is the directory of the optimizer files. `parameters` maps names to shapes, aliases
     left out. `flat_groups` are the parameters of each flat buffer in order (ZeRO only). `missing` says in words what
@@ -243,6 +243,7 @@ _MAX_NAMED = 3
 
 def differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterator[str]:
     """Yield why parts of `other` cannot stand in for parts of `first`; nothing when they can."""
+    pair = f"{first.path} and {other.path}"
     for what, a, b in (
         ("format", first.format, other.format),
         ("framework", first.framework.value, other.framework.value),
@@ -250,41 +251,27 @@ def differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterato
         ("world size", first.world_size, other.world_size),
     ):
         if a != b:
-            yield f"{_pair(first, other)}: {what} {a} and {b}"
-    yield from _parameter_differences(first, other)
-    yield from _state_differences(first, other)
-    if first.flat_groups != other.flat_groups and first.parameters == other.parameters:
-        yield f"{_pair(first, other)}: parameters are grouped or ordered differently in the flat buffers"
-    if first.units.tied != other.units.tied:
-        yield f"{_pair(first, other)}: different tied parameters"
-
-
-def _pair(first: TrainingCheckpoint, other: TrainingCheckpoint) -> str:
-    return f"{first.path} and {other.path}"
-
-
-def _parameter_differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterator[str]:
-    for a, b in ((first, other), (other, first)):
-        absent = [name for name in a.parameters if name not in b.parameters]
+            yield f"{pair}: {what} {a} and {b}"
+    for one, another in ((first, other), (other, first)):
+        absent = [name for name in one.parameters if name not in another.parameters]
         if absent:
-            yield f"{b.path} lacks {_named(absent)}, which {a.path} has"
-    both = [name for name in first.parameters if name in other.parameters]
-    reshaped = [name for name in both if first.parameters[name] != other.parameters[name]]
+            yield f"{another.path} lacks {_named(absent)}, which {one.path} has"
+    reshaped = [name for name, shape in first.parameters.items() if other.parameters.get(name, shape) != shape]
     if reshaped:
-        yield f"{_pair(first, other)}: different shapes of {_named(reshaped)}"
-
-
-def _state_differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterator[str]:
+        yield f"{pair}: different shapes of {_named(reshaped)}"
     kinds = set(first.kinds) ^ set(other.kinds)
     if kinds:
-        yield f"{_pair(first, other)}: only one has {', '.join(sorted(kinds))}"
-    recast = [
-        f"{kind} of {name}"
-        for (name, kind), state in first.states.items()
-        if (name, kind) in other.states and other.states[(name, kind)].dtype != state.dtype
-    ]
+        yield f"{pair}: only one has {', '.join(sorted(kinds))}"
+    states = (
+        (f"{kind} of {name}", state, other.states.get((name, kind))) for (name, kind), state in first.states.items()
+    )
+    recast = [what for what, state, others in states if others is not None and others.dtype != state.dtype]
     if recast:
-        yield f"{_pair(first, other)}: different dtypes of {_named(recast)}"
+        yield f"{pair}: different dtypes of {_named(recast)}"
+    if first.flat_groups != other.flat_groups and first.parameters == other.parameters:
+        yield f"{pair}: parameters are grouped or ordered differently in the flat buffers"
+    if first.units.tied != other.units.tied:
+        yield f"{pair}: different tied parameters"
 
 
 def _named(names: Sequence[str]) -> str:
@@ -310,9 +297,6 @@ class StateReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Close the files; nothing may be read any more."""
         with ExitStack() as stack:
             for file in self._files.values():
@@ -422,7 +406,13 @@ def list_skeleton(store: Store, checkpoint: TrainingCheckpoint) -> tuple[Skeleto
     names = sorted(name for name in names if name != MANIFEST_NAME)
     if len(names) > _MAX_FILES:
         raise damaged(base, f"more than {_MAX_FILES} files")
-    return tuple(_file(store, base, name) for name in names)
+    files = []
+    for name in names:
+        status = stat_regular(store, base, name)
+        if status is None:
+            raise damaged(base / name, "is a link to nothing")
+        files.append(SkeletonFile(name, base / name, status.size_bytes))
+    return tuple(files)
 
 
 def _walk(store: Store, base: Location, prefix: str, depth: int) -> Iterator[str]:
@@ -432,10 +422,3 @@ def _walk(store: Store, base: Location, prefix: str, depth: int) -> Iterator[str
             yield prefix + entry.name
         elif depth > 0:
             yield from _walk(store, base, f"{prefix}{entry.name}/", depth - 1)
-
-
-def _file(store: Store, base: Location, name: str) -> SkeletonFile:
-    status = stat_regular(store, base, name)
-    if status is None:
-        raise damaged(base / name, "is a link to nothing")
-    return SkeletonFile(name, base / name, status.size_bytes)

@@ -53,9 +53,9 @@ from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice, a
 from mergepipe.tailor.checkpoint import FP32, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition_plan import CompositionPlan, plan_composition, plan_universal, unpacked
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal
-from mergepipe.tailor.copy_writer import Copier
+from mergepipe.tailor.copy_writer import write_files
+from mergepipe.tailor.formats import format_named, open_source_checkpoint, open_training_checkpoint
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_config, read_json
-from mergepipe.tailor.formats.registry import format_named, open_source_checkpoint, open_training_checkpoint
 from mergepipe.tailor.recipes import CompositionRecipe, load_composition
 from mergepipe.tailor.self_check import ResultCheck, StateKey
 
@@ -286,8 +286,12 @@ def _fill(
 
     advance(0)
     inputs = _identify(store, plan)
-    copier = Copier(store, memory_bytes, advance)
-    written = copier.write_all([(_without_paths(store, file), _place(file, directory)) for file in plan.files])
+    jobs = []
+    for planned in plan.files:
+        place = directory / planned.name
+        make_folders(place.parent)
+        jobs.append((_without_paths(store, planned), place))
+    written = write_files(store, jobs, memory_bytes, advance)
     made = job.open_result(Location.local(directory))
     masters = {}
     if job.average is None:
@@ -419,12 +423,6 @@ def _without_paths(store: Store, plan: FilePlan) -> FilePlan:
             return plan
     cleaned = file_without_paths(plan.name, raw)
     return plan if cleaned == raw else FilePlan(plan.name, (Literal(cleaned),))
-
-
-def _place(plan: FilePlan, directory: Path) -> Path:
-    path = directory / plan.name
-    make_folders(path.parent)
-    return path
 
 
 # --- tell whether checkpoints are of one run, by what the Trainer records beside them ---

@@ -48,6 +48,7 @@ from mergepipe.tailor.checkpoint import (
     list_skeleton,
 )
 from mergepipe.tailor.copy_plan import FilePlan, Literal, Patch, patch_states, patched_file
+from mergepipe.tailor.formats import format_named
 from mergepipe.tailor.formats.contract import Node, root_of
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata, unpack_piece
 from mergepipe.tailor.formats.deepspeed import LATEST_NAME, ZERO_FORMAT, ZeroFiles, base_optimizer_path, list_zero_files
@@ -60,7 +61,6 @@ from mergepipe.tailor.formats.hf_trainer import (
     read_global_step,
 )
 from mergepipe.tailor.formats.partial import read_partial_manifest
-from mergepipe.tailor.formats.registry import format_named
 from mergepipe.tailor.formats.universal import (
     LATEST_UNIVERSAL_NAME,
     OPTIMIZER_STATE_NAME,

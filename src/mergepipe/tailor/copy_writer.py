@@ -117,34 +117,30 @@ _FEWEST_BUFFERS = 10  # some more than are read at once
 _FILES_AHEAD = 3
 
 
-class Copier:
-    """Writes planned files in their order. Memory: at most `memory_bytes`, whatever their size.
+def write_files(
+    store: Store, jobs: Sequence[tuple[FilePlan, Path]], memory_bytes: int, on_advance: Advance
+) -> tuple[Digested, ...]:
+    """Write the file that each plan describes at its path, durably; the next is read while one is written.
 
-    Raises (when made):
+    Memory: at most `memory_bytes`, whatever their size.
+
+    Raises:
         LimitError: the cap is too small.
     """
-
-    def __init__(self, store: Store, memory_bytes: int, on_advance: Advance) -> None:
-        if memory_bytes < FEWEST_BYTES:
-            message = f"{memory_bytes} bytes of buffers were allowed, composing needs at least {FEWEST_BYTES}"
-            hint = f"raise --memory to {size_option(FEWEST_BYTES)} or more"
-            raise LimitError.of("memory.too-small", "--memory", message, hint)
-        self._room_bytes = memory_bytes - CHUNK_BYTES
-        self._store = store
-        self._on_advance = on_advance
-
-    def write_all(self, jobs: Sequence[tuple[FilePlan, Path]]) -> tuple[Digested, ...]:
-        """Write the file that each plan describes at its path, durably; the next is read while one is written."""
-        written: list[Digested] = []
-        with _Flow(self._store, jobs, self._room_bytes) as flow:
-            for index, steps in groupby(flow.run(), key=lambda pair: pair[0].index):
-                plan = jobs[index][0]
-                renewal = ChecksumRenewal(plan.checksums)
-                for _, views in steps:
-                    renewal.pass_through(views)
-                    self._on_advance(sum(view.size for view in views))
-                written.append(Digested(plan.name, plan.size_bytes, renewal.digest()))
-        return tuple(written)
+    if memory_bytes < FEWEST_BYTES:
+        message = f"{memory_bytes} bytes of buffers were allowed, composing needs at least {FEWEST_BYTES}"
+        hint = f"raise --memory to {size_option(FEWEST_BYTES)} or more"
+        raise LimitError.of("memory.too-small", "--memory", message, hint)
+    written: list[Digested] = []
+    with _Flow(store, jobs, memory_bytes - CHUNK_BYTES) as flow:
+        for index, steps in groupby(flow.run(), key=lambda pair: pair[0].index):
+            plan = jobs[index][0]
+            renewal = ChecksumRenewal(plan.checksums)
+            for _, views in steps:
+                renewal.pass_through(views)
+                on_advance(sum(view.size for view in views))
+            written.append(Digested(plan.name, plan.size_bytes, renewal.digest()))
+    return tuple(written)
 
 
 def _chunk_bytes(plans: Sequence[FilePlan], room_bytes: int) -> int:

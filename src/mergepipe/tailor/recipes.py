@@ -109,11 +109,21 @@ def _source(reader: DocumentReader, value: Value, key_path: KeyPath) -> Location
     return reference.path.normal()
 
 
-def _take(reader: DocumentReader, entry: Value, at: KeyPath) -> Take | None:
-    if not isinstance(entry, dict):
-        reader.wrong_kind(entry, at, "a mapping with the keys 'from' and 'units'")
+def _mapping(
+    reader: DocumentReader, value: Value, at: KeyPath, known: Sequence[str], named: str
+) -> dict[str, Value] | None:
+    """Return a mapping of the recipe with known keys; else report it, and what keys are `named`."""
+    if isinstance(value, dict):
+        reader.refuse_unknown_keys(value, known, at)
+        return value
+    reader.wrong_kind(value, at, f"a mapping with the {named}")
+    return None
+
+
+def _take(reader: DocumentReader, value: Value, at: KeyPath) -> Take | None:
+    entry = _mapping(reader, value, at, TAKE_KEYS, "keys 'from' and 'units'")
+    if entry is None:
         return None
-    reader.refuse_unknown_keys(entry, TAKE_KEYS, at)
     source = _named_source(reader, entry, "from", at)
     units = entry.get("units")
     texts = units if isinstance(units, list) else [units]
@@ -181,22 +191,20 @@ def _entries(reader: DocumentReader, root: dict[str, Value], key: str) -> list[V
     return []
 
 
-def _slice(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
-    if not isinstance(entry, dict):
-        reader.wrong_kind(entry, at, "a mapping with the key 'sources'")
+def _slice(reader: DocumentReader, value: Value, at: KeyPath) -> list[Take]:
+    entry = _mapping(reader, value, at, _SLICE_KEYS, "key 'sources'")
+    if entry is None:
         return []
-    reader.refuse_unknown_keys(entry, _SLICE_KEYS, at)
     sources = entry.get("sources")
     if not isinstance(sources, list) or len(sources) != 1:
         reader.refuse("recipe.value", (*at, "sources"), "a slice is taken from exactly one source")
         return []
     place = (*at, "sources", 0)
-    if not isinstance(sources[0], dict):
-        reader.wrong_kind(sources[0], place, "a mapping with the keys 'model' and 'layer_range'")
+    taken = _mapping(reader, sources[0], place, _SOURCE_KEYS, "keys 'model' and 'layer_range'")
+    if taken is None:
         return []
-    reader.refuse_unknown_keys(sources[0], _SOURCE_KEYS, place)
-    source = _named_source(reader, sources[0], "model", place)
-    choice = _layer_range(reader, sources[0].get("layer_range"), (*place, "layer_range"))
+    source = _named_source(reader, taken, "model", place)
+    choice = _layer_range(reader, taken.get("layer_range"), (*place, "layer_range"))
     return [Take(source, (choice,), reader.source.where(*place))] if source is not None and choice is not None else []
 
 
@@ -211,11 +219,10 @@ def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> Choice | 
     return layer_selector(text, layers) if layers else numbered_unit(first, text)
 
 
-def _weight(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
-    if not isinstance(entry, dict):
-        reader.wrong_kind(entry, at, "a mapping with the keys 'name' and 'model'")
+def _weight(reader: DocumentReader, value: Value, at: KeyPath) -> list[Take]:
+    entry = _mapping(reader, value, at, _WEIGHT_KEYS, "keys 'name' and 'model'")
+    if entry is None:
         return []
-    reader.refuse_unknown_keys(entry, _WEIGHT_KEYS, at)
     name = reader.text(entry.get("name"), (*at, "name"))
     source = _named_source(reader, entry, "model", at)
     return [Take(source, (exact_name(name),), reader.source.where(*at))] if name and source is not None else []
@@ -377,41 +384,32 @@ def load_average(path: Location, store: Store) -> AverageRequest | None:
         return None
     reader = DocumentReader(source, Findings(RecipeError, NotFoundError), store)
     reader.refuse_unknown_keys(source.root, (AVERAGE_KEY,), ())
-    entry = source.root[AVERAGE_KEY]
-    if not isinstance(entry, dict):
-        reader.wrong_kind(entry, (AVERAGE_KEY,), "a mapping with the key 'checkpoints'")
+    entry = _mapping(reader, source.root[AVERAGE_KEY], (AVERAGE_KEY,), RECIPE_KEYS, "key 'checkpoints'")
+    if entry is None:
         reader.findings.raise_any()
         raise AssertionError("raised above")
-    reader.refuse_unknown_keys(entry, RECIPE_KEYS, (AVERAGE_KEY,))
-    request = _request(reader, entry)
-    reader.findings.raise_any()
-    return request
-
-
-def _request(reader: DocumentReader, entry: dict[str, Value]) -> AverageRequest:
     listed = entry.get("checkpoints")
     if not isinstance(listed, list):
         reader.wrong_kind(listed, (AVERAGE_KEY, "checkpoints"), "a list of checkpoints")
-    values = listed if isinstance(listed, list) else []
-    paths = [_location(reader, value, "checkpoints", index) for index, value in enumerate(values)]
+    places = enumerate(listed if isinstance(listed, list) else [])
+    references = [read_reference(reader, value, (AVERAGE_KEY, "checkpoints", index)) for index, value in places]
     lender = entry.get("config")
-    return AverageRequest(
-        tuple(path for path in paths if path is not None),
+    config = None if lender is None else read_reference(reader, lender, (AVERAGE_KEY, "config"))
+    alpha = _number(entry.get("alpha"))
+    if alpha is None and entry.get("alpha") is not None:
+        reader.wrong_kind(entry["alpha"], (AVERAGE_KEY, "alpha"), "a number")
+    keys = (key for key in ("optimizer", "dtype") if entry.get(key) is not None)
+    texts = {key: reader.text(entry[key], (AVERAGE_KEY, key)) for key in keys}
+    request = AverageRequest(
+        tuple(reference.path.normal() for reference in references if reference is not None),
         _weights(reader, entry.get("weights")),
-        _alpha(reader, entry.get("alpha")),
-        _optimizer(reader, entry.get("optimizer")),
-        out_dtype(_text(reader, entry, "dtype"), "dtype"),
-        None if lender is None else _location(reader, lender, "config"),
+        alpha,
+        optimizer_state(texts.get("optimizer") or OptimizerState.NONE.value),
+        out_dtype(texts.get("dtype"), "dtype"),
+        None if config is None else config.path.normal(),
     )
-
-
-def _location(reader: DocumentReader, value: Value, *key: str | int) -> Location | None:
-    reference = read_reference(reader, value, (AVERAGE_KEY, *key))
-    return None if reference is None else reference.path.normal()
-
-
-def _text(reader: DocumentReader, entry: dict[str, Value], key: str) -> str | None:
-    return reader.text(entry[key], (AVERAGE_KEY, key)) if entry.get(key) is not None else None
+    reader.findings.raise_any()
+    return request
 
 
 def _weights(reader: DocumentReader, value: Value) -> str | tuple[float, ...]:
@@ -426,20 +424,8 @@ def _weights(reader: DocumentReader, value: Value) -> str | tuple[float, ...]:
     return tuple(known)
 
 
-def _alpha(reader: DocumentReader, value: Value) -> float | None:
-    alpha = _number(value)
-    if alpha is None and value is not None:
-        reader.wrong_kind(value, (AVERAGE_KEY, "alpha"), "a number")
-    return alpha
-
-
 def _number(value: Value) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _optimizer(reader: DocumentReader, value: Value) -> OptimizerState:
-    text = None if value is None else reader.text(value, (AVERAGE_KEY, "optimizer"))
-    return OptimizerState.NONE if text is None else optimizer_state(text)
 
 
 def optimizer_state(text: str) -> OptimizerState:

@@ -29,7 +29,7 @@ from mergepipe.tailor.checkpoint import (
 )
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_writer import values_of
-from mergepipe.tailor.formats.registry import open_training_checkpoint
+from mergepipe.tailor.formats import open_training_checkpoint
 
 _MOST_MISSING = 10
 

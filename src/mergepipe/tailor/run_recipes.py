@@ -11,9 +11,9 @@ from mergepipe.errors import MergePipeError, NotFoundError, invalid_option
 from mergepipe.storage.contract import SAVE_LOG_BYTES, FileKind, Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
+from mergepipe.tailor.formats import TRAINING_FORMATS, open_source_checkpoint
 from mergepipe.tailor.formats.contract import step_of_name
 from mergepipe.tailor.formats.partial import MANIFEST_NAME
-from mergepipe.tailor.formats.registry import TRAINING_FORMATS, open_source_checkpoint
 from mergepipe.tailor.saving.unit_choice import SCHEDULES, Schedule, read_log
 from mergepipe.tailor.selection import Unit, unit_selectors
 

@@ -59,7 +59,7 @@ class ResultCheck:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self._reader.close()
+        self._reader.__exit__()
 
     def read_ahead(self, planned: Mapping[StateKey, StoredState]) -> None:
         """Begin to read the samples of the sources, of at most `_MOST_AHEAD` elements; the output need not be there."""

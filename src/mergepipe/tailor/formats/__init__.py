@@ -1,1 +1,78 @@
-"""Training checkpoint formats, one a module; none knows another."""
+"""The training formats: each is registered here by one line, and tried when a path is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from mergepipe.checkpoints.directory import require_text_path
+from mergepipe.errors import NotFoundError
+from mergepipe.storage.contract import Store, is_file, is_folder
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import TrainingCheckpoint
+from mergepipe.tailor.formats.contract import TrainingFormat, refuse_foreign
+from mergepipe.tailor.formats.dcp import DCP
+from mergepipe.tailor.formats.deepspeed import ZERO
+from mergepipe.tailor.formats.hf_trainer import ONE_FILE, TRAINER, WEIGHTS
+from mergepipe.tailor.formats.partial import MANIFEST_NAME, is_partial, open_partial
+from mergepipe.tailor.formats.sharded import FSDP, MEGATRON
+from mergepipe.tailor.formats.universal import UNIVERSAL
+from mergepipe.tailor.formats.verl import VERL
+
+TRAINING_FORMATS: tuple[TrainingFormat, ...] = (
+    ONE_FILE, MEGATRON, DCP, UNIVERSAL, FSDP, TRAINER, ZERO, VERL, WEIGHTS,
+)  # fmt: skip
+"""In the order in which paths are tried; partial checkpoints, which hold files of their framework too, come before."""
+
+
+def format_named(name: str) -> TrainingFormat:
+    """The format of that name; see `TrainingCheckpoint.format`."""
+    return {training_format.name: training_format for training_format in TRAINING_FORMATS}[name]
+
+
+# --- opens a path as a training checkpoint, whichever format it turns out to be ---
+
+
+def open_training_checkpoint(store: Store, path: Location, home: Location | None = None) -> TrainingCheckpoint:
+    """Open a directory or a file of any format, or a partial checkpoint.
+
+    Reads structure and step counters, never another tensor byte. `home` is where it will lie, if that is elsewhere.
+    """
+    if not is_folder(store, path) and not is_file(store, path):
+        raise NotFoundError.of("model.not-found", path, "there is no such directory or file")
+    if is_partial(store, path):
+        return open_partial(store, path, TRAINING_FORMATS)
+    if is_folder(store, path):
+        refuse_foreign(store, path)
+    known = next((candidate for candidate in TRAINING_FORMATS if candidate.recognise(store, path)), None)
+    if known is None:
+        looked_for = "; ".join(
+            [f"{MANIFEST_NAME} (partial checkpoint)", *(candidate.looked_for for candidate in TRAINING_FORMATS)]
+        )
+        raise NotFoundError.of("model.not-found", path, "no training checkpoint is here", f"looked for {looked_for}")
+    return known.open(store, path, home or path)
+
+
+# --- open the source checkpoints of a composition ---
+
+
+_OPENED_AT_ONCE = 8
+
+
+def open_source_checkpoints(store: Store, paths: Sequence[Location]) -> list[TrainingCheckpoint]:
+    """Open many checkpoints, several at a time: each takes some hundred small reads, one after another."""
+    with ThreadPoolExecutor(min(_OPENED_AT_ONCE, len(paths)), "mergepipe-tailor-open") as pool:
+        return list(pool.map(lambda path: open_source_checkpoint(store, path), paths))
+
+
+def open_source_checkpoint(store: Store, path: Location) -> TrainingCheckpoint:
+    """Open a checkpoint, of a remote one its present version; a partial one never counts as complete.
+
+    No framework can resume a partial one.
+    """
+    require_text_path(path)
+    opened = open_training_checkpoint(store, store.pin(path))
+    if not opened.is_partial:
+        return opened
+    return replace(opened, missing=(*opened.missing, "the files of its framework: it is a partial checkpoint"))

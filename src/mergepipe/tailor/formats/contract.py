@@ -40,32 +40,24 @@ class TrainingFormat:
 # --- checkpoints that are recognised and not read: each is refused by its name ---
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignFormat:
-    """A format by the names in its directory, and what can be done."""
-
-    name: str
-    is_shown_by: Callable[[frozenset[str]], bool]
-    hint: str
-
-
 _MEGATRON_RANK = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}", re.ASCII)
-_FOREIGN = (
-    ForeignFormat(
+_FOREIGN: tuple[tuple[str, Callable[[frozenset[str]], bool], str], ...] = (
+    (
         "a packed checkpoint", lambda names: STORE_HEADER_NAME in names,
         "unpack it first: mergepipe unpack PACK -o FOLDER",
     ),
-    ForeignFormat(
+    (
         "a Megatron checkpoint of its format `torch`",
         lambda names: "model_optim_rng.pt" in names or any(map(_MEGATRON_RANK.fullmatch, names)),
         "convert it to torch_dist or to a Hugging Face model with Megatron's own tools",
     ),
-    ForeignFormat(
+    (
         "an FSDP checkpoint of Accelerate with a file for each rank",
         lambda names: bool({"pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_0_rank0.bin"} & names),
         "save full or sharded state dicts: state_dict_type FULL_STATE_DICT or SHARDED_STATE_DICT",
     ),
 )  # fmt: skip
+"""Formats with what shows them, by the names in a directory, and what can be done."""
 
 
 def refuse_foreign(store: Store, path: Location) -> None:
@@ -75,9 +67,9 @@ def refuse_foreign(store: Store, path: Location) -> None:
         UnsupportedError: `checkpoint.unsupported`.
     """
     names = frozenset(entry.name for entry in store.list(path))
-    foreign = next((candidate for candidate in _FOREIGN if candidate.is_shown_by(names)), None)
-    if foreign is not None:
-        raise unsupported(path, f"is {foreign.name}, which is not read", foreign.hint)
+    for name, is_shown_by, hint in _FOREIGN:
+        if is_shown_by(names):
+            raise unsupported(path, f"is {name}, which is not read", hint)
 
 
 # --- weights alone, as `save_only_model` leaves them ---

@@ -92,7 +92,7 @@ class PartialJob:
     units: tuple[Unit, ...]
     step: int
     out: Path
-    write_extra: Callable[[Path], Iterable[Path]]
+    write_extra: Callable[[Path], Iterable[Path]] = lambda _: ()
 
 
 def open_partial(job: PartialJob, ranks: Ranks, *, copies: bool) -> Callable[[Ranks], int]:
@@ -241,11 +241,6 @@ def _make_durable(path: Path) -> int:
 FULL = "full"
 
 
-def no_extra_files(_: Path) -> Iterable[Path]:
-    """Write nothing beside the shard."""
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class PartialRun:
     """One run's directory, strategy and ranks. Every method is called on every rank together.
@@ -287,7 +282,7 @@ class PartialRun:
         view: EngineView,
         step: int,
         history: tuple[SaveRecord, ...],
-        write_extra: Callable[[Path], Iterable[Path]] = no_extra_files,
+        write_extra: Callable[[Path], Iterable[Path]] = lambda _: (),
     ) -> SaveRecord:
         """Save the units that are due, all of them if `history` is empty, and log the save.
 
