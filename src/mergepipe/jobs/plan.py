@@ -38,7 +38,7 @@ from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.recipes.tokenizer_source import OMP
 from mergepipe.reports import CheckReport, CopiedTensor, Fallback, ModelUse
 from mergepipe.runs.budget import find_unread, planned_cost
-from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, recipe_of, with_known_digests
+from mergepipe.runs.inputs import Inputs, open_inputs, recipe_of, with_known_digests
 from mergepipe.runs.small_files import planned_sidecars
 from mergepipe.runs.stored_plan import vocabulary_of
 from mergepipe.runs.work import CatalogLink, KnownStatistics, output_of, spectral_cost
@@ -128,7 +128,7 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
         where, message = inputs.recipe.tokenizer.where, "a budget does not reach into rows that are made of all others"
         raise UnsupportedError.of("plan.unsupported", where, message, "write new_tokens: subword")
     known = KnownStatistics(store, link.home, link.notices, beside=True)
-    facts = _lookup_known(PairStatistics(known, inputs), inputs)
+    facts = _lookup_known(known, inputs)
     if request.everything:
         facts = replace(facts, statistics=({},) * len(inputs.expert_models))
     if request.policy is not None:
@@ -277,13 +277,14 @@ class _KnownFacts:
     statistics: tuple[Mapping[str, TensorStatistics], ...]
 
 
-def _lookup_known(pairs: PairStatistics, inputs: Inputs) -> _KnownFacts:
+def _lookup_known(known: KnownStatistics, inputs: Inputs) -> _KnownFacts:
     by_model: dict[int, dict[str, TensorStatistics]] = {model: {} for model in inputs.expert_models}
     content_ids: list[str | None] = [None] * len(inputs.checkpoints)
     for task in inputs.resolution.tasks:
         for slot, model in enumerate(task.expert_models):
-            statistics = pairs.of(task, slot)
-            file = pairs.file(model, task.base_model) if statistics is not None else None
+            statistics = known.of_task(inputs, task, slot)
+            models = inputs.checkpoints[model], inputs.checkpoints[task.base_model]
+            file = known.file(*models) if statistics is not None else None
             if statistics is not None and file is not None:
                 by_model[model][task.name] = statistics
                 content_ids[model], content_ids[task.base_model] = file.expert.content_id, file.base.content_id

@@ -1,4 +1,4 @@
-"""Open a merge's inputs: load the recipe, open its models, pair their tensors, look up statistics of the pairs."""
+"""Open a merge's inputs: load the recipe, open its models, pair their tensors."""
 
 from __future__ import annotations
 
@@ -37,11 +37,9 @@ from mergepipe.storage.contract import Store, concurrent_map, is_folder
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
-    from mergepipe.catalog.statistics_file import StatisticsFile
-    from mergepipe.operators.statistics import TensorStatistics
     from mergepipe.planning.plan import Plan
     from mergepipe.recipes.yaml_source import RecipeText
-    from mergepipe.runs.work import CatalogLink, KnownStatistics
+    from mergepipe.runs.work import CatalogLink
     from mergepipe.storage.contract import Store
 
 
@@ -447,30 +445,6 @@ def with_known_digests(inputs: Inputs, link: CatalogLink) -> Inputs:
 def open_path(store: Store, path: Location, base: Checkpoint | None = None) -> Checkpoint:
     """Open a model by its path alone: a base, or an expert of `base` of any kind."""
     return open_model(store, ModelInput(str(path), store.pin(path.absolute()), {}, str(path)), base)
-
-
-class PairStatistics:
-    """The statistics on record of the pairs that a merge is made of."""
-
-    def __init__(self, known: KnownStatistics, inputs: Inputs) -> None:
-        self._known = known
-        self._inputs = inputs
-        self._files: dict[tuple[int, int], StatisticsFile | None] = {}
-
-    def file(self, expert: int, base: int) -> StatisticsFile | None:
-        """Return what is on record of one model against another."""
-        if (expert, base) not in self._files:
-            checkpoints = self._inputs.checkpoints
-            self._files[expert, base] = self._known.file(checkpoints[expert], checkpoints[base])
-        return self._files[expert, base]
-
-    def of(self, task: MergeTask, slot: int) -> TensorStatistics | None:
-        """Look up the statistics of one expert of a task."""
-        name = self._inputs.pair_name(task, slot)
-        file = None if name is None else self.file(task.expert_models[slot], task.base_model)
-        statistics = None if file is None or name is None else file.tensors.get(name)
-        fits = statistics is not None and statistics.grid.n_elements == task.base.n_elements
-        return statistics if fits else None
 
 
 def with_parameters(inputs: Inputs, plan: Plan) -> Inputs:

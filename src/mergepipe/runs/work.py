@@ -36,7 +36,7 @@ from mergepipe.options import (
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.reports import KeptShare, ProgressCallback
-from mergepipe.runs.inputs import Inputs, PairStatistics
+from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.model_card import BaseModelIds, parse_base_model_ids
 from mergepipe.runs.progress import Resume
 from mergepipe.snapshots.manifest import BESIDE, FILE_SUFFIXES
@@ -156,9 +156,6 @@ class CatalogLink:
             return None
 
 
-_NOTHING: Mapping[str, TensorStatistics] = {}
-
-
 class KnownStatistics:
     """The statistics on record of experts whose content, and their base's, is known; digests are not taken here.
 
@@ -173,11 +170,25 @@ class KnownStatistics:
         self._notices = notices
         self._beside = beside
         self._files: dict[Location, StatisticsFile | None] = {}
+        self._pairs: dict[tuple[int, int], tuple[StatisticsFile | None, Checkpoint, Checkpoint]] = {}
 
     def file(self, expert: Checkpoint, base: Checkpoint) -> StatisticsFile | None:
         """Return what is on record of an expert against a base; None if nothing is."""
-        place = expert.root / STATISTICS_NAME if self._beside else None
-        return self.of_contents(content_digest(expert), content_digest(base), place)
+        pair = id(expert), id(base)
+        if pair not in self._pairs:
+            place = expert.root / STATISTICS_NAME if self._beside else None
+            file = self.of_contents(content_digest(expert), content_digest(base), place)
+            self._pairs[pair] = file, expert, base  # which live as long as their ids are keys
+        return self._pairs[pair][0]
+
+    def of_task(self, inputs: Inputs, task: MergeTask, slot: int) -> TensorStatistics | None:
+        """Return what is on record of one expert of a task."""
+        name = inputs.pair_name(task, slot)
+        models = (task.expert_models[slot], task.base_model)
+        file = None if name is None else self.file(*(inputs.checkpoints[model] for model in models))
+        statistics = None if file is None or name is None else file.tensors.get(name)
+        fits = statistics is not None and statistics.grid.n_elements == task.base.n_elements
+        return statistics if fits else None
 
     def of_contents(self, expert: str | None, base: str | None, place: Location | None = None) -> StatisticsFile | None:
         """Return what is on record of a content against a base's, by their digests; None if nothing is."""
@@ -186,11 +197,6 @@ class KnownStatistics:
         home = None if self._home is None else Location.local(statistics_path(self._home, expert, base))
         files = (self._read(where) for where in (home, place) if where is not None)
         return next((f for f in files if f is not None and (f.expert.digest, f.base.digest) == (expert, base)), None)
-
-    def tensors(self, expert: Checkpoint, base: Checkpoint) -> Mapping[str, TensorStatistics]:
-        """Return the statistics of an expert's tensors against a base's, by name."""
-        file = self.file(expert, base)
-        return _NOTHING if file is None else file.tensors
 
     def _read(self, place: Location) -> StatisticsFile | None:
         if place not in self._files:
@@ -219,18 +225,18 @@ def merge_work(
     """
     checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
     paths = _paths(inputs, output.tasks)
-    pairs = PairStatistics(KnownStatistics(store, link.home, link.notices, beside=False), inputs)
+    known = KnownStatistics(store, link.home, link.notices, beside=False)
     work = MergeWork(
         output,
         inputs.recipe.operator.name,
         seed if plan is None else plan.seed,
-        _content_ids(inputs, plan, paths, checkpoints, store, pairs),
+        _content_ids(inputs, plan, paths, checkpoints, store, known),
         pin_files(store, paths, checkpoints),
         inputs.repeats,
         access=planned_access(plan),
         renormalize=renormalizes(plan),
     )
-    return work if plan is not None else replace(work, recorded=_recorded(work, pairs))
+    return work if plan is not None else replace(work, recorded=_recorded(work, inputs, known))
 
 
 def output_of(inputs: Inputs, shard_bytes: int | None, file: str = "") -> OutputPlan:
@@ -269,7 +275,7 @@ def _content_ids(
     paths: set[Location],
     checkpoints: Sequence[Checkpoint],
     store: Store,
-    pairs: PairStatistics,
+    known: KnownStatistics,
 ) -> dict[int, str]:
     """Return the content ids that key randomness, by model; experts that the plan leaves out are not read."""
     if not operator_named(inputs.recipe.operator.name).is_random:
@@ -282,10 +288,9 @@ def _content_ids(
     ids = dict.fromkeys(inputs.expert_models, "") | planned
     with open_files(store, paths | sampled, checkpoints) as files:  # dropped tensors are sampled too
         for model in (model for model in models if model not in planned):
-            on_record = pairs.file(model, 0)
-            ids[model] = (
-                content_id(inputs.checkpoints[model], files) if on_record is None else on_record.expert.content_id
-            )
+            expert = inputs.checkpoints[model]
+            on_record = known.file(expert, inputs.base)
+            ids[model] = content_id(expert, files) if on_record is None else on_record.expert.content_id
     return ids
 
 
@@ -296,7 +301,7 @@ def used_experts(plan: Plan) -> set[int]:
     }
 
 
-def _recorded(work: MergeWork, pairs: PairStatistics) -> Mapping[str, KnownQuantities]:
+def _recorded(work: MergeWork, inputs: Inputs, known: KnownStatistics) -> Mapping[str, KnownQuantities]:
     """Look up the quantities of tensors that must be reduced first, where statistics of all their experts are known."""
     recorded = {}
     for task in work.output.tasks:
@@ -304,7 +309,7 @@ def _recorded(work: MergeWork, pairs: PairStatistics) -> Mapping[str, KnownQuant
             continue
         if work.operator.reduction(operator_input(work, task)) is None:
             continue
-        statistics = [pairs.of(task, slot) for slot in range(len(task.experts))]
+        statistics = [known.of_task(inputs, task, slot) for slot in range(len(task.experts))]
         experts = tuple(ExpertQuantities.of(one) for one in statistics if one is not None)
         if len(experts) == len(statistics):
             recorded[task.name] = KnownQuantities(experts)
