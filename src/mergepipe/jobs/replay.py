@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.core.outcome import Notice
@@ -18,14 +17,13 @@ from mergepipe.errors import ConflictError, NotFoundError, Problem
 from mergepipe.jobs.merge import MergeRun, intermediate_writer
 from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value, with_inputs_found
 from mergepipe.options import MergeOptions, OutputOptions, RunOptions
-from mergepipe.planning.plan import Plan
 from mergepipe.recipes.fields import LENIENT
 from mergepipe.recipes.recipe_files import reload_recipes
 from mergepipe.recipes.references import reference_text, referenced_paths
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.model_card import BaseModelIds
-from mergepipe.runs.stored_plan import plan_of
+from mergepipe.runs.stored_plan import changed_files, plan_of
 from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings, merge_work
 from mergepipe.snapshots.layout import layout_of
 from mergepipe.snapshots.manifest import NOTICES_KEY, InputRecord, Manifest
@@ -48,11 +46,6 @@ class RebuiltTensor:
     offset: int
 
 
-def recorded_plan(manifest: Manifest) -> Plan | None:
-    """Return the recorded plan; None for a full merge."""
-    return plan_of(manifest, "the manifest's plan")
-
-
 def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) -> Inputs:
     """Open the inputs of a snapshot at their recorded paths; `stage` writes intermediates that must be complete."""
     gone = [
@@ -69,25 +62,17 @@ def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) 
     if [reference_text(model) for _, model, _ in leaves] != [record.path for record in manifest.inputs]:
         message = "its inputs are not those of its recipe"
         raise NotFoundError.of("input.not-found", "the manifest", message, "merge again by the recipe")
-    pairs = zip(manifest.inputs, leaves, strict=True)
-    changed = [problem for record, (_, _, checkpoint) in pairs for problem in _changes(record, checkpoint)]
+    changed = [
+        Problem("input.changed", f"{record.path}/{name}", "is not what the snapshot was made from", _HINT)
+        for record, (_, _, checkpoint) in zip(manifest.inputs, leaves, strict=True)
+        for name in changed_files(record.files, checkpoint.files, by_version=False)
+    ]
     if changed:
         raise ConflictError(*changed)
     recorded = str(manifest.run.get(NOTICES_KEY, ""))  # they name lines of a recipe that need not be there any more
     notices = tuple(Notice("recipe.recorded", "", 0, "", text) for text in recorded.split("\n") if text)
-    plan, inputs = recorded_plan(manifest), replace(inputs, notices=notices)
+    plan, inputs = plan_of(manifest, "the manifest's plan"), replace(inputs, notices=notices)
     return inputs if plan is None else with_parameters(inputs, plan)
-
-
-def _changes(record: InputRecord, checkpoint: Checkpoint) -> list[Problem]:
-    """List the files whose size or header differs from the record. Times may differ."""
-    now = {file.name: (file.size_bytes, file.header_digest) for file in checkpoint.files}
-    then = {file.name: (file.size_bytes, file.header_digest) for file in record.files}
-    return [
-        Problem("input.changed", f"{record.path}/{name}", "is not what the snapshot was made from", _HINT)
-        for name in sorted(now.keys() | then.keys())
-        if now.get(name) != then.get(name)
-    ]
 
 
 def sampled_tensors(manifest: Manifest, fraction: float) -> tuple[str, ...]:
@@ -119,7 +104,9 @@ def rebuild_tensors(
             message = "by its recipe the inputs have no such tensor"
             raise ConflictError(*(Problem("input.changed", name, message, _HINT) for name in missing))
         checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
-        work = merge_work(inputs, output, recorded_plan(manifest), manifest.seed, store, CatalogLink(None))
+        work = merge_work(
+            inputs, output, plan_of(manifest, "the manifest's plan"), manifest.seed, store, CatalogLink(None)
+        )
         digests = make_part(work, whole(output), directory, store, engine).digests
         check_unchanged(store, checkpoints)
     (shard,) = output.shards
@@ -158,7 +145,7 @@ def replay(
     settings = replace(settings, options=decided, base_model_ids=BaseModelIds.recorded(manifest))
     with intermediate_writer(settings, store) as write_intermediate:
         inputs = open_recorded(manifest, store, write_intermediate)
-        run = MergeRun(inputs, recorded_plan(manifest), settings, store, CatalogLink(settings.home))
+        run = MergeRun(inputs, plan_of(manifest, "the manifest's plan"), settings, store, CatalogLink(settings.home))
         return run.publish(lambda made, _: _check_same(manifest, made, settings.place))
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -148,11 +149,11 @@ def examine(store: Store, directory: Location, threads: int, on_progress: Progre
         table = read_table(store, directory, manifest)
     except (CorruptError, NotFoundError, StorageError) as error:
         record = manifest.blocks
-        damages.append(_damage("blocks-file", record.name, 0, record.size_bytes, error.problems[0].message))
+        damages.append(Damage("blocks-file", record.name, "", 0, record.size_bytes, error.problems[0].message))
     layout = layout_of(manifest, directory / MANIFEST_NAME, table.block_elements if table else DEFAULT_BLOCK_ELEMENTS)
     total = sum(tensor.nbytes for tensor in layout.tensors)
     if table is not None and not all(root_of(table.tensors[tensor.index]) == tensor.root for tensor in layout.tensors):
-        damages.append(_damage("blocks-file", "", 0, 0, "its digests are not those of the manifest's tensors"))
+        damages.append(Damage("blocks-file", "", "", 0, 0, "its digests are not those of the manifest's tensors"))
         table = None
     scan = scan_snapshot(store, directory, layout, threads, ByteProgress(on_progress, "verify", total).add)
     for file in layout.files:
@@ -165,10 +166,6 @@ def examine(store: Store, directory: Location, threads: int, on_progress: Progre
     return Examination(directory, manifest, layout, table, scan, tuple(damages), (*notices, *config_notices))
 
 
-def _damage(kind: str, file: str, start: int, stop: int, message: str, tensor: str = "") -> Damage:
-    return Damage(kind, file, tensor, start, stop, message)
-
-
 # --- weight files ---
 
 
@@ -178,12 +175,12 @@ def _file_damages(
     path = directory / file.name
     status = store.stat(path)
     if status is None or not status.is_file:
-        yield _damage("missing", file.name, 0, file.size_bytes, "the file is gone")
+        yield Damage("missing", file.name, "", 0, file.size_bytes, "the file is gone")
     else:
         size = status.size_bytes
         if size != file.size_bytes:
             first, last = sorted((size, file.size_bytes))
-            yield _damage("size", file.name, first, last, f"has {size} bytes, {file.size_bytes} were written")
+            yield Damage("size", file.name, "", first, last, f"has {size} bytes, {file.size_bytes} were written")
         yield from _header_damages(store, path, file, table, scan)
     for tensor in file.tensors:
         yield from _tensor_damages(file, tensor, layout, table, scan)
@@ -195,17 +192,17 @@ def _header_damages(
     """Check a header by its digest, or, without one, by its content."""
     if table is not None:
         if scan.headers[file.index] != table.headers[file.index]:
-            yield _damage("header", file.name, 0, file.data_start, "its digest is not what was written")
+            yield Damage("header", file.name, "", 0, file.data_start, "its digest is not what was written")
         return
     try:
         header = read_header(store, path)
     except MergePipeError as error:
-        yield _damage("header", file.name, 0, file.data_start, error.problems[0].message)
+        yield Damage("header", file.name, "", 0, file.data_start, error.problems[0].message)
         return
     entries = sorted((entry.name, entry.dtype, entry.shape, entry.offset) for entry in header.entries if entry.nbytes)
     wanted = sorted((stored_name(t.name, file.name), t.dtype, t.shape, t.offset) for t in file.tensors if t.nbytes)
     if [(*row[:1], row[1].name, *row[2:]) for row in entries] != [(*row[:1], row[1].name, *row[2:]) for row in wanted]:
-        yield _damage("header", file.name, 0, file.data_start, "its tensors are not the manifest's")
+        yield Damage("header", file.name, "", 0, file.data_start, "its tensors are not the manifest's")
 
 
 def _tensor_damages(
@@ -218,26 +215,18 @@ def _tensor_damages(
     if table is None:
         if len(whole) < len(digests) or root_of(whole) != tensor.root:
             message = reason or "its digest is not what was written"
-            yield _damage("block", file.name, tensor.offset, tensor.offset + tensor.nbytes, message, tensor.name)
+            yield Damage("block", file.name, tensor.name, tensor.offset, tensor.offset + tensor.nbytes, message)
         return
     block_bytes = layout.block_elements * tensor.dtype.itemsize
     wrong = [i for i, (a, b) in enumerate(zip(digests, table.tensors[tensor.index], strict=True)) if a != b]
-    for first, last in _joined(wrong):
+    for _, pairs in groupby(enumerate(wrong), lambda pair: pair[1] - pair[0]):  # neighbouring blocks together
+        numbers = [number for _, number in pairs]
+        first, last = numbers[0], numbers[-1] + 1
         start, stop = tensor.offset + first * block_bytes, tensor.offset + min(tensor.nbytes, last * block_bytes)
         blocks = f"block {first}" if last == first + 1 else f"blocks {first} to {last - 1}"
         is_there = all(digests[i] is not None for i in range(first, last))
         what = "are not what was written" if is_there else "cannot be read"
-        yield _damage("block", file.name, start, stop, f"{blocks}: {reason or what}", tensor.name)
-
-
-def _joined(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Join consecutive numbers into half-open runs."""
-    start = None
-    for position, number in enumerate(numbers):
-        start = number if start is None else start
-        if position + 1 == len(numbers) or numbers[position + 1] != number + 1:
-            yield start, number + 1
-            start = None
+        yield Damage("block", file.name, tensor.name, start, stop, f"{blocks}: {reason or what}")
 
 
 # --- the other files ---
@@ -253,7 +242,7 @@ def _small_damages(store: Store, directory: Location, manifest: Manifest) -> Ite
         if not manifest.sidecars or store.stat(directory / name) is not None:
             reason = _index_trouble(store, directory / name, manifest, name)
             if reason:
-                yield _damage("index", name, 0, 0, reason)
+                yield Damage("index", name, "", 0, 0, reason)
 
 
 def _index_trouble(store: Store, path: Location, manifest: Manifest, name: str) -> str:
@@ -291,7 +280,7 @@ def _replayed(
             if made.digest.root != tensor.root:
                 message = "recomputed from the inputs, it differs"
                 start, stop = tensor.offset, tensor.offset + tensor.nbytes
-                yield _damage("replay", file.name, start, stop, message, tensor.name)
+                yield Damage("replay", file.name, tensor.name, start, stop, message)
 
 
 _DTYPE_KEYS = ("torch_dtype", "dtype")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.records import RecordFormat
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
-from mergepipe.planning.plan import PLAN_FORMAT, Plan, PlannedModel, parse_plan
+from mergepipe.planning.plan import PLAN_FORMAT, Plan, parse_plan
 from mergepipe.recipes.fields import LENIENT
 from mergepipe.recipes.recipe_files import reload_recipe
 from mergepipe.recipes.references import reference_text
@@ -20,7 +19,7 @@ from mergepipe.runs.inputs import Inputs, open_recipes, with_known_digests
 from mergepipe.runs.work import CatalogLink
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage import owned
-from mergepipe.storage.contract import PLAN_BYTES, Store
+from mergepipe.storage.contract import PLAN_BYTES, FileId, Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import os_error
 from mergepipe.storage.stores import Stores
@@ -99,8 +98,12 @@ def open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
         )
     inputs = open_recipes((recipe,), store, ("*",), strictness=LENIENT)  # it was accepted when the plan was made
     inputs = with_known_digests(inputs, link)
-    bound = zip(plan.models, inputs.checkpoints, strict=True)
-    problems = [problem for model, checkpoint in bound for problem in _changes(model, checkpoint)]
+    hint = "make the plan again (`mergepipe analyze`, then `mergepipe plan`)"
+    problems = [
+        Problem("input.changed", f"{model.path}/{name}", "changed since the plan was made", hint)
+        for model, checkpoint in zip(plan.models, inputs.checkpoints, strict=True)
+        for name in changed_files(model.files, checkpoint.files, by_version=True)
+    ]
     if vocabulary_of(inputs) != plan.vocabulary:
         message = "the tokenizers of its models are not those that it was made for"
         problems.append(Problem("input.changed", "tokenizer", message, "make the plan again"))
@@ -114,18 +117,17 @@ def vocabulary_of(inputs: Inputs) -> str | None:
     return None if inputs.alignment is None else inputs.alignment.digest
 
 
-def _changes(model: PlannedModel, checkpoint: Checkpoint) -> Sequence[Problem]:
-    """List the files that changed since the plan was made. Equal SHA-256 digests say that one did not."""
-    then = {file.name: file for file in model.files}
-    now = {file.name: file for file in checkpoint.files}
-    same = {
-        name
-        for name in now.keys() & then.keys()
-        if (now[name].size_bytes, now[name].header_digest) == (then[name].size_bytes, then[name].header_digest)
-        and (now[name].version == then[name].version or now[name].sha256 == then[name].sha256 is not None)
-    }
-    hint = "make the plan again (`mergepipe analyze`, then `mergepipe plan`)"
-    return [
-        Problem("input.changed", f"{model.path}/{name}", "changed since the plan was made", hint)
-        for name in sorted((now.keys() | then.keys()) - same)
-    ]
+def changed_files(then: Iterable[FileId], now: Iterable[FileId], *, by_version: bool) -> list[str]:
+    """Name the files that differ in size or header, or are gone or new.
+
+    Also, `by_version`, those of another version, unless equal SHA-256 digests say that nothing changed.
+    """
+    earlier, present = ({file.name: file for file in files} for files in (then, now))
+
+    def is_same(name: str) -> bool:
+        a, b = earlier.get(name), present.get(name)
+        if a is None or b is None or (a.size_bytes, a.header_digest) != (b.size_bytes, b.header_digest):
+            return False
+        return not by_version or a.version == b.version or a.sha256 == b.sha256 is not None
+
+    return [name for name in sorted(earlier.keys() | present.keys()) if not is_same(name)]
