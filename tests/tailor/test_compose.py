@@ -31,12 +31,12 @@ from mergepipe.snapshots.manifest import StepPolicy
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import Framework, Packing
+from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.composition import check_recipe, compose
 from mergepipe.tailor.formats.contract import Node
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT
-from mergepipe.tailor.formats.verl import VERL_FORMAT
+from mergepipe.tailor.formats.sharded import VERL_FORMAT
 from mergepipe.tailor.saving.frameworks import EngineView
 from mergepipe.tailor.selection import EMBED, layer
 from support.engine_views import write_partial
@@ -89,7 +89,7 @@ def archives(path: Path) -> list[bytes]:
         return []
     made = checkpoint_at(path.parent)
     pieces = [p for s in made.states.values() for p in s.pieces] + [p for s in made.steps for p in s.cells]
-    assert all(p.packing is Packing.TORCH_ZIP for p in pieces)
+    assert all(p.is_packed for p in pieces)
     return [path.read_bytes()[p.offset : p.offset + p.nbytes] for p in pieces if p.file.local_path == path]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -255,22 +255,14 @@ def stale_checksums(
     stale = []
     for window in windows:
         for member in read_zip_directory(store, window).values():
-            if _touches(ranges, member.offset, member.offset + member.nbytes):
-                stale.append(Checksum(member.offset, member.offset + member.nbytes, member.crc_offsets))
-                if min(member.crc_offsets) < member.offset + member.nbytes:
+            start, stop = member.offset, member.offset + member.nbytes
+            following = bisect_right(ranges, start, key=lambda r: r[1])
+            if following < len(ranges) and ranges[following][0] < stop:
+                stale.append(Checksum(start, stop, member.crc_offsets))
+                if min(member.crc_offsets) < stop:
                     message = f"the checksum of {member.name!r} is stored before its bytes"
                     raise unsupported(file, message, "save it again with torch.save")
     return tuple(stale)
-
-
-def _touches(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
-    """Whether any of the sorted, disjoint ranges has a byte in `[start, stop)`."""
-    index = bisect_left(ranges, start, key=lambda r: r[1])
-    while index < len(ranges) and ranges[index][0] < stop:
-        if ranges[index][1] > start:
-            return True
-        index += 1
-    return False
 
 
 # --- edit single values inside a pickle without executing it; all other bytes stay the same ---

@@ -15,9 +15,6 @@ from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
 from mergepipe.tailor.recipes import CompositionRecipe, Take
 from mergepipe.tailor.selection import Choice, ModelUnits
 
-# --- assign each parameter to a source checkpoint, by the recipe and the opened sources. Pure ---
-
-
 DERIVED_KINDS = (WEIGHT, EXPORT)  # copies of the master, in the dtype they are stored in
 _MAX_LISTED_UNITS = 8
 

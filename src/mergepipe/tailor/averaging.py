@@ -15,7 +15,7 @@ from typing import Any
 import mergepipe
 from mergepipe.checkpoints.directory import find_sidecars, list_names, open_checkpoint, parse_config
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
-from mergepipe.core.blocks import F32, DType, DTypeKind, Span
+from mergepipe.core.blocks import F32, DType, DTypeKind
 from mergepipe.core.display import yaml_document
 from mergepipe.errors import CorruptError, LimitError, NotFoundError, RecipeError, invalid_option, mismatched
 from mergepipe.options import ExportOptions, TailorOptions
@@ -32,7 +32,6 @@ from mergepipe.tailor.checkpoint import (
     EXPORT,
     FP32,
     WEIGHT,
-    Piece,
     StoredState,
     TrainingCheckpoint,
     differences,
@@ -56,7 +55,6 @@ from mergepipe.tailor.saving.frameworks import current_ranks, trainer_callback_b
 MOST_CHECKPOINTS = 128
 CARD_NAME = "README.md"
 _SHARD_BYTES = 5_000_000_000
-_MEMBER = Location.parse("member")
 
 
 def average(
@@ -204,7 +202,7 @@ class Averaging:
         """Return the states of the result, cut as they will be; their places are others."""
         if not self.request.is_model:
             return self.newest.states
-        return {(spec.name, WEIGHT): _whole_state(spec) for spec in self._specs()}
+        return {(s.name, WEIGHT): StoredState.planned(s.name, WEIGHT, s.dtype, s.shape) for s in self._specs()}
 
     def summands(self, name: str, kind: str) -> tuple[StoredState, ...]:
         """Return the states that a state of the result, a model or a checkpoint, is the average of, oldest first.
@@ -301,7 +299,7 @@ class Averaging:
     def _shard(self, shard: ShardLayout) -> Iterator[Segment]:
         yield Literal(shard.header)
         for spec in shard.tensors:
-            target = _whole_state(spec)
+            target = StoredState.planned(spec.name, WEIGHT, spec.dtype, spec.shape)
             values = self._tensor(spec.name)
             is_average = len(values) > 1 and spec.dtype.kind is DTypeKind.FLOAT
             patches = patch_states(values, target, self.weights) if is_average else patch_states(values[-1:], target)
@@ -339,12 +337,6 @@ def _model_card(averaging: Averaging, dtypes: Sequence[str]) -> bytes:
         lines += [*(f"| {step} | {weight:.6g} |" for step, weight in weighed), ""]
     lines += [f"Every input and digest is listed in `{MANIFEST_NAME}`."]
     return "".join(f"{line}\n" for line in lines).encode()
-
-
-def _whole_state(spec: TensorSpec) -> StoredState:
-    """Make the state of a model's tensor: all of it in one piece."""
-    place = Piece(_MEMBER, 0, spec.nbytes, Span(0, spec.nbytes // spec.dtype.itemsize))
-    return StoredState(spec.name, WEIGHT, spec.dtype, spec.shape, (place,) if spec.nbytes else ())
 
 
 def made_states(averaging: Averaging, made: Location, home: Location) -> Mapping[tuple[str, str], StoredState]:

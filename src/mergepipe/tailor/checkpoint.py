@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -36,19 +37,15 @@ EXP_AVG_SQ = "exp_avg_sq"
 PicklePath: TypeAlias = tuple[str | int, ...]  # keys of mappings and places in lists, from the root on
 
 
+_PLANNED = Location.parse("planned")  # stands for what is being planned
+
+
 class Framework(StrEnum):
     """The framework that resumes from the checkpoint."""
 
     DEEPSPEED = "deepspeed"
     TRANSFORMERS = "transformers"
     TORCH = "torch"
-
-
-class Packing(StrEnum):
-    """The form of a piece's bytes: the elements themselves, or a `torch.save` archive that holds just them."""
-
-    RAW = "raw"
-    TORCH_ZIP = "torch-zip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +63,14 @@ class Piece:
     """`nbytes` bytes at `offset` of `file` that hold the elements `span` of one flattened parameter.
 
     With `strips` the span is whole rows, of which each holds some columns, from left to right; the first one stands in
-    `file`, `offset` and `nbytes`.
+    `file`, `offset` and `nbytes`. If it `is_packed` the bytes are a `torch.save` archive that holds just them.
     """
 
     file: Location
     offset: int
     nbytes: int
     span: Span
-    packing: Packing = Packing.RAW
+    is_packed: bool = False
     strips: tuple[Strip, ...] = ()
 
     @property
@@ -85,16 +82,16 @@ class Piece:
         """Return the piece as that many elements further on."""
         return replace(self, span=Span(self.span.start + elements, self.span.stop + elements))
 
-    def part(self, first: int, last: int, dtype: DType) -> Piece:
-        """Return the elements `[first, last)`, in its span, of a raw piece; of strips, whole rows."""
-        span, done = Span(first, last), first - self.span.start
+    def part(self, span: Span, dtype: DType) -> Piece:
+        """Return some of the elements of a raw piece; of strips, whole rows."""
+        done = span.start - self.span.start
         if not self.strips:
             itemsize = dtype.itemsize
-            return Piece(self.file, self.offset + done * itemsize, (last - first) * itemsize, span)
+            return Piece(self.file, self.offset + done * itemsize, span.n_elements * itemsize, span)
         row = sum(strip.width for strip in self.strips)
-        if done % row or (last - first) % row:
+        if done % row or span.n_elements % row:
             raise unsupported(self.file, "is cut along columns, not into whole rows")
-        above, rows = done // row, (last - first) // row
+        above, rows = done // row, span.n_elements // row
         strips = tuple(
             Strip(s.file, s.offset + above * s.width * dtype.itemsize, rows * s.width * dtype.itemsize, s.width)
             for s in self.strips
@@ -148,7 +145,7 @@ class StoredState:
             if piece.span.start < end or piece.span.stop > n_elements:
                 raise ValueError(f"{self.parameter} {self.kind}: {piece.span} overlaps or lies outside")
             nbytes = sum(strip.nbytes for strip in piece.strips) or piece.nbytes
-            if piece.packing is Packing.RAW and nbytes != piece.span.n_elements * self.dtype.itemsize:
+            if not piece.is_packed and nbytes != piece.span.n_elements * self.dtype.itemsize:
                 raise ValueError(f"{self.parameter} {self.kind}: {piece.span} is not {piece.nbytes} bytes")
             end = piece.span.stop
 
@@ -161,15 +158,22 @@ class StoredState:
         shape = stored.shape if shape is None else shape
         return cls(parameter, kind, stored.dtype, shape, (piece,) if stored.n_elements else ())
 
+    @classmethod
+    def planned(cls, parameter: str, kind: str, dtype: DType, shape: tuple[int, ...]) -> StoredState:
+        """Make the state that will be all of a file or a tensor whose content is being planned."""
+        n_elements = element_count(shape)
+        piece = Piece(_PLANNED, 0, n_elements * dtype.itemsize, Span(0, n_elements))
+        return cls(parameter, kind, dtype, shape, (piece,) if n_elements else ())
+
     @property
     def n_elements(self) -> int:
         return element_count(self.shape)
 
-    def cut(self, span: Span) -> Iterator[Piece]:
-        """Yield the pieces of a raw state's elements `span`."""
+    def within(self, span: Span) -> Iterator[tuple[Piece, Span]]:
+        """Yield the pieces that hold some of the elements `span`, in order, and which of them."""
         place = bisect_right(self.pieces, span.start, key=lambda piece: piece.span.stop)
         while place < len(self.pieces) and (piece := self.pieces[place]).span.start < span.stop:
-            yield piece.part(max(piece.span.start, span.start), min(piece.span.stop, span.stop), self.dtype)
+            yield piece, Span(max(piece.span.start, span.start), min(piece.span.stop, span.stop))
             place += 1
 
     @property
@@ -310,40 +314,23 @@ class StateReader:
     def read_many(self, requests: Sequence[tuple[StoredState, Sequence[Span]]]) -> list[NDArray[np.uint8]]:
         """Return the bytes of elements of several states; what follows one another in a file is one request to it."""
         results = []
-        ranges: dict[Location, list[tuple[int, NDArray[np.uint8]]]] = {}
+        ranges: dict[Location, list[tuple[int, NDArray[np.uint8]]]] = defaultdict(list)
         for state, spans in requests:
             itemsize, start = state.dtype.itemsize, 0
             out = np.empty(sum(span.n_elements for span in spans) * itemsize, np.uint8)
-            for span in spans:
-                start = self._place(state, span, out, start, ranges)
+            for piece, held in (pair for span in spans for pair in state.within(span)):
+                ahead, part = held.start - piece.span.start, out[start : start + held.n_elements * itemsize]
+                start += part.size
+                if piece.strips:
+                    part[:] = gather_strips(piece.strips, itemsize, ahead, held.n_elements, self._bytes)
+                else:
+                    ranges[piece.file].append((piece.offset + ahead * itemsize, part))
             if start != out.size:
                 raise damaged(state.parameter, f"{state.kind} is saved in part only")
             results.append(out)
         for path, places in ranges.items():
             self._fill(path, sorted(places, key=lambda place: place[0]))
         return results
-
-    def _place(
-        self,
-        state: StoredState,
-        span: Span,
-        out: NDArray[np.uint8],
-        start: int,
-        ranges: dict[Location, list[tuple[int, NDArray[np.uint8]]]],
-    ) -> int:
-        """Note where the elements of a span lie, and read those of strips, from `start` of `out` on; return the end."""
-        itemsize, pieces = state.dtype.itemsize, state.pieces
-        place = bisect_right(pieces, span.start, key=lambda piece: piece.span.stop)
-        while place < len(pieces) and (piece := pieces[place]).span.start < span.stop:
-            place += 1
-            first, last = max(piece.span.start, span.start), min(piece.span.stop, span.stop)
-            ahead, part = first - piece.span.start, out[start : start + (last - first) * itemsize]
-            start += part.size
-            if piece.strips:
-                part[:] = gather_strips(piece.strips, itemsize, ahead, last - first, self._bytes)
-            else:
-                ranges.setdefault(piece.file, []).append((piece.offset + ahead * itemsize, part))
-        return start
 
     def _fill(self, path: Location, places: Sequence[tuple[int, NDArray[np.uint8]]]) -> None:
         """Read ranges of one file, in the order of their offsets."""

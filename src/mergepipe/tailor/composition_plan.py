@@ -14,7 +14,7 @@ from typing import TypeAlias
 from mergepipe.checkpoints.directory import stat_regular
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import Window, read_torch_zip, walk_tensors
-from mergepipe.core.blocks import F32, DType, Span
+from mergepipe.core.blocks import F32, DType
 from mergepipe.errors import damaged, mismatched, unsupported
 from mergepipe.snapshots.manifest import UnitStaleness
 from mergepipe.storage.contract import Store, is_file
@@ -39,7 +39,6 @@ from mergepipe.tailor.checkpoint import (
     FP32,
     WEIGHT,
     Framework,
-    Packing,
     PicklePath,
     Piece,
     SkeletonFile,
@@ -51,7 +50,18 @@ from mergepipe.tailor.copy_plan import FilePlan, Literal, Patch, patch_states, p
 from mergepipe.tailor.formats import format_named
 from mergepipe.tailor.formats.contract import Node, root_of
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata, unpack_piece
-from mergepipe.tailor.formats.deepspeed import LATEST_NAME, ZERO_FORMAT, ZeroFiles, base_optimizer_path, list_zero_files
+from mergepipe.tailor.formats.deepspeed import (
+    LATEST_NAME,
+    LATEST_UNIVERSAL_NAME,
+    OPTIMIZER_STATE_NAME,
+    PARAMETER_KEY,
+    STATES_FOLDER,
+    STEP_NAME,
+    UNIVERSAL_FORMAT,
+    ZERO_FORMAT,
+    base_optimizer_path,
+    list_zero_files,
+)
 from mergepipe.tailor.formats.hf_trainer import (
     HF_FORMAT,
     LOSS_SCALER_NAME,
@@ -61,16 +71,7 @@ from mergepipe.tailor.formats.hf_trainer import (
     read_global_step,
 )
 from mergepipe.tailor.formats.partial import read_partial_manifest
-from mergepipe.tailor.formats.universal import (
-    LATEST_UNIVERSAL_NAME,
-    OPTIMIZER_STATE_NAME,
-    PARAMETER_KEY,
-    STATES_FOLDER,
-    STEP_NAME,
-    UNIVERSAL_FORMAT,
-)
 
-_MEMBER = Location.parse("member")  # stands for a file or member whose content is being planned
 _STEP_FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
@@ -138,7 +139,7 @@ class SkeletonChanges:
             return
         self._note_windows(counter.cells)
         for cell in counter.cells:
-            inside = cell if cell.packing is Packing.RAW else unpack_piece(self.store, cell, counter.dtype)
+            inside = unpack_piece(self.store, cell, counter.dtype)
             self.patches[inside.file].append(Patch(inside.offset, Literal(pack_step(choice))))
         self.step_in_pickles(choice)
 
@@ -149,7 +150,7 @@ class SkeletonChanges:
 
     def _note_windows(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
-            if piece.packing is Packing.TORCH_ZIP:
+            if piece.is_packed:
                 self.windows[piece.file][piece.offset] = Window(piece.file, piece.offset, piece.nbytes)
 
     def plans(self) -> tuple[FilePlan, ...]:
@@ -182,10 +183,9 @@ def pack_step(choice: StepChoice) -> bytes:
 
 def unpacked(store: Store, state: StoredState) -> StoredState:
     """Return the state with every piece outside its archive member, as raw bytes."""
-    if all(piece.packing is Packing.RAW for piece in state.pieces):
+    if not any(piece.is_packed for piece in state.pieces):
         return state
-    pieces = (p if p.packing is Packing.RAW else unpack_piece(store, p, state.dtype) for p in state.pieces)
-    return replace(state, pieces=tuple(pieces))
+    return replace(state, pieces=tuple(unpack_piece(store, piece, state.dtype) for piece in state.pieces))
 
 
 # --- take a run's state from a partial checkpoint: step, scheduler, random states, optimizer options ---
@@ -285,7 +285,7 @@ def _take_zero(changes: SkeletonChanges, assignment: Assignment) -> None:
     if zero is None:
         raise AssertionError("the skeleton was read as ZeRO")
     inside = base_optimizer_path(skeleton.stage)
-    for path in zero.optimizer.values():
+    for path in zero[0].values():
         root = root_of(read_torch_zip(store, path))
         changes.edits[path] |= {**_options(store, assignment, root, inside), **_loss_scale(store, assignment, root)}
     for file in changes.files:
@@ -388,7 +388,7 @@ def plan_universal(store: Store, assignment: Assignment) -> CompositionPlan:
         raise unsupported(skeleton.path, message, "compose without --export: the number of ranks stays")
     changes = SkeletonChanges(store, skeleton)
     take_state(changes, assignment)
-    export = _Export(changes, assignment, zero, steps)
+    export = _Export(changes, assignment, zero[0], steps)
     plans = sorted([*export.copied_files(), *export.state_files()], key=lambda plan: plan.name)
     return CompositionPlan(assignment, steps, staleness_of(assignment, steps), tuple(plans))
 
@@ -397,7 +397,7 @@ def plan_universal(store: Store, assignment: Assignment) -> CompositionPlan:
 class _Export:
     changes: SkeletonChanges
     assignment: Assignment
-    zero: ZeroFiles
+    optimizer_files: Mapping[int, Location]
     steps: tuple[StepChoice, ...]
 
     def copied_files(self) -> Iterator[FilePlan]:
@@ -407,7 +407,7 @@ class _Export:
             if kind in DERIVED_KINDS and not self.assignment.keeps(name):
                 self.changes.state([self.assignment.state_of(name, kind)], target)
         for file in self.changes.files:
-            if file.path not in self.zero.optimizer.values() and file.name != LATEST_NAME:
+            if file.path not in self.optimizer_files.values() and file.name != LATEST_NAME:
                 yield self.changes.plan(file)
         if skeleton.root != skeleton.path:
             yield FilePlan(LATEST_UNIVERSAL_NAME, (Literal(new_tag(self.assignment).encode()),))
@@ -443,8 +443,7 @@ class _Export:
     def _state_file(self, name: str, kind: str, dtype: DType, stored_kind: str) -> FilePlan:
         """Plan one state in the form that the stage's loader takes: shaped in a mapping, or flat (stage 3)."""
         stored = self.assignment.state_of(name, stored_kind)
-        place = Piece(_MEMBER, 0, stored.n_elements * dtype.itemsize, Span(0, stored.n_elements))
-        target = StoredState(name, kind, dtype, stored.shape, (place,) if stored.n_elements else ())
+        target = StoredState.planned(name, kind, dtype, stored.shape)
         segments = tuple(patch.segment for _, patch in patch_states([unpacked(self.changes.store, stored)], target))
         is_flat = self.assignment.skeleton.stage == 3
         tensor = new_tensor("0", dtype, (stored.n_elements,) if is_flat else stored.shape)
@@ -455,7 +454,7 @@ class _Export:
 
     def _options_file(self) -> FilePlan:
         """Plan what the optimizer keeps beside tensors: options, loss scaler and, in stage 3, the one counter."""
-        first = self.zero.optimizer[min(self.zero.optimizer)]
+        first = self.optimizer_files[min(self.optimizer_files)]
         archive = read_torch_zip(self.changes.store, first)
         file = root_of(archive)
         for choice in self.steps:

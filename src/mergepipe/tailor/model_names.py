@@ -29,7 +29,7 @@ class TensorView:
             return state
         pieces, end = [], 0
         for run in self.runs():
-            pieces += [piece.moved(end - run.start) for piece in state.cut(run)]
+            pieces += [piece.part(held, state.dtype).moved(end - run.start) for piece, held in state.within(run)]
             end += run.n_elements
         return replace(state, shape=state.shape if self.shape is None else self.shape, pieces=tuple(pieces))
 
@@ -254,7 +254,11 @@ def _megatron_layer(name: str, inside: str, start: int, shape: tuple[int, ...], 
         yield from _halves(name, start, shape, ("mlp.gate_proj.weight", "mlp.up_proj.weight"))
     elif inside in ("mlp.experts.experts.linear_fc1.weight", "mlp.experts.experts.linear_fc2.weight"):
         for expert in range(shape[0]):
-            yield from _expert(name, inside, f"{_EXPERTS}.{expert}", start, expert, shape[1:])
+            begin, prefix = start + expert * element_count(shape[1:]), f"{_EXPERTS}.{expert}"
+            if inside.endswith("fc1.weight"):
+                yield from _halves(name, begin, shape[1:], (f"{prefix}.w1.weight", f"{prefix}.w3.weight"))
+            else:
+                yield f"{prefix}.w2.weight", _view(name, begin, shape[1:], [(0, shape[1])])
 
 
 def _queries_keys_values(name: str, leaf: str, start: int, shape: tuple[int, ...], sizes: _Sizes) -> _Found:
@@ -279,14 +283,6 @@ def _halves(name: str, start: int, shape: tuple[int, ...], names: tuple[str, str
     half = shape[0] // 2
     for place, half_name in enumerate(names):
         yield half_name, _view(name, start, (half, *shape[1:]), [(place * half, (place + 1) * half)])
-
-
-def _expert(name: str, inside: str, prefix: str, start: int, expert: int, shape: tuple[int, ...]) -> _Found:
-    begin = start + expert * element_count(shape)
-    if inside.endswith("linear_fc1.weight"):
-        yield from _halves(name, begin, shape, (f"{prefix}.w1.weight", f"{prefix}.w3.weight"))
-    else:
-        yield f"{prefix}.w2.weight", _view(name, begin, shape, [(0, shape[0])])
 
 
 def _view(name: str, start: int, shape: tuple[int, ...], rows: Sequence[tuple[int, int]]) -> TensorView:

@@ -13,12 +13,10 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.formats.contract import TrainingFormat, refuse_foreign
 from mergepipe.tailor.formats.dcp import DCP
-from mergepipe.tailor.formats.deepspeed import ZERO
+from mergepipe.tailor.formats.deepspeed import UNIVERSAL, ZERO
 from mergepipe.tailor.formats.hf_trainer import ONE_FILE, TRAINER, WEIGHTS
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, is_partial, open_partial
-from mergepipe.tailor.formats.sharded import FSDP, MEGATRON
-from mergepipe.tailor.formats.universal import UNIVERSAL
-from mergepipe.tailor.formats.verl import VERL
+from mergepipe.tailor.formats.sharded import FSDP, MEGATRON, VERL
 
 TRAINING_FORMATS: tuple[TrainingFormat, ...] = (
     ONE_FILE, MEGATRON, DCP, UNIVERSAL, FSDP, TRAINER, ZERO, VERL, WEIGHTS,

@@ -22,7 +22,6 @@ from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
     Framework,
-    Packing,
     Piece,
     StoredState,
     Strip,
@@ -87,7 +86,8 @@ def merge_state(metadata: object, folder: Location, state: object, state_folder:
     """
     metadata_root, new = _root(metadata, folder), _root(state, state_folder)
     described, added = metadata_root.get(_DESCRIBED).mapping(), new.get(_DESCRIBED).mapping()
-    lacking = [str(k) for k, v in described.items() if _is_plain_value(v) and k not in added]
+    plain = [k for k, v in described.items() if isinstance(v, Record) and v.kind.name == "BytesStorageMetadata"]
+    lacking = [str(key) for key in plain if key not in added]
     if lacking:
         more = f" and {len(lacking) - _MAX_NAMED} more" if len(lacking) > _MAX_NAMED else ""
         hint = "save the same state with every partial checkpoint, or name a complete one in state_from"
@@ -97,8 +97,9 @@ def merge_state(metadata: object, folder: Location, state: object, state_folder:
     if keys is not None and added_keys is not None:
         keys.mapping().update(added_keys.mapping())
     stored = metadata_root.get(_STORED).mapping()
-    for index in [index for index in stored if _key(index, metadata_root) in added]:
-        del stored[index]
+    for index in [*stored]:
+        if Node(index, metadata_root.file).fields("MetadataIndex").get("fqn").text() in added:
+            del stored[index]
     renamed: dict[str, str] = {}
     for index, place in new.get(_STORED).items():
         fields = place.fields("_StorageInfo")
@@ -113,15 +114,6 @@ def merge_state(metadata: object, folder: Location, state: object, state_folder:
 
 def _root(metadata: object, folder: Location) -> Node:
     return Node(metadata, str(folder / METADATA_NAME)).fields("Metadata")
-
-
-def _is_plain_value(described: object) -> bool:
-    """Whether an entry is no tensor."""
-    return isinstance(described, Record) and described.kind.name == "BytesStorageMetadata"
-
-
-def _key(index: object, where: Node) -> str:
-    return Node(index, where.file, where.path).fields("MetadataIndex").get("fqn").text()
 
 
 # --- torch.distributed.checkpoint directories (FSDP2) ---
@@ -163,7 +155,7 @@ class DcpTensor:
 def read_dcp(store: Store, folder: Location, home: Location | None = None) -> TrainingCheckpoint:
     """Read a DCP directory; of tensors, only step counters are read.
 
-    Its pieces are packed (`Packing.TORCH_ZIP`): `unpack_piece` finds the elements inside one. The step is the newest
+    Its pieces are packed (`is_packed`): `unpack_piece` finds the elements inside one. The step is the newest
     counter, of weights alone the number in the name of `home`.
     """
     return dcp_checkpoint(store, folder, read_tensors(store, folder), home)
@@ -221,10 +213,12 @@ def count_writers(files: Iterable[Location]) -> int:
 
 
 def unpack_piece(store: Store, piece: Piece, dtype: DType) -> Piece:
-    """Find the elements inside a packed piece, or those of its strips."""
+    """Find the elements inside a packed piece, or those of its strips; another piece is returned as it is."""
+    if not piece.is_packed:
+        return piece
     if not piece.strips:
         offset, nbytes = _unpacked(store, piece, piece.span.n_elements, dtype)
-        return replace(piece, offset=offset, nbytes=nbytes, packing=Packing.RAW)
+        return replace(piece, offset=offset, nbytes=nbytes, is_packed=False)
     rows = piece.span.n_elements // sum(strip.width for strip in piece.strips)
     located = [(strip, *_unpacked(store, strip, rows * strip.width, dtype)) for strip in piece.strips]
     strips = tuple(replace(strip, offset=offset, nbytes=nbytes) for strip, offset, nbytes in located)
@@ -411,7 +405,7 @@ def _pieces(tensor: DcpTensor) -> Iterator[Piece]:
         cut = max((place for place, size in enumerate(sizes) if size != shape[place]), default=0)
         if long >= cut:
             span = Span(start, start + element_count(sizes))
-            yield Piece(chunk.file, chunk.offset, chunk.nbytes, span, Packing.TORCH_ZIP)
+            yield Piece(chunk.file, chunk.offset, chunk.nbytes, span, is_packed=True)
             continue
         if sizes[long + 1 : cut] != shape[long + 1 : cut]:
             hint = "only grids of rows and columns are read (FSDP2, tensor parallelism)"
@@ -427,14 +421,14 @@ def _pieces(tensor: DcpTensor) -> Iterator[Piece]:
             raise damaged(tensor.key, f"chunks overlap in rows from {rows.start} on")
         if ends[-1] == row:
             first = ordered[0]
-            yield Piece(first.file, first.offset, first.nbytes, rows, Packing.TORCH_ZIP, ordered)
+            yield Piece(first.file, first.offset, first.nbytes, rows, is_packed=True, strips=ordered)
 
 
 def _step(store: Store, name: str, tensor: DcpTensor) -> AdamStep:
     if element_count(tensor.shape) != 1 or len(tensor.chunks) != 1:
         raise damaged(tensor.key, f"a step counter has shape {tensor.shape}")
     chunk = tensor.chunks[0]
-    packed = Piece(chunk.file, chunk.offset, chunk.nbytes, Span(0, 1), Packing.TORCH_ZIP)
+    packed = Piece(chunk.file, chunk.offset, chunk.nbytes, Span(0, 1), is_packed=True)
     inside = unpack_piece(store, packed, tensor.dtype)
     return AdamStep(read_scalar(store, inside.file, inside.offset, tensor.dtype), (name,), tensor.dtype, (packed,))
 

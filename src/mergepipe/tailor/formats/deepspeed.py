@@ -1,9 +1,9 @@
-"""DeepSpeed ZeRO directories (stages 1, 2 and 3): flat optimizer partitions as byte ranges of each parameter."""
+"""DeepSpeed: ZeRO (stages 1 to 3), flat optimizer partitions as byte ranges of parameters; universal directories."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -20,6 +20,7 @@ from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
     Framework,
+    PicklePath,
     Piece,
     StoredState,
     TrainingCheckpoint,
@@ -36,15 +37,6 @@ _FOREIGN_FILE = re.compile(r"layer_\d+.*model_states\.pt|.*expp?_?rank_\d+.*\.pt
 _OFFLOADED_NAME = "offloaded_tensors"
 _STAGE3_KEY = "fp32_flat_groups"
 _STAGE12_KEY = "single_partition_of_fp32_groups"
-
-
-@dataclass(frozen=True, slots=True)
-class ZeroFiles:
-    """The files of a tag directory by what they are; `optimizer` by rank."""
-
-    optimizer: Mapping[int, Location]
-    model: Location
-    other_models: tuple[Location, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +62,16 @@ class _Rank:
         return self.archive.locate(node.tensor(), node.path)
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupState:
-    """One flat tensor of one rank: a state of all parameters of a group."""
-
-    rank: int
-    kind: str
-    tensor: StoredTensor
-
-
-def list_zero_files(store: Store, folder: Location) -> ZeroFiles | None:
-    """Sort the files of a directory; None when it holds no ZeRO optimizer file."""
+def list_zero_files(store: Store, folder: Location) -> tuple[dict[int, Location], tuple[Location, ...]] | None:
+    """Return a directory's optimizer files by rank, and its model files; None when it holds no ZeRO optimizer file."""
     names = [entry.name for entry in store.list(folder)]
     optimizer = {match: name for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
     if not optimizer:
         return None
     if _OFFLOADED_NAME in names:
         raise unsupported(folder, f"optimizer state is in {_OFFLOADED_NAME}/, from NVMe")
-    first, *others = _sorted_models(folder, names, tuple(optimizer))
-    ranks = {int(match[1]): folder / name for match, name in optimizer.items()}
-    return ZeroFiles(MappingProxyType(ranks), first, tuple(others))
+    models = _sorted_models(folder, names, tuple(optimizer))
+    return {int(match[1]): folder / name for match, name in optimizer.items()}, models
 
 
 def _sorted_models(folder: Location, names: Sequence[str], optimizer: Sequence[re.Match[str]]) -> tuple[Location, ...]:
@@ -114,76 +96,66 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     files = list_zero_files(store, folder)
     if files is None:
         raise NotFoundError.of("checkpoint.incomplete", folder, "there is no zero_pp_rank_*_optim_states.pt file")
-    model_archive, *others = archives = [read_torch_zip(store, path) for path in (files.model, *files.other_models)]
+    optimizer_files, models = files
+    model_archive, *others = archives = [read_torch_zip(store, path) for path in models]
     model = root_of(model_archive)
-    ranks = [_open_rank(store, rank, path) for rank, path in sorted(files.optimizer.items())]
-    for opened in ranks:
-        _refuse_alignment(opened)
+    ranks = []
+    for number, path in sorted(optimizer_files.items()):
+        archive = read_torch_zip(store, path)
+        ranks.append(_Rank(number, archive, root_of(archive).get("optimizer_state_dict")))
+    for rank in ranks:
+        paddings = rank.optimizer.find("param_alignment_paddings")
+        if paddings is not None and any(item.value for group in paddings.elements() for item in group.elements()):
+            message = "its flat groups are padded between parameters"  # which would be read as values
+            raise unsupported(paddings.file, message, "save without zero_optimization.parameter_alignment")
+    step = model.get("global_steps").integer()
     for archive in others:
-        _check_step(archive, model)
+        other_step = root_of(archive).get("global_steps").integer()
+        if other_step != step:
+            message = f"is of step {other_step}, {model.file} is of step {step}"
+            raise damaged(archive.file, message, "copy the files of one save again")
     stage = _stage(ranks[0])
     world_size = _world_size(ranks, model)
     groups = _flat_groups(model, stage, world_size)
     reader = _Reader(store, ranks, groups, stage, world_size)
-    weights = {} if stage == 3 else dict(module_weights(model, model_archive))
-    checkpoint = _assemble(folder, model, reader, weights, world_size)
-    return with_untrained(checkpoint, archives)
-
-
-def _assemble(
-    folder: Location, model: Node, reader: _Reader, weights: dict[str, StoredState], world_size: int
-) -> TrainingCheckpoint:
-    tied = {alias: owner.text() for alias, owner in model.get("shared_params").named_items()}
-    grouped = {p.name: p.shape for group in reader.groups for p in group}
-    ungrouped = {name: s.shape for name, s in weights.items() if name not in grouped and name not in tied}
-    parameters = grouped | ungrouped
+    grouped = {p.name: p.shape for group in groups for p in group}
+    parameters, tied, weights = _model_parameters(model, model_archive, stage, grouped)
     states = {(s.parameter, s.kind): s for s in reader.states()}
     states |= {(name, WEIGHT): state for name, state in weights.items() if name in parameters}
-    missing_ranks = sorted(set(range(world_size)) - {r.rank for r in reader.ranks})
+    missing_ranks = sorted(set(range(world_size)) - {r.rank for r in ranks})
     missing = [f"the optimizer file of rank {rank}" for rank in missing_ranks]
     missing += [f"{kind} of {name}" for name, kind in reader.absent(states, missing_ranks)]
-    return TrainingCheckpoint(
+    checkpoint = TrainingCheckpoint(
         path=folder,
         root=folder,
         format=ZERO_FORMAT,
         framework=Framework.DEEPSPEED,
-        stage=reader.stage,
+        stage=stage,
         world_size=world_size,
-        step=model.get("global_steps").integer(),
+        step=step,
         units=model_units(parameters, tied),
         parameters=parameters,
         states=states,
         steps=tuple(reader.steps()),
-        flat_groups=tuple(tuple(p.name for p in group) for group in reader.groups),
+        flat_groups=tuple(tuple(p.name for p in group) for group in groups),
         missing=tuple(missing),
     )
+    return with_untrained(checkpoint, archives)
+
+
+def _model_parameters(
+    model: Node, archive: TorchArchive, stage: int, grouped: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str], dict[str, StoredState]]:
+    """Return the shapes of all parameters, the aliases, and the module's own weights, which stages 1 and 2 keep."""
+    tied = {alias: owner.text() for alias, owner in model.get("shared_params").named_items()}
+    weights = {} if stage == 3 else dict(module_weights(model, archive))
+    ungrouped = {name: s.shape for name, s in weights.items() if name not in grouped and name not in tied}
+    return {**grouped, **ungrouped}, tied, weights
 
 
 def base_optimizer_path(stage: int | None) -> tuple[str, str]:
     """Return the path, inside an optimizer file, of the state of the optimizer that ZeRO wraps."""
     return "optimizer_state_dict", "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
-
-
-def _open_rank(store: Store, rank: int, path: Location) -> _Rank:
-    archive = read_torch_zip(store, path)
-    return _Rank(rank, archive, root_of(archive).get("optimizer_state_dict"))
-
-
-def _check_step(archive: TorchArchive, first: Node) -> None:
-    """Check that a rank's model file is of the step of the first one."""
-    node = root_of(archive).get("global_steps")
-    step = first.get("global_steps").integer()
-    if node.integer() != step:
-        message = f"is of step {node.integer()}, {first.file} is of step {step}"
-        raise damaged(archive.file, message, "copy the files of one save again")
-
-
-def _refuse_alignment(rank: _Rank) -> None:
-    """Refuse flat groups with padding between parameters, which would be read as values."""
-    node = rank.optimizer.find("param_alignment_paddings")
-    if node is not None and any(item.value for group in node.elements() for item in group.elements()):
-        message = "its flat groups are padded between parameters"
-        raise unsupported(node.file, message, "save without zero_optimization.parameter_alignment")
 
 
 def zero_stage(optimizer: Node) -> int:
@@ -286,38 +258,37 @@ class _Reader:
     def states(self) -> Iterator[StoredState]:
         """Every state of every parameter, in the order of the groups."""
         for index, group in enumerate(self.groups):
-            per_rank = self._partition_elements(index)
-            by_kind: dict[str, list[_GroupState]] = {}
+            by_kind: dict[str, list[tuple[int, StoredTensor]]] = {}
             for rank in self.ranks:
-                for state in self._group_states(rank, index):
-                    by_kind.setdefault(state.kind, []).append(state)
+                for kind, tensor in self._group_tensors(rank, index):
+                    by_kind.setdefault(kind, []).append((rank.rank, tensor))
             for kind, parts in by_kind.items():
-                if len({p.tensor.dtype for p in parts}) > 1:
-                    raise _lies(parts[0], "ranks hold different dtypes")
-                yield from (self._state(parameter, kind, parts, per_rank) for parameter in group)
+                first = parts[0][1]
+                if any(tensor.dtype != first.dtype for _, tensor in parts):
+                    raise _lies(first, "ranks hold different dtypes")
+                per_rank = self._partition_elements(index)
+                for parameter in group:
+                    pieces = (self._piece(parameter, rank, tensor, per_rank) for rank, tensor in parts)
+                    held = tuple(piece for piece in pieces if piece is not None)
+                    yield StoredState(parameter.name, kind, first.dtype, parameter.shape, held)
 
-    def _state(self, parameter: FlatParameter, kind: str, parts: list[_GroupState], per_rank: int) -> StoredState:
-        pieces = [piece for part in parts if (piece := self._piece(parameter, part, per_rank))]
-        return StoredState(parameter.name, kind, parts[0].tensor.dtype, parameter.shape, tuple(pieces))
-
-    def _piece(self, parameter: FlatParameter, part: _GroupState, per_rank: int) -> Piece | None:
-        """Return one rank's piece of a parameter; None if it holds nothing of it."""
+    def _piece(self, parameter: FlatParameter, rank: int, tensor: StoredTensor, per_rank: int) -> Piece | None:
+        """Return one rank's piece of a parameter in a flat tensor; None if it holds nothing of it."""
         if self.stage == 3:
             share = -(-parameter.n_elements // self.world_size)
-            first, inside = part.rank * share, parameter.start
+            first, inside = rank * share, parameter.start
             last = min(first + share, parameter.n_elements)
         else:
-            begin = part.rank * per_rank
+            begin = rank * per_rank
             first = max(begin - parameter.start, 0)
             last = min(begin + per_rank - parameter.start, parameter.n_elements)
             inside = parameter.start + first - begin
         if first >= last:
             return None
-        itemsize = part.tensor.dtype.itemsize
-        if inside + last - first > part.tensor.n_elements:
-            raise _lies(part, f"it ends inside parameter {parameter.name!r}")
-        at = part.tensor.offset + inside * itemsize
-        return Piece(part.tensor.file, at, (last - first) * itemsize, Span(first, last))
+        if inside + last - first > tensor.n_elements:
+            raise _lies(tensor, f"it ends inside parameter {parameter.name!r}")
+        itemsize = tensor.dtype.itemsize
+        return Piece(tensor.file, tensor.offset + inside * itemsize, (last - first) * itemsize, Span(first, last))
 
     def _partition_elements(self, group: int) -> int:
         """Elements of one rank's partition of a group, padding included."""
@@ -327,36 +298,29 @@ class _Reader:
         alignment = 2 * self.world_size
         return -(-total // alignment) * alignment // self.world_size
 
-    def _group_states(self, rank: _Rank, group: int) -> Iterator[_GroupState]:
-        """The flat tensors of one group in one rank's file, checked for length."""
-        yield self._checked(_GroupState(rank.rank, FP32, rank.locate(self._masters(rank)[group])), group)
+    def _group_tensors(self, rank: _Rank, group: int) -> Iterator[tuple[str, StoredTensor]]:
+        """The flat tensors of one group in one rank's file, by kind, checked for length.
+
+        A master may be trimmed to what is not padding (stages 1 and 2); nothing else may be short or long.
+        """
+        masters = rank.optimizer.get(_STAGE3_KEY if self.stage == 3 else _STAGE12_KEY).elements()
+        if len(masters) != len(self.groups):
+            raise rank.optimizer.error(f"{len(masters)} flat groups, the model file lists {len(self.groups)}")
+        tensors = [(FP32, rank.locate(masters[group]))]
         entry = self._base_state(rank, group)
         if entry is not None:
             refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), rank.archive.file)
-        for kind, node in entry.named_items() if entry is not None else ():
-            if not isinstance(node.value, PickledTensor):
-                continue
-            tensor = rank.locate(node)
-            if tensor.shape != ():
-                yield self._checked(_GroupState(rank.rank, kind, tensor), group)
-
-    def _checked(self, state: _GroupState, group: int) -> _GroupState:
-        """A master may be trimmed to what is not padding (stages 1 and 2); nothing else may be short or long."""
+            stored = ((k, rank.locate(n)) for k, n in entry.named_items() if isinstance(n.value, PickledTensor))
+            tensors += [(kind, tensor) for kind, tensor in stored if tensor.shape != ()]
         padded = self._partition_elements(group)
-        needed = padded
-        if self.stage != 3 and state.kind == FP32:
-            total = sum(p.n_elements for p in self.groups[group])
-            needed = max(0, min(padded, total - state.rank * padded))
-        if len(state.tensor.shape) != 1 or not needed <= state.tensor.n_elements <= padded:
-            raise _lies(state, f"its shape is {state.tensor.shape}; {padded} elements are needed")
-        return state
-
-    def _masters(self, rank: _Rank) -> list[Node]:
-        key = _STAGE3_KEY if self.stage == 3 else _STAGE12_KEY
-        nodes = rank.optimizer.get(key).elements()
-        if len(nodes) != len(self.groups):
-            raise rank.optimizer.error(f"{len(nodes)} flat groups, the model file lists {len(self.groups)}")
-        return nodes
+        for kind, tensor in tensors:
+            needed = padded
+            if self.stage != 3 and kind == FP32:
+                total = sum(p.n_elements for p in self.groups[group])
+                needed = max(0, min(padded, total - rank.rank * padded))
+            if len(tensor.shape) != 1 or not needed <= tensor.n_elements <= padded:
+                raise _lies(tensor, f"its shape is {tensor.shape}; {padded} elements are needed")
+            yield kind, tensor
 
     def _base_optimizer(self, rank: _Rank) -> Node:
         node = rank.optimizer.get(base_optimizer_path(self.stage)[-1])
@@ -406,9 +370,8 @@ class _Reader:
                     yield parameter.name, kind
 
 
-def _lies(state: _GroupState, message: str) -> MergePipeError:
-    where = f"{state.tensor.file}: {state.tensor.path}"
-    return damaged(where, message)
+def _lies(tensor: StoredTensor, message: str) -> MergePipeError:
+    return damaged(f"{tensor.file}: {tensor.path}", message)
 
 
 def _recognise(store: Store, path: Location) -> bool:
@@ -472,4 +435,130 @@ ZERO = TrainingFormat(
     state_file=TRAINER_STATE_NAME,
     records_step=True,
     partial_frameworks=frozenset({Framework.TRANSFORMERS}),
+)
+
+
+# --- universal directories: every state of every parameter in a file of its own, for any number of ranks ---
+
+
+UNIVERSAL_FORMAT = "deepspeed-universal"
+LATEST_UNIVERSAL_NAME = "latest_universal"
+STATES_FOLDER = "zero"
+OPTIMIZER_STATE_NAME = "optimizer_state.pt"
+STEP_NAME = "step.pt"
+PARAMETER_KEY = "param"
+SHARED_STEP: PicklePath = ("optimizer_state_dict", "state", 0, "step")
+"""Stage 3 keeps one counter, in the file of the optimizer's options; stages 1 and 2 one beside every parameter."""
+
+
+def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
+    """Read a universal tag directory; of tensors, only step counters are read."""
+    first, *others = model_files(store, folder)
+    archive = read_torch_zip(store, first)
+    model = root_of(archive)
+    options = read_torch_zip(store, folder / STATES_FOLDER / OPTIMIZER_STATE_NAME)
+    stage = zero_stage(Node(options.root, OPTIMIZER_STATE_NAME))
+    groups = tuple(
+        {name: node.shape() for name, node in group.named_items()} for group in model.get("param_shapes").elements()
+    )
+    grouped = {name: shape for group in groups for name, shape in group.items()}
+    parameters, tied, weights = _model_parameters(model, archive, stage, grouped)
+    states = {
+        (s.parameter, s.kind): s
+        for name, shape in parameters.items()
+        for s in _universal_states(store, folder, name, shape)
+    }
+    states |= {(name, WEIGHT): state for name, state in weights.items() if name in parameters}
+    kinds = dict.fromkeys(kind for name, kind in states if name in grouped and kind != WEIGHT)
+    steps: Iterable[AdamStep] = _group_steps(store, folder, options, groups)
+    if stage == 3:
+        node = root_of(options).at(SHARED_STEP)
+        steps = [read_counter(store, options, node, SHARED_STEP, tuple(grouped))]
+    opened = TrainingCheckpoint(
+        path=folder,
+        root=folder,
+        format=UNIVERSAL_FORMAT,
+        framework=Framework.DEEPSPEED,
+        stage=stage,
+        world_size=model.get("dp_world_size").integer(),
+        step=model.get("global_steps").integer(),
+        units=model_units(parameters, tied),
+        parameters=parameters,
+        states=states,
+        steps=tuple(steps),
+        flat_groups=tuple(map(tuple, groups)),
+        missing=tuple(
+            f"{kind} of {name}" for name in grouped for kind in kinds or (FP32,) if (name, kind) not in states
+        ),
+    )  # fmt: skip
+    return with_untrained(opened, [archive, *(read_torch_zip(store, path) for path in others)])
+
+
+def _universal_states(store: Store, folder: Location, name: str, shape: tuple[int, ...]) -> Iterator[StoredState]:
+    """The states in a parameter's directory; stage 3 writes them flat."""
+    if not is_plain_name(name) or not is_folder(store, folder / STATES_FOLDER / name):
+        return
+    place = folder / STATES_FOLDER / name
+    names = sorted(entry.name for entry in store.list(place) if entry.name.endswith(".pt") and entry.name != STEP_NAME)
+    kinds = [file.removesuffix(".pt") for file in names]
+    refuse_foreign_states(frozenset(kinds), place)
+    for kind, file in zip(kinds, names, strict=True):
+        archive = read_torch_zip(store, place / file)
+        node = Node(archive.root, f"{name}/{file}")
+        if not isinstance(node.value, PickledTensor):
+            key = next((str(key) for key in node.mapping() if key not in (PARAMETER_KEY, "cat_dim")), None)
+            if key is not None:
+                raise unsupported(node.file, f"{key!r} belongs to tensor or expert parallel training")
+            node = node.get(PARAMETER_KEY)
+        tensor = archive.locate(node.tensor(), node.path)
+        if tensor.n_elements != element_count(shape):
+            raise damaged(place / file, f"has shape {tensor.shape}, the parameter has {shape}")
+        yield StoredState.whole(name, kind, tensor, shape)
+
+
+def _group_steps(
+    store: Store, folder: Location, options: TorchArchive, groups: Sequence[Mapping[str, object]]
+) -> Iterator[AdamStep]:
+    """Read one counter for each group: DeepSpeed refuses a group whose parameters' counters differ."""
+    listed = Node(options.root, OPTIMIZER_STATE_NAME).get("param_groups").elements()
+    for number, group in enumerate(groups):
+        places = [folder / STATES_FOLDER / name / STEP_NAME for name in group if is_plain_name(name)]
+        opened = (read_torch_zip(store, place) for place in places if is_file(store, place))
+        steps = [read_counter(store, archive, root_of(archive), ()) for archive in opened]
+        if number < len(listed) and (node := listed[number].find("step")) is not None:
+            steps.append(read_counter(store, options, node, ("param_groups", number, "step")))
+        if len({step.value for step in steps}) > 1:
+            values = sorted({step.value for step in steps})
+            raise damaged(folder, f"parameters of one group are at steps {values}")
+        if steps:
+            cells = tuple(cell for step in steps for cell in step.cells)
+            entries = tuple(entry for step in steps for entry in step.entries)
+            yield replace(steps[0], parameters=tuple(group), cells=cells, entries=entries)
+
+
+def _is_universal(store: Store, path: Location) -> bool:
+    """Recognise the format by its files; where both tags are named, `latest` is the one that is resumed."""
+    if is_file(store, path / LATEST_UNIVERSAL_NAME):
+        return not is_file(store, path / LATEST_NAME)
+    return is_folder(store, path / STATES_FOLDER) and is_file(store, path / STATES_FOLDER / OPTIMIZER_STATE_NAME)
+
+
+def _open_universal(store: Store, path: Location, _home: Location) -> TrainingCheckpoint:
+    """Open a tag directory, a save directory with its `latest_universal`, or a Trainer's; see `read_universal`."""
+    if not is_file(store, path / LATEST_UNIVERSAL_NAME):
+        return read_universal(store, path)
+    opened = replace(read_universal(store, read_latest(store, path, LATEST_UNIVERSAL_NAME)), path=path)
+    if not is_file(store, path / TRAINER_STATE_NAME):
+        return opened
+    check_trainer_step(store, opened)
+    return with_export(store, replace(opened, framework=Framework.TRANSFORMERS))
+
+
+UNIVERSAL = TrainingFormat(
+    UNIVERSAL_FORMAT,
+    f"{LATEST_UNIVERSAL_NAME} or {STATES_FOLDER}/{OPTIMIZER_STATE_NAME} (DeepSpeed universal)",
+    _is_universal,
+    _open_universal,
+    state_file=TRAINER_STATE_NAME,
+    records_step=True,
 )
