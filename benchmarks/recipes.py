@@ -129,11 +129,11 @@ def _method(
 
 def all_cases(family: FamilyPaths, shape: FamilyShape, scratch: Path) -> list[Case]:
     """Every method, slices, adapters and a union of tokenizers, whose models are written under `scratch`."""
-    cases = [*method_cases(family), *_slices(family, shape.layers), *_adapters(family, shape, scratch)]
+    cases = [*method_cases(family), *slice_cases(family, shape.layers), *_adapters(family, shape, scratch)]
     return [*cases, _union(family, shape, scratch)]
 
 
-def _slices(family: FamilyPaths, n_layers: int) -> list[Case]:
+def slice_cases(family: FamilyPaths, n_layers: int) -> list[Case]:
     first, second = family.experts[:2]
     third, two_thirds = n_layers // 3, 2 * n_layers // 3
     stacked = [

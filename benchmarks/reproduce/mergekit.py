@@ -19,7 +19,7 @@ from benchmarks.floor import make_cold
 from benchmarks.make_family import SHAPES
 from benchmarks.peers import Tool, installed_peers
 from benchmarks.process import BenchmarkError, io_counters, measure_checked
-from benchmarks.recipes import Case, all_cases, method_cases, recipe_text
+from benchmarks.recipes import Case, method_cases, recipe_text, slice_cases
 from benchmarks.reproduce.family_recipes import SYNTHETIC_TEXT
 from benchmarks.reproduce.pages import Page, Table, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
@@ -31,7 +31,7 @@ from support.hub_server import hub_server
 
 _HALVES = "passthrough, half of the layers of each"
 _RECIPES = ("linear", "ties", "dare_ties", "slerp slices, gradients", _HALVES)
-_KILLED, _FROM_THE_HUB = "ties", ("ties", _HALVES)
+_FROM_THE_HUB = ("ties", _HALVES)
 _K, _MIB = 2, 2**20
 _SAMPLED_BYTES = 1 << 30  # of an output, at the most; larger ones are compared on every n-th element
 _HELD_BYTES = 8 << 30  # the stand-in of the Hub holds its models in memory
@@ -42,7 +42,6 @@ _NOTE = (
     " take at the end. The recipes say `dtype: bfloat16`: mergekit computes in it, MergePipe in float32, rounded once."
 )
 _SHAPES: Mapping[str, Sequence[str]] = {"8b": ("0.6b", "8b")}
-_LARGE = ("linear", "ties")  # what takes mergekit minutes is merged by these alone
 
 
 def _needs(size: Size) -> Needs:
@@ -67,19 +66,21 @@ class _Shape:
     def measure(self, size: Size) -> None:
         family = self.place.family(Size(size.name, self.shape, (_K,), 1))
         is_large = family_bytes(SHAPES[self.shape], _K) > _HELD_BYTES
-        found = method_cases(family) if is_large else all_cases(family, SHAPES[self.shape], self.place.folder / "more")
-        cases = {case.name: case for case in [*found, _halves(family.experts, SHAPES[self.shape].layers)]}
+        n = SHAPES[self.shape].layers
+        found = (*method_cases(family), *slice_cases(family, n), _halves(family.experts, n))
+        cases = {case.name: case for case in found}
         peers = [tool for tool in installed_peers() if tool.name == "mergekit"]
-        for name in _LARGE if is_large else _RECIPES:
+        for name in _RECIPES:
             self._key(name, "mergepipe/merged", partial(self._ours, cases[name]))
             for tool in peers:
                 keep = partial(self._keep, tool.name)
                 self._key(name, f"{tool.name}/merged", partial(self.place.peer, tool, cases[name], keep))
                 if name != "dare_ties":  # whose random draws are other ones
                     self._key(name, "both/compared", self._compared)
-        for tool in () if is_large or size.is_toy else (_OUR_TOOL, *peers):
-            self._key(_KILLED, f"{tool.name}/killed", partial(self._killed, tool, cases[_KILLED]))
-            for name in _FROM_THE_HUB:
+        killed = "linear" if is_large else "ties"  # which takes mergekit minutes
+        for tool in () if size.is_toy else (_OUR_TOOL, *peers):
+            self._key(killed, f"{tool.name}/killed", partial(self._killed, tool, cases[killed]))
+            for name in () if is_large else _FROM_THE_HUB:
                 self._key(name, f"{tool.name}/hub", partial(self._from_the_hub, tool, cases[name]))
         self.place.remove()
 

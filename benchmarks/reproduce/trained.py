@@ -716,7 +716,8 @@ def _rules_page(results: Results) -> Page:
     for title, text, table in (
         ("## Rules, 4 experts", "", _rules_table(results, 4)),
         ("## Rules, 8 experts", _RULES_TEXT, _rules_table(results, 8)),
-        ("## Budgets, 4 experts", _budget_text(results), _rules_budgets(results)),
+        ("## Budgets, 4 raw experts", "", _rules_budgets(results, _RAW_FORMS)),
+        ("## Budgets, 4 packed experts", _budget_text(results), _rules_budgets(results, _PACKED_FORMS)),
         ("## A search with rungs", _SEARCH_TEXT, _search_table(results)),
         ("## A chain of checkpoints", _CHAIN_TEXT, _chain_table(results)),
     ):
@@ -724,16 +725,15 @@ def _rules_page(results: Results) -> Page:
     return Page("Rules on longer fine-tunes", _rules_meaning(results), tuple(body))
 
 
-def _rules_budgets(results: Results) -> Table:
-    forms = (*_RAW_FORMS, *_PACKED_FORMS)
-    return _budget_table(results, _kinds(results, LONG), {10: forms, 25: _RAW_FORMS, LONG.toy_share: forms})
+def _rules_budgets(results: Results, forms: Sequence[str]) -> Table:
+    return _budget_table(results, _kinds(results, LONG), dict.fromkeys((10, 25, LONG.toy_share), forms))
 
 
 def _budget_text(results: Results) -> str:
     n_sampled, n_seeds = len(_beside(results, "longest", f"ties/{_DEFAULT}/10")), len(_seeds(results, "longest"))
     return (
-        "*Gain kept*, in %, and merges are those of [fine-tunes](trained.md); budgets are shares of the raw bytes. At"
-        f" 25 % packs are read nearly whole. Samples of full fine-tunes: {n_sampled} of {n_seeds} seeds."
+        "*Gain kept*, in %, and merges are those of [fine-tunes](trained.md); budgets are shares of the raw bytes."
+        f" Samples of full fine-tunes: {n_sampled} of {n_seeds} seeds."
     )
 
 
