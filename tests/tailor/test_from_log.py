@@ -40,7 +40,7 @@ LOG = save(10, MODEL, full=True) + save(20, EVEN) + save(30, ODD) + save(40, EVE
 
 def test_compose_from_log__takes_the_newest_at_or_before() -> None:
     found = compose_from_log(LOG, RUN, 35)
-    assert [(str(s.unit), str(s.folder)) for s in found.sources] == [
+    assert [(str(unit), str(folder)) for unit, (folder, _) in found.sources.items()] == [
         ("embed", "run/partial-20"), ("layer 0", "run/partial-20"), ("layer 1", "run/partial-30"),
         ("layer 2", "run/partial-20"), ("layer 3", "run/partial-30"), ("norm", "run/partial-30"),
         ("lm_head", "run/partial-30"),
@@ -100,13 +100,13 @@ def test_compose_from_log__agrees_with_a_replay(found: list[list[Unit]], at: int
     for step, units in enumerate(found, 2):
         text += save(step, tuple(units))
         replay |= dict.fromkeys(units, step) if step <= at else {}
-    assert {s.unit: s.step for s in compose_from_log(text, RUN, at).sources} == replay
+    assert {unit: step for unit, (_, step) in compose_from_log(text, RUN, at).sources.items()} == replay
 
 
 def test_compose_from_log__leaves_out_a_branch_that_was_given_up() -> None:
     text = LOG + SaveRecord(10).to_line() + save(20, ODD, folder="partial-20-r1")
     found = compose_from_log(text, RUN, 40)
-    assert {str(s.folder) for s in found.sources} == {"run/checkpoint-10", "run/partial-20-r1"}
+    assert {str(folder) for folder, _ in found.sources.values()} == {"run/checkpoint-10", "run/partial-20-r1"}
     assert any("20, 30, 40" in note for note in found.notes)
 
 

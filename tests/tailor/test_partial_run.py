@@ -86,7 +86,7 @@ def test_save__first_all_units_then_those_whose_turn_it_is(tmp_path: Path, world
 def test_save__is_composed_from_its_own_log(tmp_path: Path) -> None:
     save_on(2, tmp_path, 2, 4, 6, 8)
     found = composition_from_log_file(LocalStore(), Location.local(tmp_path / LOG_NAME), Location.local(tmp_path), 7)
-    assert {(str(s.unit), s.step) for s in found.sources} == {
+    assert {(str(unit), step) for unit, (_, step) in found.sources.items()} == {
         ("embed", 4), ("layer 0", 4), ("layer 1", 6), ("layer 2", 4), ("layer 3", 6), ("norm", 6), ("lm_head", 6),
     }  # fmt: skip
     assert found.default.local_path == tmp_path / "full-2"

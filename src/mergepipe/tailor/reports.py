@@ -102,17 +102,18 @@ def inspect_checkpoints(store: Store, paths: Sequence[Location]) -> InspectRepor
 def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:
     units = []
     for unit, names in checkpoint.units.parameters.items():
-        by_kind = dict.fromkeys(checkpoint.kinds, 0)
-        for (name, kind), state in checkpoint.states.items():
-            by_kind[kind] += state.nbytes if name in names else 0
-        steps = [step for step in checkpoint.steps if not set(step.parameters).isdisjoint(names)]
+        by_kind, parameters = dict.fromkeys(checkpoint.kinds, 0), set(names)
+        for state in (checkpoint.states.get((name, kind)) for name in names for kind in by_kind):
+            if state is not None:
+                by_kind[state.kind] += state.nbytes
+        steps = [step for step in checkpoint.steps if not parameters.isdisjoint(step.parameters)]
         units.append(UnitReport(
             unit=str(unit),
             parameters=len(names),
             elements=sum(element_count(checkpoint.parameters[name]) for name in names),
             bytes=MappingProxyType(by_kind),
             adam_steps=tuple(sorted({step.value for step in steps})),
-            shared_step=any(not set(names).issuperset(step.parameters) for step in steps),
+            shared_step=any(not parameters.issuperset(step.parameters) for step in steps),
         ))  # fmt: skip
     return CheckpointReport(
         path=str(checkpoint.path),

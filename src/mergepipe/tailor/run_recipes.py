@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from mergepipe.core.display import yaml_document
 from mergepipe.errors import MergePipeError, NotFoundError, invalid_option
@@ -19,17 +18,8 @@ from mergepipe.tailor.selection import Unit, unit_selectors
 
 
 @dataclass(frozen=True, slots=True)
-class UnitSource:
-    """The source of one unit: `folder`, saved at `step`."""
-
-    unit: Unit
-    folder: Location
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class LoggedComposition:
-    """Every unit's source, in the model's order.
+    """Every unit's source, a folder and its step, in the model's order.
 
     `step` is that of the newest save used. `default` is the newest full checkpoint, which gives the structure;
     `state_from` is the newest save that scheduler, random states and step can be taken from: training resumes at its
@@ -39,15 +29,15 @@ class LoggedComposition:
     step: int
     default: Location
     state_from: Location
-    sources: tuple[UnitSource, ...]
+    sources: Mapping[Unit, tuple[Location, int]]
     notes: tuple[str, ...] = ()
 
     def to_yaml(self, recipe_folder: Location) -> str:
         """The recipe in its short form; sources in the order of their steps, paths relative to `recipe_folder`."""
-        older = sorted((s for s in self.sources if s.folder != self.default), key=lambda s: (s.step, str(s.folder)))
         taken = {
-            folder: unit_selectors(source.unit for source in of_folder)
-            for folder, of_folder in groupby(older, key=lambda s: s.folder)
+            folder: unit_selectors(unit for unit, (source, _) in self.sources.items() if source == folder)
+            for folder, _ in sorted(set(self.sources.values()), key=lambda source: (source[1], str(source[0])))
+            if folder != self.default
         }
         return _short_recipe(self.default, taken, recipe_folder, self.state_from)
 
@@ -151,9 +141,9 @@ def compose_from_log(
     if gone:
         message = f"the save of step {gone[0]} is not there: no {used[gone[0]]}"
         raise NotFoundError.of("save.not-found", run, message)
-    sources = tuple(UnitSource(u, run / used[newest[u].step], newest[u].step) for u in sorted(model))
+    sources = {unit: (run / used[newest[unit].step], newest[unit].step) for unit in sorted(model)}
     state = max((step for step, name in used.items() if name not in stateless), default=base.step)
-    newest_step = max(source.step for source in sources)
+    newest_step = max(step for _, step in sources.values())
     notes = []
     if state != newest_step:
         notes.append(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,10 @@ from mergepipe.checkpoints.directory import is_plain_name
 from mergepipe.core.records import AsText, RefusedError, Size, decode, encode
 from mergepipe.core.strict_json import parse_object, shown
 from mergepipe.errors import CorruptError, LimitError, did_you_mean, invalid_option
-from mergepipe.storage import owned
 from mergepipe.storage.contract import SAVE_LOG_BYTES
-from mergepipe.storage.ranges import os_error, read_descriptor_range, read_small
+from mergepipe.storage.ledger import Ledger
+from mergepipe.storage.output import make_folders, replace_durably
+from mergepipe.storage.ranges import read_small
 from mergepipe.tailor.checkpoint import EXP_AVG_SQ
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, unit_named
@@ -352,21 +352,9 @@ def read_journal(run: Path) -> SaveLog:
 
 
 def append_record(run: Path, record: SaveRecord) -> None:
-    """Append a published save, or a start, durably, after removing a line that a crash truncated."""
+    """Append a published save, or a start, durably and in one step; a line that a crash truncated goes."""
     path = run / LOG_NAME
-    try:
-        owned.make_folders(path.parent)
-        flags = os.O_RDWR | os.O_APPEND
-        is_new = not owned.is_there(path)
-        descriptor = owned.create_file(path, flags=flags) if is_new else owned.open_file(path, flags=flags)
-        try:
-            size_bytes = os.fstat(descriptor).st_size
-            content = read_descriptor_range(descriptor, path, 0, size_bytes)
-            if not content.endswith(b"\n") and content:
-                os.ftruncate(descriptor, content.rfind(b"\n") + 1)
-            owned.write_all(descriptor, record.to_line().encode())
-            owned.sync_file(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise os_error(error, path, "appending a line") from error
+    make_folders(run)
+    content = read_small(path, SAVE_LOG_BYTES) if path.exists() else b""
+    complete = content[: content.rfind(b"\n") + 1]
+    replace_durably(path, complete + record.to_line().encode(), Ledger())
