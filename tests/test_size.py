@@ -121,7 +121,7 @@ FIGURES = (
     Figure("modules with one importer", modules_with_one_importer, 38, 30),
     Figure("modules of jobs.merge", lambda: met_by()["modules of jobs.merge"], 102, 130),
     Figure("source files that a merge enters", lambda: met_by()["merge"], 78, 80),
-    Figure("source files that a compose enters", lambda: met_by()["compose"], 55, 60),
+    Figure("source files that a compose enters", lambda: met_by()["compose"], 54, 60),
     Figure("error codes", error_codes, 115, 180),
     Figure("functions with more than 6 parameters", long_signatures, 19, 50),
     Figure("options of all commands", option_rows, 150, 150),

@@ -493,8 +493,7 @@ def _make_anew(path: Path, file: PlacedFile, patches: Sequence[_Patch], staged: 
                 times = os.fstat(source.fileno())
                 copied = 0
                 while part := source.read(min(_COPY_BYTES, file.size_bytes - copied)):
-                    owned.write_all(descriptor, part)
-                    copied += len(part)
+                    copied += _write_all(descriptor, part, copied)
         os.ftruncate(descriptor, file.size_bytes)
         for patch in patches:
             _write_patch(descriptor, patch)
@@ -517,13 +516,20 @@ def _move(staged: Path, path: Path) -> None:
 
 def _write_patch(descriptor: int, patch: _Patch) -> None:
     if isinstance(patch.source, bytes):
-        owned.write_all(descriptor, patch.source, patch.offset)
+        _write_all(descriptor, patch.source, patch.offset)
         return
     with patch.source.file.open("rb", buffering=0) as stream:
         for done in range(0, patch.nbytes, _COPY_BYTES):
             nbytes = min(_COPY_BYTES, patch.nbytes - done)
             part = read_descriptor_range(stream.fileno(), patch.source.file, patch.source_offset + done, nbytes)
-            owned.write_all(descriptor, part, patch.offset + done)
+            _write_all(descriptor, part, patch.offset + done)
+
+
+def _write_all(descriptor: int, content: bytes, offset: int) -> int:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(descriptor, content[done:], offset + done)
+    return done
 
 
 def _write_small(directory: Path, contents: Mapping[str, bytes], staging: Path) -> int:

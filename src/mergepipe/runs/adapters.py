@@ -77,8 +77,10 @@ class AdapterWriter:
         os.close(self._descriptor)
 
     def _write(self, content: memoryview, offset: int) -> None:
+        done = 0
         with os_errors(self._path, f"writing at byte {offset}"):
-            owned.write_all(self._descriptor, content, offset)
+            while done < len(content):
+                done += os.pwrite(self._descriptor, content[done:], offset + done)
         self._ledger.charge(str(self._path), Purpose.OUTPUT, len(content))
 
 

@@ -133,12 +133,11 @@ def reserve(descriptor: int, size_bytes: int) -> None:
         os.ftruncate(descriptor, size_bytes)
 
 
-def write_all(descriptor: int, content: bytes | bytearray | memoryview, offset: int | None = None) -> None:
-    """Write at the end of an open file, or from an offset on."""
+def write_all(descriptor: int, content: bytes | bytearray) -> None:
+    """Write at the end of an open file."""
     rest = memoryview(content)
     while rest:
-        written = os.write(descriptor, rest) if offset is None else os.pwrite(descriptor, rest, offset)
-        rest, offset = rest[written:], None if offset is None else offset + written
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def sync_file(descriptor: int) -> None:

@@ -61,7 +61,9 @@ class _Spill:
                 self._descriptor = owned.create_unnamed_file(self._folder)
             place, self._end = self._end, self._end + len(content)
         with os_errors(self._folder, "keeping what was read of experts"):
-            owned.write_all(self._descriptor, content, place)
+            done = 0
+            while done < len(content):
+                done += os.pwrite(self._descriptor, content[done:], place + done)
         with self._lock:
             self._kept[location, offset, room_bytes] = place, len(content)
 

@@ -68,7 +68,13 @@ def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpo
     findings = Findings(RecipeError, MismatchError)
     skeleton = _skeleton(recipe, opened, places, findings)
     findings.raise_any()
-    _check_depth(recipe, opened[skeleton], findings)
+    n_layers = opened[skeleton].units.n_layers
+    if 0 < recipe.n_sliced < n_layers:  # slices that leave out the last layers
+        findings.add(
+            RecipeError, "recipe.conflict", f"{recipe.path.name} slices",
+            f"they stack {recipe.n_sliced} layers on a model of {n_layers}: training state keeps its number of layers",
+            "stack the weights alone: merge the models by this recipe",
+        )  # fmt: skip
     source_of = _claim_parameters(recipe, places, opened[skeleton].units, findings)
     _check_dtype(recipe, opened[skeleton], findings)
     state = _state(recipe, opened, places, skeleton)
@@ -77,17 +83,6 @@ def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpo
         _check_fit(assignment, opened[index], [n for n, i in source_of.items() if i == index], findings)
     findings.raise_any()
     return assignment
-
-
-def _check_depth(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: Findings) -> None:
-    """Refuse slices that leave out the last layers."""
-    n_layers = skeleton.units.n_layers
-    if 0 < recipe.n_sliced < n_layers:
-        findings.add(
-            RecipeError, "recipe.conflict", f"{recipe.path.name} slices",
-            f"they stack {recipe.n_sliced} layers on a model of {n_layers}: training state keeps its number of layers",
-            "stack the weights alone: merge the models by this recipe",
-        )  # fmt: skip
 
 
 def _state(
@@ -184,19 +179,14 @@ def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequen
             stored = assignment.find_state(name, kind)
             problem = _mismatch(stored, state) if stored is not None else "is not there"
             problems += [f"{kind} of {name} {problem}"] if problem else []
-    problems += _lacking_counters(skeleton, source, wanted)
+    counted = {name for step in source.steps for name in step.parameters}
+    counters = (name for step in skeleton.steps for name in step.parameters if name in wanted)
+    problems += [f"the step counter of {name} is not there" for name in counters if name not in counted]
     if problems:
         more = f", and {len(problems) - 1} more states" if len(problems) > 1 else ""
         lacking = f" (it lacks {source.missing[0]})" if source.missing and not source.is_partial else ""
         hint = "take them from a checkpoint that holds them"
         findings.add(MismatchError, "checkpoint.mismatch", str(source.path), f"{problems[0]}{more}{lacking}", hint)
-
-
-def _lacking_counters(skeleton: TrainingCheckpoint, source: TrainingCheckpoint, wanted: set[str]) -> Iterator[str]:
-    counted = {name for step in source.steps for name in step.parameters}
-    for name in (name for step in skeleton.steps for name in step.parameters):
-        if name in wanted and name not in counted:
-            yield f"the step counter of {name} is not there"
 
 
 def state_to_copy(source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:

@@ -85,7 +85,12 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     if count > MOST_CHECKPOINTS:
         message = f"{count} given, at most {MOST_CHECKPOINTS} are averaged at once"
         raise LimitError.of("option.out-of-range", "checkpoints", message, "give every second one")
-    _check_options(request)
+    if request.alpha is not None and request.weights != "ema":
+        raise RecipeError.of("option.conflict", "--alpha", "only the weights 'ema' take it", "leave it out")
+    for option, value in (("--dtype", request.dtype), ("--config", request.config)):
+        if value is not None and not request.is_model:
+            message = f"a checkpoint to resume from (optimizer: {request.optimizer.value}) is made as the newest is"
+            raise RecipeError.of("option.conflict", option, message, "leave it out, or give optimizer 'none'")
     if isinstance(request.weights, str):
         scheme = scheme_weights(request.weights, count, DEFAULT_ALPHA if request.alpha is None else request.alpha)
     elif len(request.weights) != count:
@@ -93,7 +98,11 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     opened = open_source_checkpoints(store, request.checkpoints)
     order = sorted(range(count), key=lambda index: opened[index].step)
     sources = tuple(opened[index] for index in order)
-    _check_fit(sources)
+    for older, newer in pairwise(sources):
+        if older.step == newer.step:
+            raise mismatched(newer.path, f"is of step {newer.step}, as {older.path} is", "give each step once")
+        for reason in differences(sources[-1], older):
+            raise mismatched(older.path, reason)
     check_same_run(store, sources)
     if not isinstance(request.weights, str):
         scheme = normalised([request.weights[index] for index in order], "--weights")
@@ -105,16 +114,6 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     for source in sources:
         check_whole(averaging, source)
     return averaging
-
-
-def _check_options(request: AverageRequest) -> None:
-    """Refuse options that have no effect beside the others."""
-    if request.alpha is not None and request.weights != "ema":
-        raise RecipeError.of("option.conflict", "--alpha", "only the weights 'ema' take it", "leave it out")
-    for option, value in (("--dtype", request.dtype), ("--config", request.config)):
-        if value is not None and not request.is_model:
-            message = f"a checkpoint to resume from (optimizer: {request.optimizer.value}) is made as the newest is"
-            raise RecipeError.of("option.conflict", option, message, "leave it out, or give optimizer 'none'")
 
 
 def check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
@@ -133,15 +132,6 @@ def check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
     if cut is not None or gone is not None:
         lacking = f"file {gone.name}" if gone is not None else (*source.missing, f"weights of {cut}")[0]
         raise mismatched(source.path, f"lacks {lacking}", "a model takes all weights of its checkpoint")
-
-
-def _check_fit(sources: Sequence[TrainingCheckpoint]) -> None:
-    """Refuse checkpoints that are not different steps of one run."""
-    for older, newer in pairwise(sources):
-        if older.step == newer.step:
-            raise mismatched(newer.path, f"is of step {newer.step}, as {older.path} is", "give each step once")
-        for reason in differences(sources[-1], older):
-            raise mismatched(older.path, reason)
 
 
 @dataclass(frozen=True, slots=True)

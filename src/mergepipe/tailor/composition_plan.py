@@ -253,16 +253,11 @@ def _options(store: Store, assignment: Assignment, root: Node, place: PicklePath
                 continue
             current = group.mapping().get(key)
             if key in group.mapping() and value != (list(current) if isinstance(current, tuple) else current):
-                edits[*place, _GROUPS, number, key] = _like(group.get(key), value)
+                if isinstance(current, PickledTensor):
+                    where, hint = group.get(key), "name a complete checkpoint in state_from"
+                    raise unsupported(f"{where.file}: {where.path}", "is a tensor, not a plain number", hint)
+                edits[*place, _GROUPS, number, key] = tuple(value) if isinstance(value, list) else value
     return edits
-
-
-def _like(old: Node, value: object) -> object:
-    """Convert an option's new value to the form of the old one."""
-    if isinstance(old.value, PickledTensor):
-        message = "is a tensor, not a plain number"
-        raise unsupported(f"{old.file}: {old.path}", message, "name a complete checkpoint in state_from")
-    return tuple(value) if isinstance(value, list) else value
 
 
 # --- Hugging Face Trainer

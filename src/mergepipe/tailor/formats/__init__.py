@@ -15,7 +15,7 @@ from mergepipe.tailor.formats.contract import TrainingFormat, refuse_foreign
 from mergepipe.tailor.formats.dcp import DCP
 from mergepipe.tailor.formats.deepspeed import UNIVERSAL, ZERO
 from mergepipe.tailor.formats.hf_trainer import ONE_FILE, TRAINER, WEIGHTS
-from mergepipe.tailor.formats.partial import MANIFEST_NAME, is_partial, open_partial
+from mergepipe.tailor.formats.partial import MANIFEST_NAME, read_partial
 from mergepipe.tailor.formats.sharded import FSDP, MEGATRON, VERL
 
 TRAINING_FORMATS: tuple[TrainingFormat, ...] = (
@@ -39,8 +39,8 @@ def open_training_checkpoint(store: Store, path: Location, home: Location | None
     """
     if not is_folder(store, path) and not is_file(store, path):
         raise NotFoundError.of("model.not-found", path, "there is no such directory or file")
-    if is_partial(store, path):
-        return open_partial(store, path, TRAINING_FORMATS)
+    if is_file(store, path / MANIFEST_NAME):
+        return read_partial(store, path, TRAINING_FORMATS)
     if is_folder(store, path):
         refuse_foreign(store, path)
     known = next((candidate for candidate in TRAINING_FORMATS if candidate.recognise(store, path)), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mergepipe.checkpoints.directory import STORE_HEADER_NAME
@@ -83,6 +83,12 @@ def step_of_name(name: str) -> int | None:
     """Return the number that a directory's name ends in, as `checkpoint-400` and `global_step400` do."""
     match = _NUMBERED.fullmatch(name)
     return None if match is None else int(match[1])
+
+
+def recorded_step(root: object, keys: Sequence[str]) -> int | None:
+    """Return the first count that a pickle records under one of the keys."""
+    recorded = (root.get(key) for key in keys) if isinstance(root, dict) else ()
+    return next((step for step in recorded if type(step) is int and step >= 0), None)
 
 
 # --- what optimizers keep

@@ -53,10 +53,16 @@ _MAX_NAMED = 3
 
 def read_dcp_metadata(store: Store, folder: Location) -> object:
     """Read `.metadata`; shapes are `Size`, so that it can be written back."""
-    path = folder / METADATA_NAME
-    metadata = load_inert(store.read_small(path, PICKLE_BYTES), str(path))
+    metadata = _load_metadata(store, folder)
     _restore_sizes(metadata)
     return metadata
+
+
+def _load_metadata(store: Store, folder: Location) -> object:
+    path = folder / METADATA_NAME
+    if not is_file(store, path):
+        raise NotFoundError.of("checkpoint.incomplete", folder, "there is no .metadata file")
+    return load_inert(store.read_small(path, PICKLE_BYTES), str(path))
 
 
 def _restore_sizes(root: object) -> None:
@@ -163,7 +169,30 @@ def read_dcp(store: Store, folder: Location, home: Location | None = None) -> Tr
 
 def read_tensors(store: Store, folder: Location) -> Iterator[DcpTensor]:
     """Yield the tensors that a DCP directory describes; no tensor byte is read. Raises as `read_dcp`."""
-    return _tensors(_read_metadata(store, folder), folder)
+    root = _load_metadata(store, folder)
+    name = root.kind.name if isinstance(root, Record) else ""
+    metadata = Node(root, str(folder / METADATA_NAME)).fields(name if name in _METADATA_KINDS else "Metadata")
+    stored = _storage(metadata, folder)
+    keys = metadata.find(_KEYS)
+    paths = {} if keys is None else {key: path.value for key, path in keys.items()}
+    for key, node in metadata.get("state_dict_metadata").named_items():
+        if not isinstance(node.value, Record) or node.value.kind.name != "TensorStorageMetadata":
+            continue  # bytes: options and the like, of no parameter
+        fields = node.fields("TensorStorageMetadata")
+        shape = fields.get("size").shape()
+        chunks = []
+        for chunk in fields.get("chunks").elements():
+            place = chunk.fields("ChunkStorageMetadata")
+            offsets, sizes = place.get("offsets").shape(), place.get("sizes").shape()
+            same = len(offsets) == len(sizes) == len(shape)
+            if not same or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+                raise chunk.error(f"a chunk of {sizes} at {offsets} lies outside of {shape}")
+            if (key, offsets) not in stored:
+                raise chunk.error(f"tensor {key[:80]!r}: the chunk at {offsets} is in no file")
+            chunks.append(_Chunk(offsets, sizes, *stored[(key, offsets)]))
+        path = paths.get(key)
+        container = ".".join(map(str, path[:-1])) if isinstance(path, tuple) else ""
+        yield DcpTensor(key, container, _dtype(fields), shape, tuple(chunks))
 
 
 def dcp_checkpoint(
@@ -235,40 +264,6 @@ def _unpacked(store: Store, packed: Piece | Strip, n_elements: int, dtype: DType
     if tensor.dtype != dtype or tensor.n_elements != n_elements:
         raise damaged(where, f"{tensor.n_elements} elements of {tensor.dtype.name}, not {n_elements} of {dtype.name}")
     return tensor.offset, tensor.nbytes
-
-
-def _read_metadata(store: Store, folder: Location) -> Node:
-    path = folder / METADATA_NAME
-    if not is_file(store, path):
-        raise NotFoundError.of("checkpoint.incomplete", folder, "there is no .metadata file")
-    root = load_inert(store.read_small(path, PICKLE_BYTES), str(path))
-    name = root.kind.name if isinstance(root, Record) else ""
-    return Node(root, str(path)).fields(name if name in _METADATA_KINDS else "Metadata")
-
-
-def _tensors(metadata: Node, folder: Location) -> Iterator[DcpTensor]:
-    """Join what tensors there are with where their chunks lie."""
-    stored = _storage(metadata, folder)
-    keys = metadata.find(_KEYS)
-    paths = {} if keys is None else {key: path.value for key, path in keys.items()}
-    for key, node in metadata.get("state_dict_metadata").named_items():
-        if not isinstance(node.value, Record) or node.value.kind.name != "TensorStorageMetadata":
-            continue  # bytes: options and the like, of no parameter
-        fields = node.fields("TensorStorageMetadata")
-        shape = fields.get("size").shape()
-        chunks = []
-        for chunk in fields.get("chunks").elements():
-            place = chunk.fields("ChunkStorageMetadata")
-            offsets, sizes = place.get("offsets").shape(), place.get("sizes").shape()
-            same = len(offsets) == len(sizes) == len(shape)
-            if not same or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
-                raise chunk.error(f"a chunk of {sizes} at {offsets} lies outside of {shape}")
-            if (key, offsets) not in stored:
-                raise chunk.error(f"tensor {key[:80]!r}: the chunk at {offsets} is in no file")
-            chunks.append(_Chunk(offsets, sizes, *stored[(key, offsets)]))
-        path = paths.get(key)
-        container = ".".join(map(str, path[:-1])) if isinstance(path, tuple) else ""
-        yield DcpTensor(key, container, _dtype(fields), shape, tuple(chunks))
 
 
 def _dtype(fields: Node) -> DType:

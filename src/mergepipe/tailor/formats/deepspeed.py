@@ -341,9 +341,7 @@ class _Reader:
                     message = f"is at optimizer step {step.value:g}, {counted[0][0].name} at {steps[0].value:g}"
                     raise damaged(file, message, "copy the files of one save again")
             if steps:
-                cells = tuple(cell for step in steps for cell in step.cells)
-                entries = tuple(entry for step in steps for entry in step.entries)
-                yield replace(steps[0], parameters=tuple(p.name for p in group), cells=cells, entries=entries)
+                yield _joined(steps, [parameter.name for parameter in group])
 
     def _step(self, rank: _Rank, group: int) -> AdamStep | None:
         """The counter of one group: in its state, or (fused optimizers) in the options of its parameter group."""
@@ -368,6 +366,13 @@ class _Reader:
                 state = states.get((parameter.name, kind))
                 if state is None or (state.gaps and not missing_ranks):
                     yield parameter.name, kind
+
+
+def _joined(steps: Sequence[AdamStep], parameters: Iterable[str]) -> AdamStep:
+    """Join the places of one counter, whose values were compared."""
+    cells = tuple(cell for step in steps for cell in step.cells)
+    entries = tuple(entry for step in steps for entry in step.entries)
+    return replace(steps[0], parameters=tuple(parameters), cells=cells, entries=entries)
 
 
 def _lies(tensor: StoredTensor, message: str) -> MergePipeError:
@@ -531,9 +536,7 @@ def _group_steps(
             values = sorted({step.value for step in steps})
             raise damaged(folder, f"parameters of one group are at steps {values}")
         if steps:
-            cells = tuple(cell for step in steps for cell in step.cells)
-            entries = tuple(entry for step in steps for entry in step.entries)
-            yield replace(steps[0], parameters=tuple(group), cells=cells, entries=entries)
+            yield _joined(steps, group)
 
 
 def _is_universal(store: Store, path: Location) -> bool:

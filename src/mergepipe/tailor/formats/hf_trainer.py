@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +26,7 @@ from mergepipe.tailor.formats.contract import (
     Node,
     TrainingFormat,
     read_counter,
+    recorded_step,
     refuse_foreign_states,
     step_of_name,
 )
@@ -183,10 +184,10 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
     steps = []
     for number, name in enumerate(names):
         entry = optimizer.get("state").find(number)
-        for state in optimizer_states(entry, archive, name, entries[name].shape) if entry is not None else ():
-            states[(name, state.kind)] = state
-        if entry is not None and (step := optimizer_step(store, entry, archive, name, ("state", number, "step"))):
-            steps.append(step)
+        if entry is not None:
+            held, counters = parameter_states(store, archive, entry, ("state", number), states[name, WEIGHT])
+            states |= held
+            steps += counters
     parameters = {t.name: t.shape for t in model.tensors.values()}
     return TrainingCheckpoint(
         path=folder,
@@ -248,26 +249,23 @@ def _check_shapes(folder: Location, optimizer: Node, names: Sequence[str], model
         raise states.error(f"state {str(beyond[0])[:40]!r} belongs to no parameter")
 
 
-def optimizer_states(entry: Node, archive: TorchArchive, name: str, shape: tuple[int, ...]) -> Iterator[StoredState]:
-    """Yield the states of one parameter in an optimizer's state dict."""
+def parameter_states(
+    store: Store, archive: TorchArchive, entry: Node, place: PicklePath, parameter: StoredState
+) -> tuple[dict[tuple[str, str], StoredState], list[AdamStep]]:
+    """Read the states and the step counter of one parameter, whose `entry` is at `place` in the archive's pickle."""
+    name, states = parameter.parameter, {}
     refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), archive.file)
     for kind, node in entry.named_items():
         if kind == "step" or not isinstance(node.value, PickledTensor):
             continue
-        t = archive.locate(node.value, node.path)
-        if t.shape != shape:
-            message = f"state {kind!r} of shape {t.shape} for a parameter of shape {shape}"
+        tensor = archive.locate(node.value, node.path)
+        if tensor.shape != parameter.shape:
+            message = f"state {kind!r} of shape {tensor.shape} for a parameter of shape {parameter.shape}"
             hint = "only optimizers whose states have their parameter's shape are read, as AdamW"
             raise unsupported(f"{archive.file}: {node.path}", message, hint)
-        yield StoredState.whole(name, kind, t)
-
-
-def optimizer_step(store: Store, entry: Node, archive: TorchArchive, name: str, path: PicklePath) -> AdamStep | None:
-    """Read the step counter of one parameter, which is at `path` in the archive's pickle; None without one."""
-    node = entry.find("step")
-    if node is None:
-        return None
-    return read_counter(store, archive, node, path, (name,))
+        states[name, kind] = StoredState.whole(name, kind, tensor)
+    counter = entry.find("step")
+    return states, [] if counter is None else [read_counter(store, archive, counter, (*place, "step"), (name,))]
 
 
 TRAINER = TrainingFormat(
@@ -355,11 +353,13 @@ def read_one_file(store: Store, path: Location, home: Location) -> TrainingCheck
     owner_of = {entry.name: owners.get((entry.offset, entry.nbytes), entry.name) for entry in in_order}
     parameters = {name: named[name].shape for name, owner in owner_of.items() if owner == name}
     tied = {name: owner for name, owner in owner_of.items() if owner != name}
+    recorded = recorded_step(read_torch_zip(store, path).root, _STEPS)
+    named_step = step_of_name(home.name.rpartition(".")[0] or home.name) or 0
     return TrainingCheckpoint(
         path=path,
         root=path,
         format=ONE_FILE_FORMAT,
-        step=_step_of_file(read_torch_zip(store, path).root, home),
+        step=named_step if recorded is None else recorded,
         units=model_units(parameters, tied),
         parameters=parameters,
         states={(name, WEIGHT): StoredState.whole(name, WEIGHT, named[name]) for name in parameters},
@@ -367,13 +367,6 @@ def read_one_file(store: Store, path: Location, home: Location) -> TrainingCheck
         has_state=False,
         lender=path.parent,
     )
-
-
-def _step_of_file(root: object, home: Location) -> int:
-    """Return the step that the file or its name tells; 0 where neither does."""
-    told = (root.get(key) for key in _STEPS) if isinstance(root, dict) else ()
-    stem = home.name.rpartition(".")[0] or home.name
-    return next((step for step in told if type(step) is int and step >= 0), step_of_name(stem) or 0)
 
 
 ONE_FILE = TrainingFormat(

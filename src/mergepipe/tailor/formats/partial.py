@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Annotated, Final, NamedTuple
 
@@ -133,13 +133,19 @@ def read_partial_manifest(store: Store, folder: Location) -> PartialManifest:
     return PARTIAL_FORMAT.parse(store.read_small(path, PARTIAL_MANIFEST_BYTES), path)
 
 
-def read_partial(store: Store, folder: Location) -> TrainingCheckpoint:
+def read_partial(store: Store, folder: Location, formats: Sequence[TrainingFormat]) -> TrainingCheckpoint:
     """Read a partial checkpoint; of tensors, only step counters are read.
 
-    It has the format of the run it comes from, so that it can be compared and combined with full checkpoints of it;
-    what was not saved is listed as `missing`.
+    It has the format of the run it comes from, one of `formats`, so that it can be compared and combined with full
+    checkpoints of it; what was not saved is listed as `missing`. It knows whether its framework could resume at its
+    step, if it were whole.
     """
     manifest = read_partial_manifest(store, folder)
+    of_run = next((candidate for candidate in formats if candidate.name == manifest.origin), None)
+    if of_run is None:
+        names = ", ".join(candidate.name for candidate in formats)
+        message = f"'origin': one of {names} is needed, found {shown(manifest.origin)}"
+        raise damaged(folder / MANIFEST_NAME, message)
     entries = {shard.name: _entries(store, folder, shard) for shard in manifest.shards}
     units = model_units(manifest.parameters, manifest.tied)
     states = {(s.parameter, s.kind): s for s in _states(manifest, entries)}
@@ -157,6 +163,7 @@ def read_partial(store: Store, folder: Location) -> TrainingCheckpoint:
         steps=tuple(_steps(store, manifest, entries)),
         flat_groups=manifest.flat_groups,
         missing=tuple(_missing(folder, manifest, units, states)),
+        has_state=manifest.framework in of_run.partial_frameworks and is_file(store, folder / of_run.state_file),
         is_partial=True,
     )
 
@@ -225,20 +232,3 @@ def _missing(
     yield from (f"part of {state.kind} of {state.parameter}" for state in states.values() if state.gaps)
     stateless = saved - {name for name, _ in states}
     yield from (f"every state of {name}" for name in sorted(stateless) if 0 not in manifest.parameters[name])
-
-
-def is_partial(store: Store, path: Location) -> bool:
-    """Whether a path is a partial checkpoint, by its manifest."""
-    return is_file(store, path / MANIFEST_NAME)
-
-
-def open_partial(store: Store, path: Location, formats: Sequence[TrainingFormat]) -> TrainingCheckpoint:
-    """Read a partial checkpoint, which knows whether its framework could resume at its step, if it were whole."""
-    partial = read_partial(store, path)
-    of_run = next((candidate for candidate in formats if candidate.name == partial.format), None)
-    if of_run is None:
-        names = ", ".join(candidate.name for candidate in formats)
-        message = f"'origin': one of {names} is needed, found {shown(partial.format)}"
-        raise damaged(path / MANIFEST_NAME, message)
-    has_state = partial.framework in of_run.partial_frameworks and is_file(store, path / of_run.state_file)
-    return replace(partial, has_state=has_state)

@@ -30,6 +30,7 @@ from mergepipe.tailor.formats.contract import (
     Node,
     TrainingFormat,
     read_scalar,
+    recorded_step,
     refuse_foreign_states,
     root_of,
     step_of_name,
@@ -38,8 +39,7 @@ from mergepipe.tailor.formats.dcp import METADATA_NAME, count_writers, dcp_check
 from mergepipe.tailor.formats.deepspeed import with_export
 from mergepipe.tailor.formats.hf_trainer import (
     TRAINER_STATE_NAME,
-    optimizer_states,
-    optimizer_step,
+    parameter_states,
     rank_count,
     read_global_step,
     read_json,
@@ -89,10 +89,10 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
     }  # an alias has its owner's bytes
     steps = []
     for name, entry in entries.items():
-        for state in optimizer_states(entry, archive, name, weights[name].shape):
-            states[name, state.kind] = state
-        step = optimizer_step(store, entry, archive, name, ("state", name, "step"))
-        steps += [step] if step is not None else []
+        parameter = StoredState.whole(name, WEIGHT, weights[name])
+        held, counters = parameter_states(store, archive, entry, ("state", name), parameter)
+        states |= held
+        steps += counters
     return TrainingCheckpoint(
         path=folder,
         root=folder,
@@ -184,12 +184,14 @@ def read_megatron(store: Store, path: Location, home: Location) -> TrainingCheck
             states[name, kind] = tensor_state(tensor, name, kind)
     parameters = {name: tensor.shape for name, tensor in weights.items()}
     files = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
+    recorded = recorded_step(read_torch_zip(store, folder / _COMMON_NAME).root, _STEPS)
+    named = step_of_name(folder.name) or step_of_name(home.name) or 0
     return TrainingCheckpoint(
         path=path,
         root=folder,
         format=MEGATRON_FORMAT,
         world_size=count_writers(files),
-        step=_iteration(store, folder, home),
+        step=named if recorded is None else recorded,
         units=model_units(parameters),
         parameters=parameters,
         states=states,
@@ -213,14 +215,6 @@ def _iteration_folder(store: Store, path: Location) -> Location:
         if not is_folder(store, path):
             raise NotFoundError.of("checkpoint.incomplete", path, f"is not there, and {_LATEST_NAME} names it")
     return path / _NEMO_WEIGHTS if is_folder(store, path / _NEMO_WEIGHTS) else path
-
-
-def _iteration(store: Store, folder: Location, home: Location) -> int:
-    """Return the iteration that the common part records, else that of a directory's name."""
-    root = read_torch_zip(store, folder / _COMMON_NAME).root
-    recorded = (root.get(key) for key in _STEPS) if isinstance(root, dict) else ()
-    named = step_of_name(folder.name) or step_of_name(home.name) or 0
-    return next((step for step in recorded if type(step) is int and step >= 0), named)
 
 
 def _is_megatron(store: Store, path: Location) -> bool:

@@ -140,7 +140,15 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse settings that cannot be composed later, and log the step at which training resumes."""
-        _check_arguments(args, kwargs["model"])
+        if args.save_total_limit is not None:
+            message = "would delete the full checkpoint that partial ones stand on"
+            raise unsupported_training("save_total_limit", message, "unset it")
+        if args.save_only_model:
+            raise unsupported_training("save_only_model", "leaves no full checkpoint to resume from")
+        if getattr(args, "fsdp", None) or any(_is_distributed(parameter) for parameter in kwargs["model"].parameters()):
+            message = "the callback does not save FSDP models in parts"
+            hint = "use mergepipe.tailor.saving.save_partial in a loop of your own"
+            raise unsupported_training("fsdp", message, hint)
         self._saves(args).start(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -208,27 +216,11 @@ def _extra_files(ranks: Ranks, state: Any, small: dict[str, Any]) -> Callable[[P
     return write
 
 
-def _check_arguments(args: Any, model: Any) -> None:
-    """Refuse settings under which no composite could be made; before the first step."""
-    if args.save_total_limit is not None:
-        message = "would delete the full checkpoint that partial ones stand on"
-        raise unsupported_training("save_total_limit", message, "unset it")
-    if args.save_only_model:
-        raise unsupported_training("save_only_model", "leaves no full checkpoint to resume from")
-    if getattr(args, "fsdp", None) or is_sharded(model):
-        message = "the callback does not save FSDP models in parts"
-        raise unsupported_training("fsdp", message, "use mergepipe.tailor.saving.save_partial in a loop of your own")
-
-
 # --- view what a rank holds under plain torch, DDP or FSDP2: whole tensors, or rows of them ---
 
 
-def is_sharded(model: Any) -> bool:
-    """Whether some parameter is a DTensor, as FSDP2 makes them."""
-    return any(_is_distributed(parameter) for parameter in model.parameters())
-
-
 def _is_distributed(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, as FSDP2 makes them."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
 
 

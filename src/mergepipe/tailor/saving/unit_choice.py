@@ -232,30 +232,20 @@ def choose_units(
     """
     if isinstance(strategy, Schedule):
         chosen = strategy.units(units, n_partial)
-    else:
-        chosen = _most_changed(strategy, changes, last_saved, unit_bytes)
-    return tuple(unit for unit in units if unit in chosen)
-
-
-def _most_changed(
-    strategy: LatestChanged,
-    changes: Mapping[Unit, float],
-    last_saved: Mapping[Unit, int],
-    unit_bytes: Mapping[Unit, int],
-) -> set[Unit]:
-    """Take changed units by falling change, older first among equals, while they fit the budget."""
+        return tuple(unit for unit in units if unit in chosen)
     largest = max(unit_bytes, key=lambda unit: unit_bytes[unit])
     if unit_bytes[largest] > strategy.budget_bytes:
         message = f"needs {unit_bytes[largest]} bytes, each save may take {strategy.budget_bytes}"
         hint = "raise the budget, or save whole checkpoints less often"
         raise LimitError.of("budget.too-small", str(largest), message, hint)
-    chosen: set[Unit] = set()
+    taken: set[Unit] = set()
     remaining_bytes = strategy.budget_bytes
+    # by falling change, older first among equals, while they fit
     for unit in sorted(unit_bytes, key=lambda unit: (-changes[unit], last_saved.get(unit, -1), unit)):
         if changes[unit] > 0 and unit_bytes[unit] <= remaining_bytes:
-            chosen.add(unit)
+            taken.add(unit)
             remaining_bytes -= unit_bytes[unit]
-    return chosen
+    return tuple(unit for unit in units if unit in taken)
 
 
 # --- the log of saves during training: one JSON object per line, which rank 0 appends durably ---
