@@ -108,7 +108,8 @@ def test_rules__tells_rules_budgets_a_search_and_a_chain(tmp_path: Path) -> None
     assert measure("rules", tmp_path) == 0
     results = Results.read(tmp_path / "results/rules.json")
     tables = [piece for piece in PARTS["rules"].page(results).body if isinstance(piece, Table)]
-    assert [table.header[0] for table in tables] == ["kind", *["loss less that of linear"] * 2, "bytes", "seed", "rate"]
+    headers = ["kind", *["loss less that of linear"] * 2, "bytes", "bytes", "seed", "rate"]
+    assert [table.header[0] for table in tables] == headers
     base, linear = (
         mean(loss for name in list(WORDS)[1:5] for loss in results[key]["losses"][name])
         for key in ("base", "longest/0/rule/4/linear")
