@@ -239,7 +239,7 @@ ALLOWED = {
     "tailor/saving/callback.py": ("glob is_dir", OWN),
     "tailor/saving/frameworks.py": ("is_file", OWN),
     "tailor/saving/partial_run.py": ("exists is_dir os.fstat", OWN),
-    "tailor/saving/unit_choice.py": ("exists os.fstat regular.read_small", OWN),
+    "tailor/saving/unit_choice.py": ("exists regular.read_small", OWN),
 }
 
 
