@@ -190,12 +190,13 @@ _ADVISED = {REASON_MISSING: "nothing is known of tensors, and what is read of th
 def verdict_of(plan: Plan) -> BudgetVerdict:
     """Say of a plan what it reads, and what is missing of whom."""
     unspent = [fallback for fallback in plan.fallbacks if fallback.decision.endswith(UNSPENT)]
+    experts = sorted(_coverage(plan), key=lambda expert: expert.share)
     return BudgetVerdict(
         policy=plan.policy,
-        is_full=_is_full(plan),
+        is_full=_is_full(plan, experts),
         planned_bytes=plan.planned_bytes,
         full_bytes=plan.full_cost_bytes,
-        experts=tuple(sorted(_coverage(plan), key=lambda expert: expert.share)),
+        experts=tuple(experts),
         unread=tuple(fallback.where for fallback in plan.fallbacks if fallback.decision == NOTHING_READ),
         measured=MEASURED_ORDERS if plan.sampling is None else MEASURED_SAMPLES,
         unspent_bytes=plan.budget_bytes - plan.planned_bytes if unspent else 0,
@@ -212,9 +213,9 @@ def _coverage(plan: Plan) -> Iterator[ExpertCoverage]:
         yield ExpertCoverage(model, *((read / changed, in_part / changed) if changed else (1.0, 0.0)))
 
 
-def _is_full(plan: Plan) -> bool:
+def _is_full(plan: Plan, experts: Iterable[ExpertCoverage]) -> bool:
     """Tell whether a plan is the full merge: every block at its highest level, with the recipe's parameters."""
-    return not plan.adjustments and all(expert.share == 1 and not expert.rough for expert in _coverage(plan))
+    return not plan.adjustments and all(expert.share == 1 and not expert.rough for expert in experts)
 
 
 def analysis_advice(plan: Plan) -> tuple[str, ...]:
@@ -222,7 +223,7 @@ def analysis_advice(plan: Plan) -> tuple[str, ...]:
     reasons = {fallback.where: fallback.reason for fallback in plan.fallbacks if fallback.reason in _ADVISED}
     experts = [model for model in plan.models if model.role == "expert" and f"expert '{model.model}'" in reasons]
     bases = [model for model in plan.models if model.role == "base"]
-    if not experts or not bases or _is_full(plan):
+    if not experts or not bases or _is_full(plan, _coverage(plan)):
         return ()
     command = " ".join(["mergepipe analyze", *(shlex.quote(model.path) for model in (bases[0], *experts))])
     nbytes = bases[0].full_cost_bytes + sum(model.full_cost_bytes for model in experts)
