@@ -84,6 +84,11 @@ $(VENV)/.package: $(VENV)/.made pyproject.toml
 	@$(PIP) -e .
 	@touch $@
 
+# What makes the demo's models rounds to bfloat16 by ml_dtypes.
+$(VENV)/.demo: $(VENV)/.package
+	@$(PIP) "ml_dtypes>=0.5"
+	@touch $@
+
 $(VENV)/.torch: $(VENV)/.made
 	@echo "installing torch into $(VENV)"
 	@$(PIP) $(TORCH)
@@ -156,7 +161,7 @@ $(PLOTS_VENV)/.plots: requirements/plots.txt
 
 # --- what to run ---
 
-demo: $(VENV)/.package
+demo: $(VENV)/.demo
 	@PYTHONPATH=tests $(BIN)/python examples/demo.py .demo
 
 # A test that hangs fails with the stack of every thread, and the run goes on.
