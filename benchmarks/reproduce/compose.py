@@ -152,6 +152,7 @@ class ComposeTimes:
                 self.loads.setdefault(entry["baseline"], []).append(entry)
             else:
                 self.composed.setdefault((entry["pattern"], entry["n_sources"]), []).append(entry)
+        self._compositions = [runs for (name, _), runs in self.composed.items() if name not in _NOT_COMPOSED]
 
     def time(self, pattern: str, n_sources: int) -> float | None:
         """Return the middle time by the clock of the results."""
@@ -185,13 +186,11 @@ class ComposeTimes:
     @property
     def most_read(self) -> float:
         """The most bytes that a composition read, over those that it wrote."""
-        composed = (entries for (name, _), entries in self.composed.items() if name not in _NOT_COMPOSED)
-        return max(_middle(entries, "read_bytes") for entries in composed) / self.output_bytes
+        return max(_middle(entries, "read_bytes") for entries in self._compositions) / self.output_bytes
 
     @property
     def output_bytes(self) -> float:
-        composed = (entries for (name, _), entries in self.composed.items() if name not in _NOT_COMPOSED)
-        return _middle(next(composed), "written_bytes")
+        return _middle(self._compositions[0], "written_bytes")
 
 
 def compose_times(results: Results) -> list[ComposeTimes]:

@@ -28,7 +28,8 @@ from mergepipe.jobs.evaluate import loss_on_text, tasks_of_lm_eval
 TASKS = ("arc_easy", "hellaswag", "piqa")
 FAMILIES = {"1.7b": ("allenai/OLMo-2-0425-1B", 1.5e9), "8b": ("allenai/OLMo-2-1124-7B", 7.3e9)}  # and its parameters
 STAGES = ("SFT", "DPO", "Instruct")  # of fine-tuning that base, each a model of that name
-_SHARES, _TOY_SHARES, _TEXT_CHARACTERS, _TOY_CHARACTERS = (100, 25, 10), (100, 75), 1_000_000, 2_000  # % of bytes
+_SHARES, _TOY_SHARES = (100, 25, 10), (100, 75)  # % of the expert bytes
+_TEXT_CHARACTERS, _TOY_CHARACTERS = 1_000_000, 2_000
 _GPU_SECONDS = 200e-9  # of an H100 for the tasks, in batches of 1, and the text, for each parameter: an estimate
 
 
