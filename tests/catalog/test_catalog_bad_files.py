@@ -74,10 +74,11 @@ def test_catalog__a_damaged_record_is_refused_and_a_rebuild_removes_that_one(tmp
     assert "mergepipe catalog rebuild" in str(caught.value)
     assert open_descriptors() <= descriptors  # also while the error is held
     assert path.read_bytes() == before
+    Catalog(home).record_snapshot(make_manifest("new", ()), tmp_path / "new", created=NOON)
     report = rebuild(home, [tmp_path / "results"])
     assert [(problem.code, problem.where) for problem in report.unreadable] == [("catalog.damaged", str(path))]
-    assert len(report.missing) == 2
-    assert len(Catalog(home).snapshots()) == 3
+    assert len(report.missing) == 3
+    assert len(Catalog(home).snapshots()) == 4
     assert not path.exists()
 
 

@@ -8,7 +8,7 @@ loses one record; that of a snapshot is refused until a rebuild. Manifests and `
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -117,12 +117,18 @@ class Catalog:
     def record_snapshot(self, manifest: Manifest, path: Path, *, created: datetime) -> SnapshotRow:
         """Index a published snapshot with its inputs, replacing the record of the same path.
 
+        Damaged records of others do not keep it from being recorded.
+
         Raises:
             UnsupportedError: `catalog.path-encoding`.
             ValueError: `created` has no time zone.
         """
         digest = blake3(manifest.to_json()).hexdigest(16)
-        return self._record(manifest, digest, path, created, _of_manifest(self.snapshots(), digest))
+        earlier: list[SnapshotRow] = []
+        for record in _records_in(self.home / _SNAPSHOTS):
+            with suppress(CorruptError):
+                earlier += _of_manifest(filter(None, [_read(_SNAPSHOT, record)]), digest)
+        return self._record(manifest, digest, path, created, sorted(earlier, key=_age, reverse=True))
 
     def adopt_snapshot(self, path: Path, known: Sequence[SnapshotRow], *, created: datetime) -> SnapshotRow:
         """Index a snapshot from its stored manifest; `created` is used if that is not among the `known` ones.
@@ -154,7 +160,7 @@ class Catalog:
         """Return every recorded snapshot, newest first."""
         rows = (_read(_SNAPSHOT, path) for path in _records_in(self.home / _SNAPSHOTS))
         listed = [row for row in rows if row is not None]
-        return tuple(sorted(listed, key=lambda row: (row.created, row.path), reverse=True))
+        return tuple(sorted(listed, key=_age, reverse=True))
 
     def snapshot(self, reference: str | Path) -> SnapshotRow:
         """Find a snapshot by its path, its sid, or at least the first four digits of it; of several the newest.
@@ -261,7 +267,11 @@ def _real_path(path: Path) -> Path:
     return Path(_recordable(os.path.realpath(path), path))
 
 
-def _of_manifest(rows: Sequence[SnapshotRow], digest: str) -> list[SnapshotRow]:
+def _age(row: SnapshotRow) -> tuple[datetime, Path]:
+    return row.created, row.path
+
+
+def _of_manifest(rows: Iterable[SnapshotRow], digest: str) -> list[SnapshotRow]:
     return [row for row in rows if row.manifest_digest == digest]
 
 
