@@ -13,6 +13,7 @@ import pytest
 from budget_cases import CASES, POLICIES, Setting, make_setting
 
 import mergepipe
+from mergepipe.catalog.catalog import Catalog
 from mergepipe.core.blocks import F32
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
 from mergepipe.options import MergeOptions, RunOptions
@@ -141,16 +142,16 @@ def test_catalog__that_cannot_be_used_stops_plans_but_not_merges(tmp_path: Path)
     assert setting.home.read_text() == "a file where the folder should be"
 
 
-def test_catalog__with_a_damaged_record_stops_no_merge(tmp_path: Path) -> None:
+def test_catalog__with_a_damaged_record_stops_no_merge_and_records_it(tmp_path: Path) -> None:
     setting = make_setting(tmp_path, CASES["ties"])
     options = MergeOptions(home=setting.home)
     assert not mergepipe.merge(setting.recipe, tmp_path / "first", options=options).notices
     (record,) = (setting.home / "snapshots").iterdir()
     record.write_text("no record")
-    report = mergepipe.merge(setting.recipe, tmp_path / "merged", options=options)
-    assert any("catalog is not used" in notice for notice in report.notices)
-    assert (tmp_path / "merged").exists()
+    assert not mergepipe.merge(setting.recipe, tmp_path / "merged", options=options).notices
     assert record.read_text() == "no record"
+    record.unlink()
+    assert [row.path for row in Catalog(setting.home).snapshots()] == [tmp_path / "merged"]
 
 
 @pytest.mark.parametrize("name", ["ties", "slerp"])

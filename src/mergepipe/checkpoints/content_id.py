@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -225,7 +224,6 @@ def _bytes_of(sample: Sample, files: Mapping[Location, RangeFile]) -> bytes:
     return read_exact(files[tensor.file], start, stop, Purpose.ANALYSIS).tobytes()
 
 
-@lru_cache(1 << 14)  # each is asked for by every step of a merge
 def stream_key(seed: int, expert_content_id: str, tensor: str, repeat: int = 0) -> int:
     """64-bit key of one expert's random stream for one tensor; `repeat` sets apart entries that name one expert."""
     parts = [seed, expert_content_id, tensor, *([repeat] if repeat else [])]

@@ -30,7 +30,7 @@ from mergepipe.engine.segments import (
     plan_jobs,
     uncut_blocks,
 )
-from mergepipe.engine.tensor_work import operator_input, tensor_work
+from mergepipe.engine.tensor_work import tensor_work
 from mergepipe.engine.work import SILENT, EngineOptions, MergeWork, Observer, OutputPlan, Part, PartResult
 from mergepipe.planning.levels import sufficient_levels
 from mergepipe.recipes.tasks import Action, MergeTask
@@ -134,7 +134,7 @@ def _cut_of(work: MergeWork) -> CutOf:
     def cut_of(task: MergeTask) -> int:
         if task.action is Action.COPY or not task.experts:
             return grid
-        granularity = work.operator.granularity(operator_input(work, task))
+        granularity = work.operator.granularity(task.operator_input())
         if granularity == 1 or work.access is None:
             return granularity if granularity > 1 else grid
         if any(isinstance(source, LeveledTensor) for source in task.experts):
@@ -150,7 +150,7 @@ def _runs_of(work: MergeWork) -> RunsOf:
     def sufficient(index: int, task: MergeTask) -> Iterable[Run]:
         if not task.experts:
             return full_access(index, task)
-        return full_access(index, task, levels=sufficient_levels(work.operator, operator_input(work, task), task))
+        return full_access(index, task, levels=sufficient_levels(work.operator, task.operator_input(), task))
 
     return sufficient if work.access is None else work.access.runs_of
 

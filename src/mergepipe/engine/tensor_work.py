@@ -266,7 +266,7 @@ def tensor_work(work: MergeWork, task: MergeTask) -> TensorWork:
     """Return the work on one tensor of a merge."""
     if task.action is Action.COPY or not task.base.n_elements:
         return TensorWork(task, None, lambda: None)
-    inputs, operator, access = operator_input(work, task), work.operator, work.access
+    inputs, operator, access = _keyed_input(work, task), work.operator, work.access
     if not task.experts:
         return TensorWork(task, None, lambda: operator.block_function(inputs, NOTHING_REDUCED))
     known = work.recorded.get(task.name, KnownQuantities()) if access is None else access.known(task.name)
@@ -281,7 +281,7 @@ def tensor_work(work: MergeWork, task: MergeTask) -> TensorWork:
     return TensorWork(task, reduction, lambda: operator.block_function(inputs, staged.result()), sample)
 
 
-def operator_input(work: MergeWork, task: MergeTask) -> OperatorInput:
+def _keyed_input(work: MergeWork, task: MergeTask) -> OperatorInput:
     """Return the input of a task, with one stream key per expert for random operators; each tensor has its own."""
     if not work.operator.is_random:
         return task.operator_input(renormalize=work.renormalize)

@@ -15,7 +15,6 @@ from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.records import Size, decode, encode
 from mergepipe.core.strict_json import canonical_json, digest_of
 from mergepipe.engine.make_part import make_part
-from mergepipe.engine.tensor_work import operator_input
 from mergepipe.engine.work import EngineOptions, MergeWork, Observer, OutputPlan, Part, PartResult
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError
 from mergepipe.operators.registry import operator_named
@@ -282,7 +281,7 @@ def _row_pages(plan: Plan, work: MergeWork, task: MergeTask) -> int:
     """Return what a plan charges for pages that are read twice, as a rule's tensors are cut between rows."""
     if not task.experts or any(isinstance(source, LeveledTensor) for source in task.experts):
         return 0
-    if work.operator.granularity(operator_input(work, task)) == 1:
+    if work.operator.granularity(task.operator_input()) == 1:
         return 0
     n_blocks = -(-task.base.n_elements // plan.block_elements)
     return PAGE_BYTES * n_blocks * len(task.experts)

@@ -20,7 +20,7 @@ from mergepipe.checkpoints.content_id import content_digest, content_id
 from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
 from mergepipe.core.units import format_bytes, format_seconds
-from mergepipe.engine.tensor_work import ExpertQuantities, KnownQuantities, PlannedAccess, operator_input
+from mergepipe.engine.tensor_work import ExpertQuantities, KnownQuantities, PlannedAccess
 from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output
 from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.operators.base import MagnitudeCut, is_calibrated
@@ -307,7 +307,7 @@ def _recorded(work: MergeWork, inputs: Inputs, known: KnownStatistics) -> Mappin
     for task in work.output.tasks:
         if not task.experts or not task.base.n_elements:
             continue
-        if work.operator.reduction(operator_input(work, task)) is None:
+        if work.operator.reduction(task.operator_input()) is None:
             continue
         statistics = [known.of_task(inputs, task, slot) for slot in range(len(task.experts))]
         experts = tuple(ExpertQuantities.of(one) for one in statistics if one is not None)
