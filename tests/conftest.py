@@ -31,6 +31,8 @@ from support.places import GOLDEN
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
 
+    from support.s3_server import S3Server
+
 _RELAXED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 settings.register_profile(
@@ -137,6 +139,15 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
 def goldens(request: pytest.FixtureRequest) -> Goldens:
     """The records of the surface; with `--update-goldens` they are written anew."""
     return Goldens(GOLDEN / "surface", request.config.getoption("--update-goldens"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    """An S3 with a bucket that outputs go to; tests of other servers have their own fixture of this name."""
+    from support.bucket_outputs import bucket_server
+
+    with bucket_server() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -150,40 +150,32 @@ def write_training(root: Path) -> None:
     (root / "flags.jsonl").write_text('{"step": 7, "flag": [0]}\n')
 
 
-@pytest.mark.parametrize("kinds", [("FIFO",), pytest.param(tuple(KINDS)[1:], marks=pytest.mark.slow)])
-def test_commands__refuse_special_files_in_models_plans_recipes_and_the_catalog(
-    place: Path, capsys: pytest.CaptureFixture[str], kinds: tuple[str, ...]
+def write_packed_recipe(root: Path) -> None:
+    write_models(root)
+    (root / "packed.yml").write_text(RECIPES["plain"].replace("model: expert", "model: packs/expert"))
+
+
+# What is written, the commands that prepare it, the cases, and how many are refused of each kind at least.
+PLACES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], tuple[tuple[str, str], ...], int]] = {
+    "models, plans, recipes and the catalog": (
+        write_models, ("analyze base expert", "plan plain.yml --out plan.json --budget 50%"), MODELS, len(MODELS),
+    ),
+    "snapshots": (
+        write_models, ("merge rewriting.yml out --no-catalog", "merge rewriting.yml same --no-catalog"), SNAPSHOT, 12,
+    ),
+    "packed stores": (write_packed_recipe, ("pack base expert --out packs",), STORES, 10),
+    "training checkpoints": (write_training, ("tailor compose hf.yml composite --quiet",), TRAINING, 20),
+}  # fmt: skip
+CASES = [pytest.param(where, ("FIFO",), marks=pytest.mark.slow if "packed" in where else ()) for where in PLACES]
+CASES += [pytest.param(where, tuple(KINDS)[1:], marks=pytest.mark.slow) for where in PLACES]
+
+
+@pytest.mark.parametrize(("where", "kinds"), CASES)
+def test_commands__refuse_special_files(
+    place: Path, capsys: pytest.CaptureFixture[str], where: str, kinds: tuple[str, ...]
 ) -> None:
-    write_models(place)
-    assert run(capsys, "analyze base expert")[0] == 0
-    assert run(capsys, "plan plain.yml --out plan.json --budget 50%")[0] == 0
-    (place / "home" / "snapshots").mkdir()
-    assert check_all(place, capsys, MODELS, kinds) == len(MODELS) * len(kinds)
-
-
-@pytest.mark.parametrize("kinds", [("FIFO",), pytest.param(tuple(KINDS)[1:], marks=pytest.mark.slow)])
-def test_commands__refuse_special_files_in_snapshots(
-    place: Path, capsys: pytest.CaptureFixture[str], kinds: tuple[str, ...]
-) -> None:
-    write_models(place)
-    assert run(capsys, "merge rewriting.yml out --no-catalog")[0] == 0
-    shutil.copytree(place / "out", place / "same")
-    n_files = len(list((place / "out").iterdir()))
-    assert check_all(place, capsys, SNAPSHOT, kinds) == (n_files + len(SNAPSHOT) - 1) * len(kinds)
-
-
-@pytest.mark.slow
-def test_commands__refuse_special_files_in_packed_stores(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_models(place)
-    assert run(capsys, "pack base expert --out packs")[0] == 0
-    (place / "packed.yml").write_text(RECIPES["plain"].replace("model: expert", "model: packs/expert"))
-    assert check_all(place, capsys, STORES, tuple(KINDS)) >= 40
-
-
-@pytest.mark.parametrize("kinds", [("FIFO",), pytest.param(tuple(KINDS)[1:], marks=pytest.mark.slow)])
-def test_commands__refuse_special_files_in_training_checkpoints(
-    place: Path, capsys: pytest.CaptureFixture[str], kinds: tuple[str, ...]
-) -> None:
-    write_training(place)
-    assert run(capsys, "tailor compose hf.yml composite --quiet")[0] == 0
-    assert check_all(place, capsys, TRAINING, kinds) >= 20 * len(kinds)
+    write, commands, cases, n_least = PLACES[where]
+    write(place)
+    assert [command for command in commands if run(capsys, command)[0]] == []
+    (place / "home" / "snapshots").mkdir(parents=True, exist_ok=True)
+    assert check_all(place, capsys, cases, kinds) >= n_least * len(kinds)

@@ -7,19 +7,17 @@ import multiprocessing
 import os
 import shutil
 import signal
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from catalog_cases import NOON, WEIGHTS_NAME, fingerprint_of, make_checkpoint, make_manifest, publish
+from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, publish
 
 from mergepipe.catalog.catalog import Catalog, rebuild
 from mergepipe.checkpoints.content_id import with_digests
-from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.cli.printing import report_text
 from mergepipe.errors import NotFoundError
 from mergepipe.snapshots.manifest import COMPOSITE_FORMAT, MANIFEST_NAME
-from mergepipe.storage.location import Location
 from support.refusals import refuses
 
 
@@ -127,44 +125,6 @@ def test_adopt_snapshot__without_a_manifest_is_not_found(tmp_path: Path) -> None
 
 
 _SPAWN = multiprocessing.get_context("spawn")
-_SNAPSHOTS = 25
-_WORKERS = 4
-
-
-def fill(place: Path, worker: int) -> int:
-    """Record digests of a common base and of an own expert, and snapshots."""
-    catalog = Catalog(place / "home")
-    for seed in range(_SNAPSHOTS):
-        for name in ("base", f"expert-{worker}"):
-            catalog.record_digests(with_digests(make_existing(place / name), {WEIGHTS_NAME: "ab" * 32}))
-        catalog.record_snapshot(make_manifest(f"{worker}-{seed}"), place / f"out-{worker}-{seed}", created=NOON)
-    return os.getpid()
-
-
-def make_existing(directory: Path) -> Checkpoint:
-    """The checkpoint over files that are there already: the same in all processes."""
-    file = directory / WEIGHTS_NAME
-    return Checkpoint(Location.local(directory), Location.local(directory), {}, (fingerprint_of(file),), ())
-
-
-def expect_everything(place: Path, workers: int) -> None:
-    catalog = Catalog(place / "home")
-    for name in ("base", *(f"expert-{worker}" for worker in range(workers))):
-        assert catalog.with_known_digests(make_existing(place / name)).files[0].sha256 == "ab" * 32
-    assert len(catalog.snapshots()) == workers * _SNAPSHOTS
-
-
-def prepare(place: Path) -> None:
-    for name in ("base", *(f"expert-{worker}" for worker in range(_WORKERS))):
-        make_checkpoint(place / name)
-
-
-def test_catalog__processes_that_start_from_nothing_lose_no_row(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    with ProcessPoolExecutor(_WORKERS, mp_context=_SPAWN) as pool:
-        pids = list(pool.map(fill, [tmp_path] * _WORKERS, range(_WORKERS)))
-    assert os.getpid() not in pids
-    expect_everything(tmp_path, _WORKERS)
 
 
 def test_catalog__threads_share_one_catalog(tmp_path: Path) -> None:

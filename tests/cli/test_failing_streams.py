@@ -161,12 +161,6 @@ def test_failure_of__json_holds_the_same() -> None:
     }
 
 
-@pytest.mark.parametrize("exit_code", [130, 143, 129])
-def test_failure_of__interruptions_exit_as_the_signal_says(exit_code: int) -> None:
-    failure = failure_of(KeyboardInterrupt(), exit_code)
-    assert (failure.exit_code, failure.lines()) == (exit_code, ["interrupted: nothing was published"])
-
-
 @pytest.mark.parametrize(
     ("error", "code", "exit_code"),
     [

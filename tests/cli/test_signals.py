@@ -185,19 +185,6 @@ def test_merge__stopped_on_a_terminal_says_what_is_durable_and_resumes_there(wor
     assert mergepipe.verify(work.out).is_sound
 
 
-def test_interrupts__a_signal_interrupts_at_once_before_the_first_report() -> None:
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    assert interrupts.exit_code == 130
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_interrupts__exit_codes_tell_the_signal(number: signal.Signals) -> None:
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(number)
-    assert interrupts.exit_code == 128 + number
-
-
 def test_interrupts__after_a_report_a_signal_waits_for_the_next() -> None:
     with Interrupts() as interrupts:
         interrupts.report()

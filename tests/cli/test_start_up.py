@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,11 +107,6 @@ def test_root__version(run: Runner) -> None:
     assert run("--version").out == f"mergepipe {mergepipe.__version__}\n"
 
 
-def test_module__is_the_command_too() -> None:
-    command = [sys.executable, "-m", "mergepipe", "--version"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("mergepipe ")
-
-
 def test_output__a_closed_pipe_ends_the_command_quietly() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -128,28 +122,6 @@ def test_output__names_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> N
     assert ran.exit_code == 3
     assert "mod\\xe8le.yml" in ran.err
     assert ran.json()["error"]["problems"][0]["where"] == str(missing)
-
-
-def test_merge__draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
-    work = make_workplace(tmp_path)
-    ours, theirs = os.openpty()
-    process = start_command("merge", work.recipe, work.out, stderr=theirs)
-    os.close(theirs)
-    drawn = b""
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # how Linux says that nobody holds the other end any more
-            break
-        if not part:
-            break
-        drawn += part
-    os.close(ours)
-    ran = finish(process)
-    assert ran.exit_code == 0
-    assert b"merge" in drawn
-    assert b"%" in drawn
-    assert ran.out.startswith("operator ")
 
 
 def every_command(command: Any, *path: str) -> list[tuple[tuple[str, ...], Any]]:
@@ -199,6 +171,7 @@ def test_help__is_as_wide_as_the_terminal(run: Runner, monkeypatch: pytest.Monke
 def test_completion__prints_scripts_of_the_shells_that_are_known(run: Runner) -> None:
     for shell in ("bash", "zsh", "fish"):
         assert "_MERGEPIPE_COMPLETE" in run("--completion", shell).out
+    assert "complete -o default -F _mergepipe_completion mergepipe" in run("--completion", "bash").out
     ran = run("--completion", "bahs")
     assert (ran.exit_code, "did you mean 'bash'?" in ran.err) == (2, True)
 
@@ -234,8 +207,3 @@ def test_completion__answers_the_scripts_of_other_shells(
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
     ran = run()
     assert (ran.exit_code, "conflict" in ran.out, "random" in ran.out) == (0, True, False)
-
-
-def test_completion__works_in_bash() -> None:
-    script = finish(start_command("--completion", "bash")).out
-    assert "complete -o default -F _mergepipe_completion mergepipe" in script

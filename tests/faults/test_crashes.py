@@ -33,7 +33,7 @@ from mergepipe.snapshots import work_log
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.snapshots.work_log import merge_state, read_work_log
-from support.bucket_outputs import Killed, bucket_server, files_below, new_prefix, objects_below, watch_buckets
+from support.bucket_outputs import Killed, files_below, new_prefix, objects_below, watch_buckets
 from support.crashes import Death, count_operations, run_killed
 from support.refusals import refuses
 from support.s3_server import S3Server
@@ -91,12 +91,6 @@ def test_command__killed_at_any_operation_is_finished_by_the_same_command(
 
 
 # --- in a bucket: the process dies at one of its requests ---
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with bucket_server() as server:
-        yield server
 
 
 @dataclass(frozen=True, slots=True)

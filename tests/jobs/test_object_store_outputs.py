@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.remote.objects import BucketFolder
 from support.bucket_outputs import (
     Requests,
-    bucket_server,
     files_below,
     ignore_conditions,
     new_prefix,
@@ -74,12 +72,6 @@ class Bench:
     def staged(self) -> list[Path]:
         """What is left on this machine of outputs for buckets."""
         return [path for path in self.folder.glob("home*/uploads/**/*") if path.is_file()]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with bucket_server() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -50,7 +50,7 @@ from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import Owner
 from mergepipe.storage.remote.objects import BucketFolder
-from support.bucket_outputs import bucket_server, files_below, ignore_conditions, new_prefix, objects_below
+from support.bucket_outputs import files_below, ignore_conditions, new_prefix, objects_below
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import DiskFamily, make_models, write_family
 from support.s3_server import S3Server
@@ -167,12 +167,6 @@ class Place:
         assert made(files) == case.files
         assert len(self.everything()) == len(files)
         assert list(self.home.glob("uploads/.*")) == []
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with bucket_server() as server:
-        yield server
 
 
 NewPlace = Callable[[], Place]

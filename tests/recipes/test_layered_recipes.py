@@ -112,21 +112,6 @@ merge_method: linear
     assert [model.text for model in recipe.inputs()] == ["a", "b"]
 
 
-def test_load_recipe__reads_merge_keys_and_anchors(folder: Path) -> None:
-    text = """\
-models:
-  - model: a
-    parameters: &usual {weight: 0.5, density: 0.3}
-  - model: b
-    parameters:
-      <<: *usual
-      density: 0.7
-merge_method: ties
-base_model: base
-"""
-    assert dict(load(folder, text).models[1].parameters) == {"weight": 0.5, "density": 0.7}
-
-
 def test_load_recipe__reads_numbers_as_flags_as_mergekits_examples_have_them(folder: Path) -> None:
     text = "models: [{model: a, parameters: {weight: 1}}]\nmerge_method: ties\nbase_model: base\n"
     recipe = load(folder, text + "parameters: {normalize: 1.0, int8_mask: 0}\n")

@@ -8,7 +8,7 @@ import pytest
 
 from mergepipe.core.outcome import Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError, RecipeError
-from mergepipe.recipes.fields import MAX_LISTED, Findings, Strictness, near_miss
+from mergepipe.recipes.fields import MAX_LISTED, Findings, Strictness
 from mergepipe.recipes.recipe import Recipe
 from mergepipe.recipes.recipe_files import load_recipes, reload_recipe
 from mergepipe.recipes.references import reference_text
@@ -120,17 +120,6 @@ def test_clamping__happens_after_interpolation(folder: Path) -> None:
     chain = (recipe.models[0].parameters, recipe.parameters)
     densities = [model_values(recipe.operator, chain, "w", depth)["density"] for depth in (0.0, 0.5, 1.0)]
     assert densities == [0.5, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "real_name"),
-    [
-        *(("densty", "density"), ("lamda", "lambda"), ("wieght", "weight"), ("normalise", "normalize")),
-        *(("pse", "eps"), ("DENSITY", "density"), ("smooth", None), ("embed_slerp", None), ("x", None)),
-    ],
-)
-def test_near_miss__is_a_misspelt_name_and_no_other(name: str, real_name: str | None) -> None:
-    assert near_miss(name, "density", "lambda", "weight", "normalize", "eps", "t") == real_name
 
 
 def test_notices__are_told_once_and_at_most_so_many() -> None:

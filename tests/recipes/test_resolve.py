@@ -252,24 +252,6 @@ def test_resolve__tells_in_one_line_what_all_layers_lack_or_have_alone() -> None
     ]
 
 
-def test_resolve__tells_in_one_line_that_a_model_is_another_architecture() -> None:
-    expert: Tensors = {"transformer.h.0.ln.weight": (BF16, (2,)), "transformer.wte.weight": (BF16, (2, 2))}
-    base: Tensors = {**W, "layers.0.mlp.weight": (BF16, (2,))}
-    error = refusal(TWO_EXPERTS, base, base, expert)
-    assert [f"{p.code} | {p.message}; {p.hint}" for p in error.problems] == [
-        "model.mismatch | './b' has no tensor of the base './base', e.g. not 'w'; "
-        "it has 'transformer.h.0.ln.weight', 'transformer.wte.weight': is it another architecture?"
-    ]
-
-
-def test_resolve__names_both_shapes_and_both_models() -> None:
-    error = refusal(TWO_EXPERTS, W, W, {"w": (BF16, (3, 2))})
-    assert type(error) is MismatchError
-    assert [f"{p.code} | {p}" for p in error.problems] == [
-        "model.mismatch | w: shape [3, 2] in './b', [2, 3] in the base './base'"
-    ]
-
-
 @pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d.kind is not DTypeKind.FLOAT], ids=lambda d: d.name)
 def test_resolve__refuses_expert_dtypes_it_cannot_merge(dtype: DType) -> None:
     error = refusal(TWO_EXPERTS, W, {"w": (dtype, (2, 3))}, W)

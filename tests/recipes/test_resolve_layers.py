@@ -146,13 +146,6 @@ def test_resolve__prefers_the_parameters_nearest_to_a_source() -> None:
     assert found["model.norm.weight"] == {"weight": 0.5, "density": 0.5}
 
 
-def test_resolve__says_that_layers_are_not_there() -> None:
-    assert problems(slicing("passthrough", piece((A, 0, 5))), checkpoint(llama(3))) == [
-        "RecipeError recipe.value | recipe.yml:2 ./a.layer_range: [0, 5] goes beyond the 3 layers of './a'; "
-        "counted as 'model.layers.0.' to 'model.layers.2.'"
-    ]
-
-
 def test_resolve__says_that_there_are_no_layers_or_too_many_kinds() -> None:
     recipe = slicing("passthrough", piece((A, 0, 1)))
     assert problems(recipe, checkpoint({"w": (2,)})) == [

@@ -80,8 +80,10 @@ def test_read_yaml__reads_scalars_as_meant(folder: Path, written: str, value: Va
     assert type(found["a"]) is type(value)
 
 
-def test_read_yaml__accepts_a_byte_order_mark_and_aliases(folder: Path) -> None:
+def test_read_yaml__accepts_a_byte_order_mark_aliases_and_merge_keys(folder: Path) -> None:
     assert read(folder, b"\xef\xbb\xbfa: &x [1, 2]\nb: *x\n").root == {"a": [1, 2], "b": [1, 2]}
+    merged = read(folder, "a: &usual {weight: 0.5, density: 0.3}\nb: {<<: *usual, density: 0.7}\n").root
+    assert merged == {"a": {"weight": 0.5, "density": 0.3}, "b": {"weight": 0.5, "density": 0.7}}
 
 
 def test_where__names_line_and_path(folder: Path) -> None:

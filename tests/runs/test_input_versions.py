@@ -12,10 +12,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import mergepipe
-from mergepipe.errors import ConflictError, MergePipeError
+from mergepipe.errors import ConflictError
 from mergepipe.jobs.snapshots import read_manifest_value
 from mergepipe.options import RunOptions
-from mergepipe.runs.progress import MergeProgress
 from mergepipe.snapshots import work_log as work_log
 from mergepipe.storage.contract import version_of
 from mergepipe.storage.ledger import Purpose
@@ -97,36 +96,6 @@ def test_merge__uses_no_statistics_of_another_version(bench: Bench, change: str)
     CHANGES[change](bench.only_file("expert1"))
     bench.merge(ties, "second")
     expect_of_scratch(bench, ties, "second")
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_run__refuses_a_plan_of_another_version(bench: Bench, change: str) -> None:
-    plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home)
-    CHANGES[change](bench.only_file("expert1"))
-    with refuses(ConflictError, "input.changed") as caught:
-        mergepipe.run(plan, bench.folder / "out", options=RunOptions(home=bench.home))
-    assert "expert1" in str(caught.value)
-    assert not (bench.folder / "out").exists()
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_merge__resumes_no_run_of_another_version(bench: Bench, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_log, "UNIT_BYTES", 1)
-    note = MergeProgress.note
-
-    def stopped(progress: MergeProgress, *rest: object) -> None:
-        note(progress, *rest)  # type: ignore[arg-type]
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(MergeProgress, "note", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            bench.scratch(SUM, "out")
-    CHANGES[change](bench.only_file("expert1"))
-    with refuses(MergePipeError, "resume.nothing"):
-        bench.scratch(SUM, "out", resume=True)
-    bench.scratch(SUM, "out")
-    expect_of_scratch(bench, SUM, "out")
 
 
 @pytest.mark.parametrize("change", CHANGES)

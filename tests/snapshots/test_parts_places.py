@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import Owner
 from mergepipe.storage.remote.objects import BucketFolder
-from support.bucket_outputs import bucket_server, new_prefix
+from support.bucket_outputs import new_prefix
 from support.s3_server import S3Server
 
 CONTENT = b"the bytes of a shard"
@@ -27,12 +27,6 @@ DIGESTS, OTHERS = (MadeShard(0, (), (("t", (one * 16,)),)).digests for one in (b
 ELSEWHERE = Owner(1, "1", "another boot", "another machine")
 
 NewPlace = Callable[[PartsJob], PartsPlace]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with bucket_server() as server:
-        yield server
 
 
 @pytest.fixture(params=["folder", "bucket"])

@@ -153,6 +153,8 @@ FORMS = (
     # misspelt, contradictory, or not done
     _refused("misspelt-density", TIES.replace("weight: 0.3", "weight: 0.3, densty: 0.5"), "recipe.unknown-name"),
     _refused("misspelt-lambda", TIES + "parameters: {lamda: 0.5}\n", "recipe.unknown-name"),
+    _refused("misspelt-in-capitals", TIES + "parameters: {DENSITY: 0.5}\n", "recipe.unknown-name"),
+    _refused("misspelt-in-turn", TIES.replace("ties", "della") + "parameters: {density: 0.5, espilon: 0.1}\n", "recipe.unknown-name"),
     _refused("misspelt-of-others", STOCK + "parameters: {wieght: 0.5}\n", "recipe.unknown-name"),
     _refused("misspelt-key", LINEAR + "dytpe: float32\n", "recipe.unknown-name"),
     _refused("misspelt-beside-model", LINEAR.replace("  parameters: {weight: 0.3}", "  wieght: 1\n  parameters: {weight: 0.3}"), "recipe.unknown-name"),

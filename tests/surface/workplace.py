@@ -6,13 +6,13 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from mergepipe.cli import main
 from mergepipe.cli.app import build_command
+from support.command_line import Ran
 from support.families import FamilyShape, write_family
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_hf, write_zero3
 
@@ -23,15 +23,6 @@ RECIPES = {
     "dare.yml": ("dare_ties", "weight: 0.6, density: 0.3", "weight: 0.4, density: 0.5"),
 }
 BLOCK_ELEMENTS = 16384
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """What a command left: exit code, standard output and standard error."""
-
-    exit_code: int
-    out: str
-    err: str
 
 
 def run_command(arguments: list[str]) -> Ran:

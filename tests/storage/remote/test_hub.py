@@ -185,11 +185,6 @@ def test_read__refuses_answers_that_disagree_with_the_pin(
     assert refused(lambda: read(store, FILE, 0, 10)).code == code
 
 
-def test_read__refuses_the_whole_file_for_a_range(hub: HubServer, store: HubStore) -> None:
-    hub.cdn.faults = [lambda _request, _answer: Answer(200, WEIGHTS)]
-    assert refused(lambda: read(store, FILE, 0, 10)).code == "storage.answer"
-
-
 @pytest.mark.parametrize(
     "faults",
     [
