@@ -31,7 +31,7 @@ sys.exit(main(sys.argv[1:]))
 BEFORE_PUBLISHING = [
     pytest.param("import", "typer", marks=pytest.mark.slow),
     ("import", "mergepipe.cli.app"),
-    pytest.param("import", "mergepipe.jobs.merge", marks=pytest.mark.slow),
+    pytest.param("import", "mergepipe.runs.progress", marks=pytest.mark.slow),
     pytest.param("import", "mergepipe.recipes.recipe_files", marks=pytest.mark.slow),
     ("import", "numpy"),
     ("import", "mergepipe.engine.pipeline"),
