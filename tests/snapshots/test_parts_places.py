@@ -16,7 +16,6 @@ from mergepipe.snapshots.parts_places import job_at, parts_place, plan_digests_a
 from mergepipe.snapshots.work_log import usage_of
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
-from mergepipe.storage.owner import Owner
 from mergepipe.storage.remote.objects import BucketFolder
 from support.bucket_outputs import new_prefix
 from support.s3_server import S3Server
@@ -24,7 +23,6 @@ from support.s3_server import S3Server
 CONTENT = b"the bytes of a shard"
 JOB = PartsJob("out", "1", "0" * 32, (("a.safetensors", len(CONTENT)), ("b.safetensors", 9)))
 DIGESTS, OTHERS = (MadeShard(0, (), (("t", (one * 16,)),)).digests for one in (b"x", b"y"))
-ELSEWHERE = Owner(1, "1", "another boot", "another machine")
 
 NewPlace = Callable[[PartsJob], PartsPlace]
 

@@ -20,7 +20,6 @@ TOKENIZER_KEYS = ("source", "tokens", "pad_to_multiple_of", "new_tokens", "k")
 SUBWORD, OMP = "subword", "omp"
 TOKEN_KEYS = ("source", "force")
 MODEL_TOKEN_KEYS = ("kind", "model", "token", "token_id")
-EMBEDDING_KINDS = ("zero", "model_token")
 
 
 def read_tokenizer(
