@@ -94,7 +94,7 @@ def test_average__writes_a_model_of_averaged_weights(tmp_path: Path, kind: str) 
     assert set(model) == set(decoder_shapes())
     for name, values in model.items():
         wanted = mean([known.arrays[name, FP32] for known in knowns], (1 / 6, 2 / 6, 3 / 6))
-        np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(values.astype(np.float32), wanted, rtol=0, atol=1e-6)
     assert (report.average is not None, hidden(tmp_path)) == (True, [])
     assert {name: content for path in paths for name, content in tree(path).items()} == before
     assert mergepipe.verify(tmp_path / "out").damages == ()
@@ -108,7 +108,8 @@ def test_average__makes_a_model_that_merges_take(tmp_path: Path) -> None:
     recipe.write_text("merge_method: linear\nmodels: [{model: model, parameters: {weight: 1}}]\n")
     mergepipe.merge(recipe, tmp_path / "merged")
     wanted = mean([known.arrays["model.norm.weight", FP32] for known in knowns], (1 / 3,) * 3)
-    np.testing.assert_allclose(model_values(tmp_path / "merged")["model.norm.weight"], wanted, atol=1e-6)
+    merged = model_values(tmp_path / "merged")["model.norm.weight"]
+    np.testing.assert_allclose(merged.astype(np.float32), wanted, atol=1e-6)
     recipe.write_text("merge_method: linear\nmodels: [{model: checkpoint, parameters: {weight: 1}}]\n")
     with pytest.raises(MergePipeError) as caught:
         mergepipe.merge(recipe, tmp_path / "refused")
