@@ -47,7 +47,7 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench bench-codecs reproduce pages clean
+.PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench-codecs reproduce pages clean
 
 help:
 	@echo "make demo        install, make a small model family, merge it three ways, print a table"
@@ -67,9 +67,8 @@ help:
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in build/site, in an environment of its own"
 	@echo "make reference   write the pages of docs/reference that come from the code"
-	@echo "make bench       measure every method against the I/O floor"
 	@echo "make bench-codecs  sizes and speeds of packing beside zstd, lmz, ZipNN and XOR, in an environment of its own"
-	@echo "make reproduce  the papers' experiments into docs/benchmarks: PARTS=\"scaling sweep\" SIZE=0.6b, ARGUMENTS for more; all parts without PARTS, DEVICE=cuda where there is a GPU"
+	@echo "make reproduce  the papers' experiments into docs/benchmarks: PARTS=\"scaling sweep\" SIZE=0.6b, ARGUMENTS for more; all parts without PARTS"
 	@echo "make pages      write docs/benchmarks again from the stored results"
 	@echo "make clean       remove environments, demo and caches"
 
@@ -241,10 +240,6 @@ docs: $(DOCS_VENV)/.docs
 
 reference: $(VENV)/.package
 	$(BIN)/python -m tools.reference docs/reference
-
-# Every method.
-bench: $(VENV)/.package
-	$(BIN)/python -m benchmarks.methods
 
 # Public weights too: of packages, as files.
 bench-codecs: $(CODECS_VENV)/.codecs

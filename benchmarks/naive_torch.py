@@ -23,10 +23,6 @@ def linear(base: Tensor, experts: list[Tensor]) -> Tensor:
     return torch.stack([base, *(expert.float() for expert in experts)]).mean(dim=0)
 
 
-def task_arithmetic(base: Tensor, experts: list[Tensor]) -> Tensor:
-    return base + torch.stack([expert.float() - base for expert in experts]).mean(dim=0)
-
-
 def ties(base: Tensor, experts: list[Tensor]) -> Tensor:
     deltas = torch.stack([expert.float() - base for expert in experts])
     for delta in deltas:
@@ -50,12 +46,7 @@ def elect(deltas: Tensor) -> Tensor:
     return (deltas * agrees).sum(dim=0) / agrees.sum(dim=0).clamp(min=1)
 
 
-METHODS: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
-    "linear": linear,
-    "task_arithmetic": task_arithmetic,
-    "ties": ties,
-    "dare_ties": dare_ties,
-}
+METHODS: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {"linear": linear, "ties": ties, "dare_ties": dare_ties}
 
 
 def main(method: str, out: str, base: str, *experts: str) -> None:

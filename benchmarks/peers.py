@@ -10,18 +10,15 @@ from benchmarks.recipes import Case
 
 PEER_VENV = Path(".venv-peer")
 _NAIVE = Path(__file__).with_name("naive_torch.py")
-_NAIVE_METHODS = ("linear", "task_arithmetic", "ties", "dare_ties")
-_MERGEKIT_METHODS = (*_NAIVE_METHODS, "breadcrumbs", "dare_linear", "slerp")
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One program: how to call it for a case, a recipe file and an output directory, and the methods it is run for."""
+    """One program, and how to call it for a case, a recipe file and an output directory."""
 
     name: str
     command: Callable[[Case, Path, Path], Sequence[str]]
     environment: Mapping[str, str]
-    methods: tuple[str, ...]
 
 
 def installed_peers(venv: Path = PEER_VENV) -> list[Tool]:
@@ -37,7 +34,4 @@ def installed_peers(venv: Path = PEER_VENV) -> list[Tool]:
         return [str(mergekit), str(recipe), str(out), "--lazy-unpickle", "--random-seed", "0", "--quiet"]
 
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return [
-        Tool("naive torch", naive, {}, _NAIVE_METHODS),
-        Tool("mergekit", by_mergekit, offline, _MERGEKIT_METHODS),
-    ]
+    return [Tool("naive torch", naive, {}), Tool("mergekit", by_mergekit, offline)]

@@ -1,4 +1,4 @@
-"""What one subprocess costs: time, memory and physical I/O, as the kernel counted them."""
+"""What one subprocess costs, as the kernel counts it: time, memory, physical I/O; and what other programs used."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SAMPLE_SECONDS = 0.05
+_BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; not idle, not waiting for a disk
 
 
 class BenchmarkError(Exception):
@@ -22,8 +23,8 @@ class ProcessCost:
     """One finished process.
 
     `peak_rss_bytes` counts mapped files too; `peak_anonymous_bytes` (with anonymous shared memory) does not, and is
-    sampled every 50 ms. `read_bytes` and `written_bytes` went through the block layer; `requested_*` were asked for by
-    system calls (page faults on mapped files are not). Written pages that were still dirty at the exit are counted.
+    sampled every 50 ms. `read_bytes` and `written_bytes` went through the block layer; written pages that were still
+    dirty at the exit are counted.
     """
 
     exit_code: int
@@ -33,8 +34,6 @@ class ProcessCost:
     peak_anonymous_bytes: int
     read_bytes: int
     written_bytes: int
-    requested_read_bytes: int
-    requested_write_bytes: int
 
 
 def measure(
@@ -42,7 +41,6 @@ def measure(
     *,
     log: Path,
     environment: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
     memory_bytes: int | None = None,
 ) -> ProcessCost:
     """Run `command` to its end, its output going to `log`.
@@ -58,7 +56,6 @@ def measure(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=None if environment is None else {**os.environ, **environment},
-            cwd=cwd,
         )
         sampler = _AnonymousPeak(process, memory_bytes)
         sampler.start()
@@ -82,8 +79,6 @@ def measure(
         peak_anonymous_bytes=sampler.peak_bytes,
         read_bytes=io["read_bytes"],
         written_bytes=io["write_bytes"],
-        requested_read_bytes=io["rchar"],
-        requested_write_bytes=io["wchar"],
     )
 
 
@@ -109,6 +104,34 @@ def available_memory_bytes(meminfo: str) -> int:
 def io_counters(pid: int) -> dict[str, int]:
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Seconds since some moment: by the clock, of all busy processors, and of this process and its ended children."""
+
+    wall: float
+    busy: float
+    ours: float
+
+    @classmethod
+    def read(cls) -> Clocks:
+        times = os.times()
+        ours = times.user + times.system + times.children_user + times.children_system
+        return cls(time.monotonic(), busy_seconds(Path("/proc/stat").read_text()), ours)
+
+
+def busy_seconds(stat: str, ticks_per_second: int = os.sysconf("SC_CLK_TCK")) -> float:
+    """Return the seconds that all processors were busy, from the text of /proc/stat."""
+    columns = stat.partition("\n")[0].split()[1:]
+    return sum(int(columns[number]) for number in _BUSY_COLUMNS) / ticks_per_second
+
+
+def processors_of_others(before: Clocks, after: Clocks) -> float:
+    """Return the mean number of processors that other programs used in between; counters round, so at least 0."""
+    wall = after.wall - before.wall
+    others = (after.busy - before.busy) - (after.ours - before.ours)
+    return max(0.0, others / wall) if wall > 0 else 0.0
 
 
 class _AnonymousPeak(threading.Thread):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,9 +63,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    has_gpu = os.environ.get("DEVICE") == "cuda"
-    names = options.parts or [name for name, part in PARTS.items() if has_gpu or not part.needs_gpu]
-    parts = {name: PARTS[name] for name in names}
+    parts = {name: PARTS[name] for name in options.parts or PARTS}
     size = SIZES[options.size].up_to(options.max_experts)
     try:
         match options.action:

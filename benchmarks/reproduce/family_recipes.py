@@ -6,16 +6,21 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recipes import OPERATORS
+from benchmarks.recipes import DENSITY, recipe_text
 from benchmarks.reproduce.workplace import Workplace
 from support.families import FamilyPaths
 
 PAPER_OPERATORS: Mapping[str, str] = {"linear": "AVG", "ties": "TIES", "dare_ties": "DARE"}
+_PARAMETERS: Mapping[str, Mapping[str, float]] = {
+    "linear": {"weight": 1.0},
+    "ties": {"weight": 1.0, "density": DENSITY},
+    "dare_ties": {"weight": 0.3, "density": DENSITY},  # task vectors are added, not averaged: most take such a weight
+}
 PAPER_BUDGET_SHARE = 3462 / 16060
 """The papers' fixed budget over the bytes of one expert: 3,462 MB of Llama-3.1-8B in bf16."""
 SYNTHETIC_TEXT = (
@@ -28,10 +33,16 @@ FITTED_TEXT = (
 )
 
 
+def paper_recipe(operator: str, base: Path, experts: Sequence[Path]) -> str:
+    """The recipe of a merge of all `experts` by one of the papers' operators; the base has no part in an average."""
+    models = dict.fromkeys(experts, _PARAMETERS[operator])
+    return recipe_text(operator, base, models, dtype="float32", out_dtype="bfloat16")
+
+
 def write_recipe(place: Workplace, family: FamilyPaths, operator: str, k: int) -> Path:
     """Write the recipe of a merge of the first `k` experts."""
     path = place.folder / f"{operator}-{k}.yml"
-    path.write_text(OPERATORS[operator].recipe(family.base, family.experts[:k], "bfloat16"))
+    path.write_text(paper_recipe(operator, family.base, family.experts[:k]))
     return path
 
 

@@ -28,7 +28,7 @@ def _needs(size: Size) -> Needs:
 
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
-    family = place.family(size.up_to(_K))
+    family = place.family(size.shape, _K)
     for operator in PAPER_OPERATORS:
         recipe = write_recipe(place, family, operator, _K)
         for cap_mib in _CAPS_MIB:

@@ -16,21 +16,21 @@ import numpy as np
 from safetensors import safe_open
 
 from benchmarks.floor import make_cold
-from benchmarks.make_family import SHAPES
 from benchmarks.peers import Tool, installed_peers
 from benchmarks.process import BenchmarkError, io_counters, measure_checked
-from benchmarks.recipes import Case, method_cases, recipe_text, slice_cases
+from benchmarks.recipes import Case, method_cases, model_entry, recipe_text
 from benchmarks.reproduce.family_recipes import SYNTHETIC_TEXT
 from benchmarks.reproduce.pages import Page, Table, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
-from benchmarks.reproduce.sizes import Size
+from benchmarks.reproduce.sizes import SHAPES, Size
 from benchmarks.reproduce.workplace import OURS, Workplace
-from support.families import family_bytes
+from support.families import FamilyPaths, family_bytes
 from support.hub_server import hub_server
 
 _HALVES = "passthrough, half of the layers of each"
-_RECIPES = ("linear", "ties", "dare_ties", "slerp slices, gradients", _HALVES)
+_GRADIENTS = "slerp slices, gradients"
+_RECIPES = ("linear", "ties", "dare_ties", _GRADIENTS, _HALVES)
 _FROM_THE_HUB = ("ties", _HALVES)
 _K, _MIB = 2, 2**20
 _SAMPLED_BYTES = 1 << 30  # of an output, at the most; larger ones are compared on every n-th element
@@ -64,10 +64,10 @@ class _Shape:
     results: Results
 
     def measure(self, size: Size) -> None:
-        family = self.place.family(Size(size.name, self.shape, (_K,), 1))
+        family = self.place.family(self.shape, _K)
         is_large = family_bytes(SHAPES[self.shape], _K) > _HELD_BYTES
         n = SHAPES[self.shape].layers
-        found = (*method_cases(family), *slice_cases(family, n), _halves(family.experts, n))
+        found = (*method_cases(family), _gradients(family, n), _halves(family.experts, n))
         cases = {case.name: case for case in found}
         peers = [tool for tool in installed_peers() if tool.name == "mergekit"]
         for name in _RECIPES:
@@ -160,17 +160,28 @@ class _Shape:
         return {"seconds": cost.wall_seconds, "network_bytes": sent_bytes, "disk_bytes": disk_bytes}
 
 
-_OUR_TOOL = Tool("mergepipe", lambda _, recipe, out: [*OURS, "merge", str(recipe), str(out), "--no-catalog"], {}, ())
+_OUR_TOOL = Tool("mergepipe", lambda _, recipe, out: [*OURS, "merge", str(recipe), str(out), "--no-catalog"], {})
+
+
+def _gradients(family: FamilyPaths, n_layers: int) -> Case:
+    """All layers of the base and an expert, weighed by depth."""
+    models = (family.base, family.experts[0])
+    slices = [{"sources": [model_entry(model, layer_range=[0, n_layers]) for model in models]}]
+    t: list[dict[str, object]] = [
+        {"filter": "self_attn", "value": [0, 0.5, 0.3, 0.7, 1]},
+        {"filter": "mlp", "value": [1, 0.5, 0.7, 0.3, 0]},
+        {"value": 0.5},
+    ]
+    return Case(_GRADIENTS, models, recipe_text("slerp", family.base, {}, slices=slices, parameters={"t": t}))
 
 
 def _halves(models: Sequence[Path], n_layers: int) -> Case:
     """The first half of the layers of one model, and the second of another: half of what both hold."""
     ranges = ([0, n_layers // 2], [n_layers // 2, n_layers])
     slices = [
-        {"sources": [{"model": str(model.absolute()), "layer_range": layers}]}
-        for model, layers in zip(models[:2], ranges, strict=True)
+        {"sources": [model_entry(model, layer_range=layers)]} for model, layers in zip(models[:2], ranges, strict=True)
     ]
-    return Case(_HALVES, tuple(models[:2]), recipe_text("passthrough", None, (), slices=slices))
+    return Case(_HALVES, tuple(models[:2]), recipe_text("passthrough", None, {}, slices=slices))
 
 
 def _sample(out: Path) -> Iterator[tuple[str, Any]]:

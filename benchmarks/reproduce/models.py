@@ -10,15 +10,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.make_family import SHAPES
 from benchmarks.reproduce.family_recipes import PAPER_BUDGET_SHARE, PAPER_OPERATORS, SYNTHETIC_TEXT, PaperMerge
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
 from benchmarks.reproduce.scaling import ERROR_TEXT, cost_cells
-from benchmarks.reproduce.sizes import Size
+from benchmarks.reproduce.sizes import SHAPES, Size
 from benchmarks.reproduce.workplace import Workplace, weight_files
-from support.families import FamilyPaths, family_bytes, family_paths, write_family, write_models
+from support.families import FamilyPaths, family_bytes, family_paths, write_models
 
 _PACKED_SHARE = 0.25  # of a raw expert's bytes, generously: those of 8B take 0.233
 _TOLD = "ties"  # the stored results have the others too, which take less time
@@ -27,7 +26,7 @@ _AT_ONCE = 2  # raw experts that are on the disk while they are packed
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A shape of `make_family`, numbers of experts, and whether each is packed as soon as it is written."""
+    """A shape of families, numbers of experts, and whether each is packed as soon as it is written."""
 
     shape: str
     ks: tuple[int, ...]
@@ -106,20 +105,19 @@ class _Family:
         }
 
     def _paths(self) -> FamilyPaths:
-        root, n_experts = self.place.folder / "family", max(self.model.ks)
+        n_experts = max(self.model.ks)
+        if not self.model.is_packed:
+            return self.place.family(self.model.shape, n_experts)
+        root = self.place.folder / "family"
         raw = family_paths(root, n_experts)
-        packed = FamilyPaths(raw.base, tuple(root / "packed" / expert.name for expert in raw.experts))
         if not (root / "written").exists():
             shutil.rmtree(root, ignore_errors=True)
-            self._write(root, n_experts)
+            self._write_packed(root, n_experts)
             (root / "written").touch()
-        return packed if self.model.is_packed else raw
+        return FamilyPaths(raw.base, tuple(root / "packed" / expert.name for expert in raw.experts))
 
-    def _write(self, root: Path, n_experts: int) -> None:
+    def _write_packed(self, root: Path, n_experts: int) -> None:
         shape = SHAPES[self.model.shape]
-        if not self.model.is_packed:
-            write_family(root, shape, n_experts)
-            return
         (base,) = write_models(root, shape, [0])
         for first in range(1, n_experts + 1, _AT_ONCE):
             experts = write_models(root, shape, range(first, min(first + _AT_ONCE, n_experts + 1)))

@@ -54,7 +54,7 @@ def _needs(size: Size) -> Needs:
 
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
-    family = place.family(size)
+    family = place.family(size.shape, size.n_experts)
     k = overheads_k(size)
     results.measure("analyze", partial(_analyze, place, FamilyPaths(family.base, family.experts[:k])))
     results.measure("merge", partial(_phases, place, family, k))

@@ -26,8 +26,7 @@ class Needs:
 class Part:
     """One experiment. `measure` adds to the results what they lack; `page` is a pure function of them.
 
-    `tells_beginnings`: its page can be made of results that were not measured to the end. `needs_gpu`: it is measured
-    where it is named, or all parts with `DEVICE=cuda`.
+    `tells_beginnings`: its page can be made of results that were not measured to the end.
     """
 
     name: str
@@ -36,4 +35,3 @@ class Part:
     measure: Callable[[Workplace, Size, Results], None]
     page: Callable[[Results], Page]
     tells_beginnings: bool = False
-    needs_gpu: bool = False

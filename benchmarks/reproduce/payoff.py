@@ -8,8 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recipes import OPERATORS
-from benchmarks.reproduce.family_recipes import SYNTHETIC_TEXT, full_merge, inputs_of, judge_against, write_recipe
+from benchmarks.reproduce.family_recipes import (
+    SYNTHETIC_TEXT,
+    full_merge,
+    inputs_of,
+    judge_against,
+    paper_recipe,
+    write_recipe,
+)
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
@@ -44,7 +50,7 @@ def _needs(size: Size) -> Needs:
 
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
-    family = place.family(size)
+    family = place.family(size.shape, size.n_experts)
     k = payoff_k(size)
     work = _Work(place, FamilyPaths(family.base, family.experts[:k]))
     for name, rate in _RATES.items() if not size.is_toy else [("local disk", None)]:
@@ -94,7 +100,7 @@ class _Work:
             self.pack(name, None)
         experts = [self._packed / expert.name for expert in self._family.experts]
         recipe = self._place.folder / "packed.yml"
-        recipe.write_text(OPERATORS[_OPERATOR].recipe(self._family.base, experts, "bfloat16"))
+        recipe.write_text(paper_recipe(_OPERATOR, self._family.base, experts))
         return self._timed(recipe, weight_files([self._family.base, *experts]), rate, "--no-catalog")
 
     @property

@@ -19,7 +19,7 @@ from safetensors.numpy import load, save_file
 
 from benchmarks.deltas import delta_size, merge_errors
 from benchmarks.process import BenchmarkError
-from benchmarks.recipes import Operator
+from benchmarks.recipes import recipe_text
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
@@ -31,7 +31,7 @@ Tensors = dict[str, NDArray[np.generic]]
 _SHARES = (5, 10, 25, 50)
 _FORMS = {"norm": "blocks by norm", "random": "blocks at random", "packed": "packed"}
 _BLOCK_ELEMENTS = 16 * 1024
-_INTERPOLATION = Operator("task_arithmetic", {"weight": 0.5})  # halfway between the base and its fine-tune
+_HALFWAY = {"weight": 0.5}  # between the base and its fine-tune
 _PACKAGE_BYTES, _WORK_BYTES = 200_000_000, 800_000_000
 
 
@@ -176,7 +176,7 @@ class _PairWork:
 
     def _recipe(self, expert: Path) -> Path:
         path = self.place.folder / "recipe.yml"
-        path.write_text(_INTERPOLATION.recipe(self._base, [expert], "float32"))
+        path.write_text(recipe_text("task_arithmetic", self._base, {expert: _HALFWAY}, dtype="float32"))
         return path
 
     def _full(self) -> Path:

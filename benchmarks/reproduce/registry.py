@@ -8,14 +8,16 @@ from benchmarks.reproduce import (
     compose,
     memory,
     mergekit,
+    methods,
     models,
     overheads,
     payoff,
     published,
+    remote,
     resuming,
     scaling,
+    start_up,
     sweep,
-    tasks,
     trained,
 )
 from benchmarks.reproduce.parts import Part
@@ -24,6 +26,7 @@ PARTS: Mapping[str, Part] = {
     part.name: part
     for part in (
         mergekit.PART,
+        methods.PART,
         scaling.PART,
         models.PART,
         memory.PART,
@@ -33,8 +36,9 @@ PARTS: Mapping[str, Part] = {
         published.PART,
         trained.TRAINED,
         trained.RULES_PART,
-        tasks.PART,
         compose.PART,
         resuming.PART,
+        remote.PART,
+        start_up.PART,
     )
 }

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 import mergepipe
-from benchmarks.reproduce.other_programs import Clocks, processors_of_others
+from benchmarks.process import Clocks, processors_of_others
 
 FORMAT = "mergepipe-results/1"
 DEFAULT_FOLDER = Path("docs/benchmarks/results")

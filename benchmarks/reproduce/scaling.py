@@ -33,14 +33,14 @@ def _needs(size: Size) -> Needs:
 
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
-    family = place.family(size)
+    family = place.family(size.shape, size.n_experts)
     for operator in PAPER_OPERATORS:
         for k in size.ks:
             merge = PaperMerge(place, family, operator, k)
             results.measure(f"{operator}/{k}/full", merge.in_full)
             results.measure(f"{operator}/{k}/budget", partial(merge.under_the_budget, size.model_bytes, size.repeats))
     for tool in () if size.is_toy else _peers(Path(sys.prefix)):
-        for operator in (operator for operator in PAPER_OPERATORS if operator in tool.methods):
+        for operator in PAPER_OPERATORS:
             for k in (k for k in size.ks if k in _PEER_KS):
                 cases = method_cases(FamilyPaths(family.base, family.experts[:k]))
                 case = next(case for case in cases if case.name == operator)

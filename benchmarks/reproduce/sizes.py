@@ -6,15 +6,25 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.make_family import SHAPES
-from support.families import family_bytes
+from support.families import DEMO, QWEN3_0_6B, TINY, Architecture, FamilyShape, family_bytes
 
+SHAPES: Mapping[str, FamilyShape] = {
+    "8b": FamilyShape(4096, 32, 32, 8, 128, 14336, 128256, tied=False, architecture=Architecture.LLAMA),
+    "3b": FamilyShape(3072, 28, 24, 8, 128, 8192, 128256, tied=True, architecture=Architecture.LLAMA),
+    "1.7b": replace(QWEN3_0_6B, hidden=2048, intermediate=6144),
+    "0.6b": QWEN3_0_6B,
+    "small": replace(QWEN3_0_6B, layers=4, vocab=16000),
+    "demo": DEMO,
+    "tiny": TINY,
+}
+"""`8b` is Llama-3.1-8B, `3b` Llama-3.2-3B, `1.7b`, `0.6b` are Qwen3's, `small` has 4 of 28 layers of the latter, with a
+tenth of its words."""
 _KS = (2, 4, 8, 12, 16, 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A shape of `make_family`, the numbers of experts that are merged, and repeats of each timed merge."""
+    """A name of `SHAPES`, the numbers of experts that are merged, and repeats of each timed merge."""
 
     name: str
     shape: str

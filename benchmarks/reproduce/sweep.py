@@ -49,7 +49,7 @@ def _needs(size: Size) -> Needs:
 
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
-    family = place.family(size, is_fitted=True)
+    family = place.family(size.shape, size.n_experts, is_fitted=True)
     k = sweep_ks(size)[0]
     for kibi in _TOY_BLOCKS if size.is_toy else _BLOCKS:
         results.measure(

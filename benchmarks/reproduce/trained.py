@@ -24,7 +24,7 @@ import mergepipe
 from benchmarks import tiny_lm
 from benchmarks.deltas import delta_size
 from benchmarks.local_text import GENERAL, Domain, gather
-from benchmarks.recipes import DENSITY
+from benchmarks.recipes import DENSITY, recipe_text
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results, ResultsError
@@ -68,15 +68,13 @@ class Rule:
     is_default: bool = True
 
     def recipe(self, base: Path, experts: Sequence[Path]) -> str:
-        content: dict[str, Any] = {"merge_method": self.method}
-        if self.method != "karcher":
-            content["base_model"] = str(base)
-        models = []
+        models = {}
         for expert in experts:
             weight = {"weight": {"file": str(importance_file(expert))}} if self.by_importance else {}
-            models.append({"model": str(expert), "parameters": {**self.each, **weight}})
-        content |= {"models": models, "parameters": dict(self.common), "dtype": "float32", "out_dtype": "bfloat16"}
-        return yaml.safe_dump(content, sort_keys=False)
+            models[expert] = {**self.each, **weight}
+        anchor = None if self.method == "karcher" else base
+        common = dict(self.common)
+        return recipe_text(self.method, anchor, models, parameters=common, dtype="float32", out_dtype="bfloat16")
 
 
 _THIRD, _ONE = {"weight": 0.3}, {"weight": 1.0}

@@ -7,18 +7,17 @@ import shutil
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.floor import floor_seconds, make_cold
-from benchmarks.make_family import FamilyRequest, ensure_family
 from benchmarks.peers import Tool
 from benchmarks.process import BenchmarkError, ProcessCost, available_memory_bytes, measure, measure_checked
 from benchmarks.recipes import Case
-from benchmarks.reproduce.sizes import Size
-from support.families import FamilyPaths
+from benchmarks.reproduce.sizes import SHAPES
+from support.families import FamilyPaths, family_paths, write_family
 
 OURS = (sys.executable, "-m", "mergepipe")
 _INSTRUMENTED = (sys.executable, "-m", "benchmarks.reproduce.instrumented")
@@ -54,17 +53,26 @@ class Workplace:
         (self.folder / name).mkdir(parents=True, exist_ok=True)
         return Workplace(self.folder / name)
 
-    def family(self, size: Size, *, is_fitted: bool = False) -> FamilyPaths:
-        """Write the family of a size, or find it; `is_fitted` as `support.families.write_family` has it."""
-        folder = self.folder / f"{'fitted' if is_fitted else 'family'}-{size.shape}-{size.n_experts}"
-        return ensure_family(FamilyRequest(folder, size.shape, size.n_experts, 0, is_fitted))
+    def family(self, shape: str, n_experts: int, *, is_fitted: bool = False) -> FamilyPaths:
+        """Write a family, or find it; `is_fitted` as `support.families.write_family` has it."""
+        folder = self.folder / f"{'fitted' if is_fitted else 'family'}-{shape}-{n_experts}"
+        if not (folder / "written").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            write_family(folder, SHAPES[shape], n_experts, is_fitted=is_fitted)
+            (folder / "written").touch()
+        return family_paths(folder, n_experts)
 
     def remove(self) -> None:
         """Delete everything in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def ours(
-        self, *arguments: object, cold: Sequence[Path] = (), rate: float | None = None, phases: Path | None = None
+        self,
+        *arguments: object,
+        cold: Sequence[Path] = (),
+        rate: float | None = None,
+        phases: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> tuple[dict[str, Any], ProcessCost]:
         """Run our command line on inputs that are `cold`; return its JSON report and its cost.
 
@@ -78,7 +86,7 @@ class Workplace:
         program = OURS if rate is None else (*_INSTRUMENTED, "--rate", str(rate))
         program = program if phases is None else (*_INSTRUMENTED, "--phases", str(phases))
         command = [*program, *map(str, arguments), "--json"]
-        cost = measure_checked(command, log=log)
+        cost = measure_checked(command, log=log, environment=environment)
         text = log.read_text()
         report: dict[str, Any] = json.loads(text[text.index("{") :])
         return report, cost

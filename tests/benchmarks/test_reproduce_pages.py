@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 from benchmarks.peers import Tool
-from benchmarks.process import BenchmarkError, available_memory_bytes
+from benchmarks.process import BenchmarkError, Clocks, available_memory_bytes, busy_seconds, processors_of_others
 from benchmarks.recipes import Case
 from benchmarks.reproduce import models, workplace
-from benchmarks.reproduce.other_programs import Clocks, busy_seconds, processors_of_others
 from benchmarks.reproduce.pages import Figure, Page, Series, Table
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.registry import PARTS
@@ -186,7 +185,7 @@ def test_peer__for_which_the_memory_is_too_small_has_that_as_its_result(
     place, case = Workplace(tmp_path), Case("linear", (), "")
 
     def program(text: str) -> Tool:
-        return Tool("program", lambda *_: (sys.executable, "-c", text), {}, ())
+        return Tool("program", lambda *_: (sys.executable, "-c", text), {})
 
     monkeypatch.setattr(workplace, "available_memory_bytes", lambda _: 1 << 29)
     entry = place.peer(program("import time; held = b'a' * (1 << 30); time.sleep(60)"), case)

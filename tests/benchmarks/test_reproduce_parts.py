@@ -13,16 +13,21 @@ from statistics import mean
 
 import pytest
 from benchmarks.local_text import GENERAL, Domain
+from benchmarks.process import BenchmarkError
+from benchmarks.recipes import method_cases
 from benchmarks.reproduce.__main__ import main
 from benchmarks.reproduce.instrumented import RateLimit, slow_storage
 from benchmarks.reproduce.pages import Table
 from benchmarks.reproduce.registry import PARTS
 from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.workplace import Workplace
 from benchmarks.reproduce.writing import markdown_files
 
+from mergepipe.operators.registry import operator_specs
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.families import TINY, write_family
 
 pytestmark = pytest.mark.slow  # `make test-benchmarks`, which CI runs too
 
@@ -32,7 +37,10 @@ def measure(part: str, tmp_path: Path, *more: str) -> int:
     return main(["measure", part, "--size", "toy", *folders, *more])
 
 
-@pytest.mark.parametrize("part", ["mergekit", "scaling", "models", "memory", "sweep", "overheads", "payoff", "compose"])
+@pytest.mark.parametrize("part", [
+    "mergekit", "methods", "scaling", "models", "memory", "sweep", "overheads", "payoff", "compose", "remote",
+    "start_up",
+])  # fmt: skip
 def test_part__is_measured_and_gives_a_page(part: str, tmp_path: Path) -> None:
     assert measure(part, tmp_path) == 0
     assert not (tmp_path / "work").exists()
@@ -46,14 +54,14 @@ def test_part__is_measured_and_gives_a_page(part: str, tmp_path: Path) -> None:
             assert entry["error"] == 0
 
 
-def test_tasks__tells_the_perplexity_of_models_and_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measure("tasks", tmp_path) == 0
-    text = markdown_files(PARTS, tmp_path / "results")["tasks.md"]
-    entries = Results.read(tmp_path / "results/tasks.json").entries
-    assert f"| TIES | 75 % | {math.exp(entries['ties/75']['loss']):.3f} |" in text
-    assert len({entries[key]["loss"] for key in ("model/base", "ties/75", "ties/100")}) == 3
-    monkeypatch.setenv("DEVICE", "tpu")
-    assert measure("tasks", tmp_path) == 1
+def test_cases__cover_every_operator_that_reads_experts(tmp_path: Path) -> None:
+    names = {case.name for case in method_cases(write_family(tmp_path, TINY, 2))}
+    assert names == {name for name, spec in operator_specs().items() if spec.max_experts != 0}
+
+
+def test_workplace__a_command_that_fails_ends_the_benchmark(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkError, match=r"exit code \d+\n(?s:.*)missing\.yml"):
+        Workplace(tmp_path).ours("merge", tmp_path / "missing.yml", tmp_path / "out")
 
 
 def test_part__is_resumed_without_measuring_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,131 @@
+"""Part `remote`: merges of a bucket behind a link of given speed, against bytes / bandwidth."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.recipes import DENSITY, recipe_text
+from benchmarks.reproduce.family_recipes import SYNTHETIC_TEXT
+from benchmarks.reproduce.pages import Page, Table
+from benchmarks.reproduce.parts import Needs, Part
+from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.sizes import Size
+from benchmarks.reproduce.workplace import Workplace
+from support.families import FamilyPaths
+from support.fault_server import BucketServer, Link
+
+_K = 6
+_CONNECTIONS = 32
+_LINK, _TOY_LINK = Link(0.03, 100e6), Link(0.002, 20e6)
+_MERGES: Mapping[str, tuple[str, ...]] = {"full": (), "budget 10 %": ("--budget", "10%")}
+_LEAST_SENT_BYTES, _MOST_SENT_BYTES = 64 << 10, 512 << 10
+_QUEUE_SECONDS = 0.005
+
+
+class MappedServer(BucketServer):
+    """Serves models without reading them into memory; the tags of files are their sizes.
+
+    Senders run ahead of the link by a few milliseconds, as they do into the queues of a real one, so that a thread that
+    wakes late does not slow the link down.
+    """
+
+    def __init__(self, models: tuple[Path, ...], link: Link) -> None:
+        super().__init__({}, link=link)
+        for model in models:
+            for file in sorted(model.iterdir()):
+                self.put(f"bucket/{model.name}/{file.name}", _mapped(file))
+
+    def etag(self, path: str) -> str:
+        """The tag of a file that never changes."""
+        return f'"{len(self.files[path])}"'
+
+    def _send_body(self, handler: Any, body: memoryview) -> None:
+        step = int(max(_LEAST_SENT_BYTES, min(_MOST_SENT_BYTES, self._link.bytes_per_second * _QUEUE_SECONDS / 8)))
+        for start in range(0, len(body), step):
+            part = body[start : start + step]
+            self._wait_for_link(len(part))
+            handler.wfile.write(part)
+        with self._lock:
+            self.sent_bytes += len(body)
+
+    def _wait_for_link(self, nbytes: int) -> None:
+        with self._lock:
+            begins = max(self._link_free_at, time.monotonic())
+            self._link_free_at = begins + nbytes / self._link.bytes_per_second
+            sleep_seconds = self._link_free_at - time.monotonic() - _QUEUE_SECONDS
+        if sleep_seconds > 0:
+            time.sleep(sleep_seconds)
+
+
+def _mapped(file: Path) -> bytes:
+    """The content of a file, as far as a server asks for it: a memory map, which slices as bytes do."""
+    with file.open("rb") as opened:
+        size_bytes = os.fstat(opened.fileno()).st_size
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size_bytes else b""  # type: ignore[return-value]
+
+
+def _needs(size: Size) -> Needs:
+    return Needs((_K + 2) * size.model_bytes, 1.5 * (_K + 1) * size.model_bytes / _LINK.bytes_per_second / 60)
+
+
+def _measure(place: Workplace, size: Size, results: Results) -> None:
+    family = place.family(size.shape, _K)
+    for name, options in _MERGES.items():
+        results.measure(name, partial(_merge, place, family, _TOY_LINK if size.is_toy else _LINK, options))
+
+
+def _merge(place: Workplace, family: FamilyPaths, link: Link, options: tuple[str, ...]) -> dict[str, Any]:
+    """Merge a bucket by TIES with a catalog that is its own."""
+    recipe, out, home = (place.folder / name for name in ("remote.yml", "out", "home-remote"))
+    models = {
+        f"s3://bucket/{expert.name}": {"weight": round(1 / _K, 6), "density": DENSITY} for expert in family.experts
+    }
+    recipe.write_text(recipe_text("ties", "s3://bucket/base", models, dtype="bfloat16"))
+    for left in (out, home):
+        shutil.rmtree(left, ignore_errors=True)
+    with MappedServer(family.models, link) as server:
+        environment = {
+            "AWS_ENDPOINT_URL": server.url, "AWS_REGION": "us-east-1", "AWS_SKIP_SIGNATURE": "true",
+            "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }  # fmt: skip
+        places = ("--home", home, "--connections", _CONNECTIONS)
+        report, cost = place.ours("merge", recipe, out, *places, *options, environment=environment)
+        sent_bytes = server.all_sent_bytes()
+    shutil.rmtree(out)
+    return {
+        "seconds": cost.wall_seconds, "cpu_seconds": cost.cpu_seconds, "peak_rss_bytes": cost.peak_rss_bytes,
+        "read_bytes": sum(report["traffic"]["bytes_by_host"].values()), "sent_bytes": sent_bytes,
+        "requests": report["traffic"]["counts"]["requests"], "link_seconds": sent_bytes / link.bytes_per_second,
+    }  # fmt: skip
+
+
+def _page(results: Results) -> Page:
+    over = {name: f"{entry['seconds'] / entry['link_seconds']:.2f}" for name, entry in results.entries.items()}
+    meaning = (
+        f"**A merge of remote experts takes the time in which its bytes come over the link**: times over that are"
+        f" {' and '.join(over.values())}."
+    )
+    about = (
+        f"TIES of {_K} experts; a server on the loopback answers after {_LINK.latency_seconds * 1000:.0f} ms and sends"
+        f" at {_LINK.bytes_per_second / 1e6:.0f} MB/s. {SYNTHETIC_TEXT}"
+    )
+    rows = tuple(
+        (
+            name, f"{entry['read_bytes'] / 1e6:.0f}", f"{entry['seconds']:.1f}", over[name], str(entry["requests"]),
+            f"{entry['peak_rss_bytes'] / 1e6:.0f}",
+        )
+        for name, entry in results.entries.items()
+    )  # fmt: skip
+    header = ("merge", "read, MB", "seconds", "over bytes / bandwidth", "requests", "peak memory, MB")
+    return Page("Remote experts", meaning, (about, Table(header, rows)))
+
+
+PART = Part("remote", "merges of a bucket over a link of 100 MB/s: bytes, requests, time", _needs, _measure, _page)
