@@ -131,7 +131,8 @@ def wanted_runs(data: st.DataObject, tasks: list[MergeTask]) -> dict[int, tuple[
 def test_plan_jobs__covers_every_tensor_in_segments_that_fit(data: st.DataObject) -> None:
     tasks = data.draw(task_lists())
     cut_elements = data.draw(st.sampled_from([1, 3])) * GRAIN_ELEMENTS
-    sizes = choose_buffer_sizes(tasks, data.draw(memories(tasks, cut_elements)), cut_everywhere(cut_elements))
+    memory, in_part = data.draw(memories(tasks, cut_elements)), data.draw(st.booleans())
+    sizes = choose_buffer_sizes(tasks, memory, cut_everywhere(cut_elements), in_part=in_part)
     wanted = wanted_runs(data, tasks)
     jobs = []
     for job in plan_jobs(tasks, sizes, lambda index, _: wanted[index], cut_everywhere(cut_elements)):
@@ -150,17 +151,32 @@ def test_plan_jobs__covers_every_tensor_in_segments_that_fit(data: st.DataObject
 def test_choose_buffer_sizes__leaves_room_for_the_fewest_buffers(data: st.DataObject) -> None:
     tasks = data.draw(task_lists())
     memory = data.draw(memories(tasks))
-    sizes = choose_buffer_sizes(tasks, memory)
+    sizes = choose_buffer_sizes(tasks, memory, in_part=data.draw(st.booleans()))
     pool = BufferPool(sizes.total_bytes, memory)
     assert pool.limit >= FEWEST_BUFFERS
     assert pool.limit * pool.buffer_bytes <= memory
     assert sizes.raw_bytes % PAGE_BYTES == 0
 
 
-def test_choose_buffer_sizes__names_the_memory_it_needs() -> None:
+def large_task(n_experts: int) -> MergeTask:
     entry = TensorEntry("t", F32, (1 << 20,), Location.local(Path("f")), 0, 4 << 20)
-    parameters = TensorParameters({}, {}, ({},) * 3)
-    task = MergeTask("t", Action.MERGE, (1 << 20,), F32, entry, (entry,) * 3, parameters, expert_models=(1, 2, 3))
+    parameters, models = TensorParameters({}, {}, ({},) * n_experts), tuple(range(1, n_experts + 1))
+    return MergeTask("t", Action.MERGE, (1 << 20,), F32, entry, (entry,) * n_experts, parameters, expert_models=models)
+
+
+def test_choose_buffer_sizes__cuts_what_hardly_reads_experts_into_few_segments_however_many_there_are() -> None:
+    def n_segments(n_experts: int, *, in_part: bool) -> int:
+        task, cut_of = large_task(n_experts), cut_everywhere(GRAIN_ELEMENTS)
+        sizes = choose_buffer_sizes([task], 1 << 30, cut_of, in_part=in_part)
+        (job,) = plan_jobs([task], sizes, lambda index, _: (Run(index, Span(0, 1 << 20), ()),), cut_of)
+        return len(job.segments)
+
+    assert n_segments(20, in_part=True) == n_segments(2, in_part=True) == 1
+    assert n_segments(20, in_part=False) > n_segments(2, in_part=False)
+
+
+def test_choose_buffer_sizes__names_the_memory_it_needs() -> None:
+    task = large_task(3)
     with refuses(LimitError, "memory.too-small") as caught:
         choose_buffer_sizes([task], 1000)
     needed = smallest_memory([task])

@@ -36,6 +36,7 @@ T = TypeVar("T")
 _FORMAT, _KIND, _DIGEST = "format", "kind", "digest"
 _CODE = "format.damaged"
 _LARGEST = 2**63 - 1
+_LEVELS_IN_LINES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class RecordFormat(Generic[T]):
 
     def to_json(self, record: T) -> bytes:
         """Encode as readable JSON with a stable order of keys."""
-        return (json.dumps(self.content(record), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        return (_in_lines(self.content(record), _LEVELS_IN_LINES) + "\n").encode()
 
     def recognises(self, head: bytes) -> bool:
         """Whether a file that begins like this was written in this format, in whatever version."""
@@ -183,6 +184,17 @@ class RecordFormat(Generic[T]):
 
     def _refuse(self, where: object, message: str) -> NoReturn:
         raise CorruptError.of(_CODE, where, message, self._hint)
+
+
+def _in_lines(value: JsonValue, levels: int, start: str = "\n") -> str:
+    """Encode as JSON with a line for each item of the outer levels. `indent` of the library is 10 times slower."""
+    if not levels or not value or not isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    inner = start + " "
+    if isinstance(value, list):
+        return f"[{inner}{f',{inner}'.join(_in_lines(item, levels - 1, inner) for item in value)}{start}]"
+    items = (f"{_in_lines(key, 0)}: {_in_lines(item, levels - 1, inner)}" for key, item in value.items())
+    return f"{{{inner}{f',{inner}'.join(items)}{start}}}"
 
 
 # --- codecs of types ---

@@ -117,7 +117,7 @@ def _layout(work: MergeWork, pool_bytes: int) -> _Layout:
     """Choose buffers and cuts by all tasks of a work."""
     tasks = work.output.tasks
     cut_of = uncut_blocks(_cut_of(work), tasks, pool_bytes)
-    sizes = choose_buffer_sizes(tasks, pool_bytes, cut_of, CHUNK_BYTES)
+    sizes = choose_buffer_sizes(tasks, pool_bytes, cut_of, CHUNK_BYTES, in_part=work.access is not None)
     return _Layout(pool_bytes, sizes, _runs_of(work), cut_of)
 
 

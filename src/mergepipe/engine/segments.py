@@ -305,11 +305,17 @@ def uncut_blocks(cut_of: CutOf, tasks: Sequence[MergeTask], memory_bytes: int) -
 
 
 def choose_buffer_sizes(
-    tasks: Sequence[MergeTask], memory_bytes: int, cut_of: CutOf = CUT_AT_GRAINS, reserved_bytes: int = 0
+    tasks: Sequence[MergeTask],
+    memory_bytes: int,
+    cut_of: CutOf = CUT_AT_GRAINS,
+    reserved_bytes: int = 0,
+    *,
+    in_part: bool = False,
 ) -> BufferSizes:
     """Pick the buffer size for a memory cap; a buffer holds at least one stretch between cuts of every model.
 
-    `memory_bytes` is what the cap leaves for buffers, after `reserved_bytes` for something else.
+    `memory_bytes` is what the cap leaves for buffers, after `reserved_bytes` for something else. Where models are read
+    `in_part`, most stretches need hardly more than the base's bytes: more room is for results.
     """
     raw_bytes, out_bytes = _smallest_buffer(tasks, cut_of)
     smallest = raw_bytes + out_bytes
@@ -322,10 +328,9 @@ def choose_buffer_sizes(
             f"raise --memory to {size_option(needed + reserved_bytes)} or more",
         )
     ideal = max(smallest, min(IDEAL_BUFFER_BYTES, memory_bytes // LARGEST_SHARE_OF_MEMORY))
-    scale = ideal / smallest
-    return BufferSizes(
-        round_up(int(raw_bytes * scale), PAGE_BYTES), max(out_bytes, int(out_bytes * scale) // PAGE_BYTES * PAGE_BYTES)
-    )
+    results = max(out_bytes * ideal // smallest, min(ideal // 4, ideal - raw_bytes) if in_part else 0)
+    results = max(out_bytes, results // PAGE_BYTES * PAGE_BYTES)
+    return BufferSizes(round_up(ideal - results, PAGE_BYTES), results)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from mergepipe.operators.base import (
     ReductionRequest,
 )
 from mergepipe.operators.registry import operator_named
-from mergepipe.operators.statistics import N_OCTAVES, NOTHING_KEPT, OCTAVE_SHARES, Cut, TensorStatistics
+from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, NOTHING_KEPT, OCTAVE_SHARES, Cut, TensorStatistics
 from mergepipe.planning.levels import Ladders, build_ladders
 from mergepipe.planning.problem import ABSENT, Columns, PlanningProblem, lay_out_columns, read_costs, sample_cost_bytes
 from mergepipe.recipes.tasks import MergeTask
@@ -222,15 +222,15 @@ def find_candidates(problem: PlanningProblem, *, samples: bool) -> Candidates:
     informed_ET = np.zeros((n_experts, n_tensors), np.bool_)
     free_EB = columns.silent_ET()[:, columns.tensor_B]
     energy_EB = np.zeros((n_experts, columns.n_columns), np.float64)
-    for e, t in (*statistics, *ladders):
-        inside = columns.of_tensor(t)
-        informed_ET[e, t] = True
-        if (e, t) in statistics:
-            energy_EB[e, inside], is_same_B = _passing_energy(statistics[e, t], rules[t].cuts.get(e), problem, rules[t])
-            free_EB[e, inside] |= is_same_B
-        if (ladder := ladders.get((e, t))) is not None:
-            free_EB[e, inside] |= ladder.cost_KB[-1] + ladder.square_B == 0  # infinities are not on its record
-            energy_EB[e, inside] = ladder.unread_B
+    for e in range(n_experts):
+        known_T = {t: statistics[e, t] for t in range(n_tensors) if (e, t) in statistics}
+        for t, energy_B, is_same_B in _passing_energy(e, known_T, rules, problem.block_elements):
+            informed_ET[e, t], energy_EB[e, columns.of_tensor(t)] = True, energy_B
+            free_EB[e, columns.of_tensor(t)] |= is_same_B
+    for (e, t), ladder in ladders.items():
+        informed_ET[e, t], energy_EB[e, columns.of_tensor(t)] = True, ladder.unread_B
+        # infinities are not on its record
+        free_EB[e, columns.of_tensor(t)] |= ladder.cost_KB[-1] + ladder.square_B == 0
     cost_EB = read_costs(columns, ladders)
     for e, t in (*units, *(pair for pair, reason in lacking.items() if reason == REASON_ROWS)):
         inside = columns.of_tensor(t)
@@ -354,21 +354,29 @@ def coefficients(columns: Columns, rules: Sequence[Rule]) -> NDArray[np.float64]
 
 
 def _passing_energy(
-    statistics: TensorStatistics, cut: Cut | None, problem: PlanningProblem, rule: Rule
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return the energy of each block of the plan that passes the cut, and whether the block equals the base's.
+    e: int, statistics: Mapping[int, TensorStatistics], rules: Sequence[Rule], block_elements: int
+) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.bool_]]]:
+    """Yield the tensors of an expert with the energy of each planned block that passes the cut, and whether it is 0.
 
     Both are worked out by the blocks of the statistics, and shared out by elements where the plan's are others.
     """
-    blocks_B, grid = statistics.blocks_B, statistics.grid
+    if not statistics:
+        return
+    blocks_B = np.concatenate([known.blocks_B for known in statistics.values()], dtype=BLOCK_RECORD)
     energy_B = np.square(np.fmin(blocks_B["norm"].astype(np.float64), _LARGEST_NORM))
-    if rule.influence.trims:
-        energy_B *= _surviving_share(blocks_B, cut or Cut(0))
+    trims_T = [rules[t].influence.trims for t in statistics]
+    if any(trims_T):
+        n_T = [len(known.blocks_B) for known in statistics.values()]
+        cut_T = np.array([rules[t].cuts.get(e, Cut(0)).bits for t in statistics], np.uint32).view(np.float32)
+        energy_B *= np.where(np.repeat(trims_T, n_T), _surviving_share(blocks_B, np.repeat(cut_T, n_T)), 1.0)
     changed_B = (blocks_B["changed"] != 0).astype(np.float64)
-    planned = BlockGrid(grid.n_elements, problem.block_elements)
-    if planned != grid:
-        energy_B, changed_B = (share_out(values_B, grid, planned) for values_B in (energy_B, changed_B))
-    return energy_B, changed_B == 0
+    start = 0
+    for t, known in statistics.items():
+        inside, planned = slice(start, start + len(known.blocks_B)), BlockGrid(known.grid.n_elements, block_elements)
+        own_B = energy_B[inside], changed_B[inside]
+        energy, changed = own_B if planned == known.grid else (share_out(each, known.grid, planned) for each in own_B)
+        yield t, energy, changed == 0
+        start = inside.stop
 
 
 def share_out(values_O: NDArray[np.float64], old: BlockGrid, new: BlockGrid) -> NDArray[np.float64]:
@@ -395,16 +403,14 @@ def _is_spread(statistics: TensorStatistics, block_elements: int) -> bool:
     return grid.n_elements > block_elements and block_elements % grid.block_elements != 0
 
 
-def _surviving_share(blocks_B: NDArray[np.void], cut: Cut) -> NDArray[np.float64]:
-    """Estimate the share of each block's energy at or above the tensor's cut, from energies by octave of magnitude.
+def _surviving_share(blocks_B: NDArray[np.void], cut_B: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Estimate the share of each block's energy at or above its tensor's cut, from energies by octave of magnitude.
 
     Inside the octave that holds the cut, energy is taken to be spread evenly over the logarithm of magnitude: the
     share above the cut at `x` of the octave's upper end is `-log2 x`, here `(1 - x) (1 + 1 / 2x)`, which is within 0.01
     of it and the same on every machine.
     """
-    magnitude = np.array(cut.bits, np.uint32).view(np.float32)
-    cut_B = np.full(len(blocks_B), np.inf if np.isnan(magnitude) else magnitude, np.float32)
-    position_B = octave_position(blocks_B["largest"], cut_B)
+    position_B = octave_position(blocks_B["largest"], np.where(np.isnan(cut_B), np.float32(np.inf), cut_B))
     share_BO = OCTAVE_SHARES[blocks_B["octaves"]].astype(np.float64)
     inside_BO = np.clip(position_B[:, None] - np.arange(N_OCTAVES), 0.0, 1.0)
     above_B, total_B = (np.cumsum(values_BO, axis=1)[:, -1] for values_BO in (share_BO * inside_BO, share_BO))

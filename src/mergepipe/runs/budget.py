@@ -145,14 +145,15 @@ class BlockCounts:
 def count_blocks(tensors: Iterable[PlannedTensor], block_elements: int, n_experts: int) -> BlockCounts:
     """Count the blocks of planned tensors."""
     blocks = touched = 0
-    level_EL = np.zeros((n_experts, ALL - FREE + 1), np.int64)
+    n_levels = ALL - FREE + 1
+    level_EL = np.zeros((n_experts, n_levels), np.int64)
     for tensor in tensors:
         n_blocks = BlockGrid(tensor.n_elements, block_elements).n_blocks
         levels_EB = level_of_blocks(tensor, n_blocks)
         blocks += n_blocks
         touched += int((levels_EB > OMITTED).any(axis=0).sum())
-        for e, levels_B in zip(tensor.models, levels_EB, strict=True):
-            level_EL[e] += np.bincount(levels_B - FREE, minlength=level_EL.shape[1])
+        of_expert_E = n_levels * np.array(tensor.models, np.int64) - FREE
+        level_EL += np.bincount((levels_EB + of_expert_E[:, None]).ravel(), None, level_EL.size).reshape(level_EL.shape)
     return BlockCounts(blocks, touched, level_EL)
 
 
