@@ -21,10 +21,10 @@ import numpy as np
 from benchmarks.codec_pairs import Pair, Stored, public_pairs, synthetic_pairs
 from benchmarks.peer_codecs import Measured, installed_codecs
 from mergepipe.core.blocks import DTYPES, DType
-from mergepipe.deltastore.codec.block import BlockContext, decode_block, encode_block
-from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, EncodedBlock
+from mergepipe.deltastore.codec import BlockContext, decode_block, encode_block
 from mergepipe.deltastore.encode_pass import cut_of, sample_of
 from mergepipe.deltastore.index import CHECK_BYTES, ROW_BYTES, digest, make_row
+from mergepipe.deltastore.pieces import BANDED_DTYPES, BLOCK_ELEMENTS, EncodedBlock
 
 OURS = "ours"
 SMALLEST_TIMED_BYTES = 4 << 20

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe.checkpoints.inert_values import Global, PickledStorage, PickledTensor, Record
+from mergepipe.checkpoints.inert_pickle import Global, PickledStorage, PickledTensor, Record
 from mergepipe.core.blocks import F32
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

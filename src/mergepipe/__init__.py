@@ -57,9 +57,8 @@ if TYPE_CHECKING:
     from mergepipe.jobs.plan import check, plan
     from mergepipe.jobs.push import push
     from mergepipe.jobs.replay import replay
-    from mergepipe.jobs.search import search
+    from mergepipe.jobs.search import search, sweep
     from mergepipe.jobs.snapshots import catalog_stats, gc, lineage, list_snapshots, rebuild_catalog, show
-    from mergepipe.jobs.sweep import sweep
     from mergepipe.jobs.verify import repair, verify
     from mergepipe.operators.custom import operator
     from mergepipe.options import (
@@ -195,6 +194,7 @@ _HOMES = {
     "jobs.pack": ("pack", "unpack"),
     "jobs.parts": ("parts_status", "run_part"),
     "jobs.plan": ("check", "plan"),
+    "jobs.search": ("search", "sweep"),
     "jobs.verify": ("repair", "verify"),
     "operators.custom": ("operator",),
     "options": tuple(name for name in __all__ if name.endswith("Options")),

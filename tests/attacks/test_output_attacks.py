@@ -20,7 +20,7 @@ from mergepipe.cli.commands.budgets import check_page
 from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import output, owned
-from mergepipe.storage.owner import OWNER_NAME, write_owner
+from mergepipe.storage.owned import OWNER_NAME, write_owner
 from support.disk_families import tree_digest, weights_digest
 from support.families import TINY, write_family
 from support.faults import replaced, system_error

@@ -13,7 +13,7 @@ from benchmarks.reproduce.results import Results
 from mergepipe.storage.contract import RemoteSettings
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote.web import open_store
+from mergepipe.storage.remote.pinned_store import open_store
 from support.families import TINY, family_bytes
 from support.fault_server import Link
 

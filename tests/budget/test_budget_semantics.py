@@ -13,7 +13,7 @@ from budget_cases import CASES, POLICIES, make_setting
 
 import mergepipe
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.engine.tensor_work import FREE, OMITTED, level_of_blocks
+from mergepipe.engine.work import FREE, OMITTED, level_of_blocks
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from support.budgets import GRAIN, planned_tensor

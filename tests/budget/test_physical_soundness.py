@@ -19,11 +19,11 @@ from tracing import PAGE_BYTES, STRACE, TracedRun, TracedServer, traced_server
 
 from mergepipe import pack
 from mergepipe.core.blocks import BF16
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.index import HEADER_NAME, INDEX_NAME
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
 from mergepipe.planning.plan import Plan
 from mergepipe.storage.local import resident_fraction
-from mergepipe.storage.owner import LOG_NAME, OWNER_NAME
+from mergepipe.storage.owned import LOG_NAME, OWNER_NAME
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, make_budget_models, smallest_memory, tensor_plans
 from support.disk_families import DiskFamily, write_recipe, write_sharded
 from support.slow_cases import slow_unless

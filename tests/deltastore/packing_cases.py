@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, DType
 from mergepipe.core.strict_json import digest_of
-from mergepipe.deltastore.codec.block import BlockContext, decode_block, decode_deltas
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, EncodedBlock, Level, RawBytes
+from mergepipe.deltastore.codec import BlockContext, decode_block, decode_deltas
 from mergepipe.deltastore.index import HEADER_NAME
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, PIECES_OF, EncodedBlock, Level, RawBytes
 from support.rounding import decode, encode
 from support.safetensors_bytes import file_bytes
 

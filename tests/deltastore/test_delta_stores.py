@@ -21,7 +21,6 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F32, Span
 from mergepipe.deltastore.checkpoint import open_store, read_header
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Level, Piece
 from mergepipe.deltastore.index import (
     HEADER_NAME,
     HEADERS_NAME,
@@ -32,6 +31,7 @@ from mergepipe.deltastore.index import (
     ROW_BYTES,
     index_digest,
 )
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Codec, Level, Piece
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.storage.ledger import Purpose

@@ -19,29 +19,32 @@ from packing_cases import as_bytes, decoded, deltas_at, deltas_of, weights
 
 from mergepipe.checkpoints.contract import BaseBytes
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
-from mergepipe.deltastore.codec.arrays import KEPT_BYTES, scratch
-from mergepipe.deltastore.codec.block import BlockContext, decode_block, encode_block
-from mergepipe.deltastore.codec.levels import (
+from mergepipe.deltastore.codec import (
+    FORM_COMPRESSED,
+    FORM_PLAIN,
+    FORM_QUARTERS,
+    FORM_SPARSE,
+    BlockContext,
+    decode_block,
+    decode_planes,
+    encode_block,
+    encode_planes,
+)
+from mergepipe.deltastore.encode_pass import choose_cut
+from mergepipe.deltastore.pieces import (
     BLOCK_ELEMENTS,
     HEAD_DENSITY,
+    KEPT_BYTES,
     RECORDED_LEVELS,
     Codec,
     EncodedBlock,
     Level,
     Piece,
     RawBytes,
+    scratch,
 )
-from mergepipe.deltastore.codec.planes import (
-    FORM_COMPRESSED,
-    FORM_PLAIN,
-    FORM_QUARTERS,
-    FORM_SPARSE,
-    decode_planes,
-    encode_planes,
-)
-from mergepipe.deltastore.encode_pass import choose_cut
 from mergepipe.errors import CorruptError
-from mergepipe.testing.contracts import SPECIAL
+from mergepipe.testing import SPECIAL
 from support.rounding import decode, encode
 
 seeds = st.integers(0, 2**32 - 1)

@@ -24,14 +24,14 @@ import mergepipe
 from mergepipe import pack
 from mergepipe.checkpoints.contract import range_cost_bytes
 from mergepipe.core.blocks import BF16
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.index import HEADER_NAME, PIECE_NAMES
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import ConflictError, CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
-from mergepipe.planning.levels import sufficient_levels
+from mergepipe.planning.problem import sufficient_levels
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.inputs import open_inputs, open_path
 from mergepipe.storage.local import LocalStore

@@ -13,10 +13,10 @@ from packing_cases import as_bytes, decoded, deltas_at, deltas_of
 
 import mergepipe
 from mergepipe.core.blocks import BF16, F16, F32, DType
-from mergepipe.deltastore.codec.block import BlockContext, convert, encode_block, encode_converted
-from mergepipe.deltastore.codec.levels import Codec, Level, RawBytes
+from mergepipe.deltastore.codec import BlockContext, convert, encode_block, encode_converted
 from mergepipe.deltastore.encode_pass import choose_cut
-from mergepipe.testing.contracts import SPECIAL
+from mergepipe.deltastore.pieces import Codec, Level, RawBytes
+from mergepipe.testing import SPECIAL
 from support.rounding import decode, encode
 from support.safetensors_bytes import file_bytes
 

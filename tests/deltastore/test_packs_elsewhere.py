@@ -11,8 +11,8 @@ import pytest
 from packing_cases import make_family, tree, write_model
 
 import mergepipe
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
 from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME, INDEX_NAME, PIECE_NAMES, StoreIndex
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
 from mergepipe.errors import MergePipeError, NotFoundError, OutputError, RecipeError, StorageError, UnsupportedError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan

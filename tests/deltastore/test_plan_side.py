@@ -12,8 +12,8 @@ import pytest
 import mergepipe
 from mergepipe import pack
 from mergepipe.core.blocks import BF16
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.index import INDEX_NAME
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import NOTHING_READ, Plan

@@ -19,11 +19,11 @@ from safetensors.numpy import save_file
 import mergepipe
 from mergepipe import pack
 from mergepipe.core.blocks import BF16
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
-from mergepipe.engine.tensor_work import level_of_blocks
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Level
+from mergepipe.engine.work import level_of_blocks
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
-from mergepipe.planning.levels import Ladder, ladder_steps
 from mergepipe.planning.plan import ALL, Plan, parse_plan
+from mergepipe.planning.problem import Ladder, ladder_steps
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
 from support.oracle import MergeCase
 from support.rounding import decode, encode

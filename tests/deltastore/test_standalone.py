@@ -14,11 +14,10 @@ from packing_cases import N_WIDE, as_bytes, halves, make_family, relabel, tree, 
 import mergepipe
 from mergepipe.cli import main
 from mergepipe.core.blocks import BF16, DTYPES, F16, DType
-from mergepipe.deltastore.codec.bands import encode_bands
-from mergepipe.deltastore.codec.block import BlockContext, decode_block, encode_block
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, EncodedBlock, Piece
-from mergepipe.deltastore.codec.planes import encode_planes
+from mergepipe.deltastore.bands import encode_bands
+from mergepipe.deltastore.codec import BlockContext, decode_block, encode_block, encode_planes
 from mergepipe.deltastore.encode_pass import cut_of, sample_of
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Codec, EncodedBlock, Piece
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
 from support.rounding import encode
 

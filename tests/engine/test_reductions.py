@@ -16,7 +16,7 @@ from mergepipe.engine.analysis import FINE_SHARE, FineMagnitudes, TensorSummary
 from mergepipe.engine.block_reductions import MagnitudeCuts, ScoreRanks, inner_products, scores_of
 from mergepipe.engine.order_statistics import RankSearch
 from mergepipe.operators.statistics import rank_of_density
-from mergepipe.testing.contracts import Family, StoredTensor, make_family, run_reduction
+from mergepipe.testing import Family, StoredTensor, make_family, run_reduction
 from support.oracle import order_of_ranks, reaching
 from support.strategies import FLOATS, families
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.deltastore.codec.levels import BANDED_DTYPES, Codec, Piece
+from mergepipe.deltastore.pieces import BANDED_DTYPES, Codec, Piece
 from mergepipe.errors import CorruptError
 from mergepipe.planning.plan import parse_plan
 from mergepipe.snapshots.manifest import parse_manifest

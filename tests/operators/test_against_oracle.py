@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mergepipe.core.blocks import BF16, F16, F32, F64, DType
-from mergepipe.testing.contracts import Family, StoredTensor, make_family
+from mergepipe.testing import Family, StoredTensor, make_family
 from support.merge_in_memory import merge_in_memory
 from support.oracle import MergeCase, expected
 from support.random_oracle import kept_by_dare

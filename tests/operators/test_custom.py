@@ -35,7 +35,7 @@ from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.operators.registry import add_operator, operator_named, operator_specs, remove_operator
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
-from mergepipe.testing.contracts import StoredTensor, check_operator, make_family
+from mergepipe.testing import StoredTensor, check_operator, make_family
 from support.families import TINY, write_family
 from support.merge_in_memory import apply_operator
 

@@ -19,7 +19,7 @@ from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.selective import magnitude_cuts
 from mergepipe.operators.sparse import survival_of
 from mergepipe.operators.spec import BaseRole, Scope
-from mergepipe.testing.contracts import Family, StoredTensor
+from mergepipe.testing import Family, StoredTensor
 from support.merge_in_memory import apply_operator
 from support.model_oracle import MERGES, ModelCase, fused_importance
 from support.random_oracle import words_of_elements

@@ -17,7 +17,7 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging, check_target, find_staging, remove_dead
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
-from mergepipe.storage.owner import this_process
+from mergepipe.storage.owned import this_process
 from support.faults import Fault, replaced, system_error
 
 WITHOUT_RENAMEAT2 = [False, True]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import mergepipe
 from mergepipe.cli import main
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
-from mergepipe.storage import owned, owner
+from mergepipe.storage import owned
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalFile, LocalStore, resident_fraction
 from mergepipe.storage.location import Location
@@ -219,7 +219,7 @@ ALLOWED = {
     "deltastore/writer.py": ("regular.read_head stat", OWN),
     "jobs/push.py": ("exists", "whether a name is a folder of this machine, or a model of the Hub"),
     "jobs/verify.py": ("is_file is_symlink open os.fstat resolve stat", "a snapshot that is repaired"),
-    "jobs/sweep.py": ("is_dir", OWN),
+    "jobs/search.py": ("is_dir", OWN),
     "checkpoints/gguf_files.py": ("stat", OWN),
     "jobs/evaluate.py": ("read_bytes read_text rglob", "what its own process measures a model on"),
     "kernels/compiled.py": ("is_dir os.fstat os.listdir os.lstat os.open read_bytes rglob", "kernels and their source"),
@@ -309,8 +309,8 @@ def take_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ONLY_LINUX:
         monkeypatch.delattr(os, name)
     monkeypatch.setattr(ctypes, "CDLL", NoLibrary)
-    monkeypatch.setattr(owner, "_BOOT_ID", tmp_path / "no-such-file")
-    monkeypatch.setattr(owner, "_PROCESSES", tmp_path / "no-such-folder")
+    monkeypatch.setattr(owned, "_BOOT_ID", tmp_path / "no-such-file")
+    monkeypatch.setattr(owned, "_PROCESSES", tmp_path / "no-such-folder")
 
 
 def test_merge__without_the_calls_of_linux_gives_the_same_bytes(
@@ -359,12 +359,12 @@ def test_owner__without_proc_a_living_process_is_told_from_a_dead_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_away(monkeypatch, tmp_path)
-    living = owner.this_process()
+    living = owned.this_process()
     assert living.boot
-    assert owner.is_alive(living, 0.0)
+    assert owned.is_alive(living, 0.0)
     child = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(child, 0)
-    assert not owner.is_alive(owner.Owner(child, living.started, living.boot, living.host), 0.0)
+    assert not owned.is_alive(owned.Owner(child, living.started, living.boot, living.host), 0.0)
 
 
 def test_sync_file__on_macos_goes_through_the_cache_of_the_disk(

@@ -25,9 +25,8 @@ from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.storage.output import OutputFile
+from mergepipe.storage.output import OutputFile, SpilledFiles
 from mergepipe.storage.ranges import read_descriptor_range, read_exact, request, request_bytes
-from mergepipe.storage.spill import SpilledFiles
 from mergepipe.tailor.checkpoint import Piece, StateReader, StoredState
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan
 from mergepipe.tailor.copy_writer import FEWEST_BYTES, write_files
@@ -163,7 +162,7 @@ def test_callers__refuse_a_file_that_ends_early(caller: str, tmp_path: Path) -> 
 
 # Short reads are no error there: the rest of a whole file (to its own end), and kept ranges, which pass on what the
 # file below says.
-SHORT_READS = {"storage/ranges.py": {"read_into", "pread", "preadv"}, "storage/spill.py": {"read_into"}}
+SHORT_READS = {"storage/ranges.py": {"read_into", "pread", "preadv"}, "storage/output.py": {"read_into"}}
 
 
 def test_package__reads_ranges_through_one_module() -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from mergepipe.core.blocks import BF16, DTYPES_BY_RECIPE_NAME, F16, F32, F64, DType
-from mergepipe.testing.contracts import make_family
+from mergepipe.testing import make_family
 from support.oracle import MergeCase, expected
 from support.random_oracle import kept_by_dare, stream_key_of
 from support.rounding import NUMPY_DTYPES, decode

@@ -17,9 +17,9 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F16, F32, DType, Span
+from mergepipe.deltastore.bands import MANTISSA_BITS, encode_bands
 from mergepipe.deltastore.checkpoint import open_store
-from mergepipe.deltastore.codec.bands import MANTISSA_BITS, encode_bands
-from mergepipe.deltastore.codec.block import (
+from mergepipe.deltastore.codec import (
     BlockContext,
     decode_block,
     decode_deltas,
@@ -27,9 +27,9 @@ from mergepipe.deltastore.codec.block import (
     encode_converted,
     raw_block,
 )
-from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, Codec, EncodedBlock, Level, Piece, RawBytes
 from mergepipe.deltastore.encode_pass import choose_cut
 from mergepipe.deltastore.index import HEADER_NAME, INDEX_NAME, PIECE_NAMES, ROW_BYTES, StoreIndex, index_digest
+from mergepipe.deltastore.pieces import BANDED_FROM_ELEMENTS, Codec, EncodedBlock, Level, Piece, RawBytes
 from mergepipe.deltastore.tensor import PackedTensor, StandaloneTensor
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.ledger import Purpose

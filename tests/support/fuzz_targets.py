@@ -36,7 +36,7 @@ from mergepipe.snapshots.work_log import WorkLog, merge_state, read_work_log
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.storage.owner import LOG_NAME
+from mergepipe.storage.owned import LOG_NAME
 from mergepipe.tailor.formats import open_training_checkpoint
 from mergepipe.tailor.formats.partial import PARTIAL_FORMAT
 from mergepipe.tailor.recipes import load_composition

@@ -7,10 +7,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from mergepipe import testing
 from mergepipe.operators.base import Operator, OperatorInput
 from mergepipe.operators.registry import operator_named
-from mergepipe.testing import contracts
-from mergepipe.testing.contracts import StoredTensor
+from mergepipe.testing import StoredTensor
 from support.oracle import MergeCase
 from support.rounding import NUMPY_DTYPES
 
@@ -35,7 +35,7 @@ def operator_input(case: MergeCase, n_elements: int, stream_keys: Sequence[int] 
 def merge_in_memory(
     case: MergeCase, tensor: StoredTensor, stream_keys: Sequence[int], cuts: Sequence[int], grains: Sequence[int] = ()
 ) -> NDArray[Any]:
-    """Merge a whole tensor as the case says; see `mergepipe.testing.contracts.apply_operator`."""
+    """Merge a whole tensor as the case says; see `mergepipe.testing.apply_operator`."""
     inputs = operator_input(case, tensor.n_elements, stream_keys)
     return apply_operator(operator_named(case.operator), inputs, tensor, cuts, grains)
 
@@ -43,6 +43,6 @@ def merge_in_memory(
 def apply_operator(
     operator: Operator, inputs: OperatorInput, tensor: StoredTensor, cuts: Sequence[int], grains: Sequence[int] = ()
 ) -> NDArray[Any]:
-    """As that of `mergepipe.testing.contracts`, with typed elements."""
-    merged = contracts.apply_operator(operator, inputs, tensor, cuts, grains)
+    """As that of `mergepipe.testing`, with typed elements."""
+    merged = testing.apply_operator(operator, inputs, tensor, cuts, grains)
     return merged.view(NUMPY_DTYPES[tensor.out_dtype.name])

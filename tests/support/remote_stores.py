@@ -14,9 +14,8 @@ from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import HttpClient
 from mergepipe.storage.remote.objects import ObjectStore
-from mergepipe.storage.remote.pinned_store import PinnedStore
+from mergepipe.storage.remote.pinned_store import PinnedStore, WebStore
 from mergepipe.storage.remote.retry import RetryPolicy, Transfers
-from mergepipe.storage.remote.web import WebStore
 from support.fault_server import BucketServer
 
 KINDS: Final = ("s3", "gs", "az", "http")

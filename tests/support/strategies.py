@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mergepipe.core.blocks import BF16, F16, F32, F64
-from mergepipe.testing.contracts import Family, make_family
+from mergepipe.testing import Family, make_family
 from support.oracle import MergeCase
 
 FLOATS = (F64, F32, F16, BF16)

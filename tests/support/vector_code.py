@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, RawBlock
-from mergepipe.deltastore.codec.block import encode_block
+from mergepipe.deltastore.codec import encode_block
 from mergepipe.kernels import codec, merge, numerics, ranked, reduce, select
 from mergepipe.kernels.compiled import Kernel
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.inert_pickle import load_inert
-from mergepipe.checkpoints.inert_values import Global, PickledStorage, PickledTensor, Record
+from mergepipe.checkpoints.inert_pickle import Global, PickledStorage, PickledTensor, Record, load_inert
 from mergepipe.checkpoints.torch_file import Window, read_zip_directory
 from mergepipe.core.blocks import BF16
 from mergepipe.storage.local import LocalStore

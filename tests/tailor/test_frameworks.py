@@ -21,7 +21,7 @@ import pytest
 from composing import FULL, NUMPY_TYPES, checkpoint_at, step_of, stored_values
 
 from mergepipe import tailor
-from mergepipe.checkpoints.inert_values import PickledTensor, Record
+from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.options import ComposeOptions
 from mergepipe.storage.location import Location

@@ -11,7 +11,7 @@ import pytest
 
 import mergepipe.testing
 from mergepipe.core.blocks import DTYPES
-from mergepipe.testing.contracts import SPECIAL, STORED_DTYPES, decode_elements, encode_elements
+from mergepipe.testing import SPECIAL, STORED_DTYPES, decode_elements, encode_elements
 from support.families import TINY, write_family, write_models
 from support.rounding import canonical_bits, decode, encode
 

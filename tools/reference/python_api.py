@@ -25,11 +25,11 @@ _MODULES = {
     "mergepipe.tailor": "Training checkpoints",
     "mergepipe.tailor.saving": "Saving while training",
     "mergepipe.operators.custom": "Operators of your own",
-    "mergepipe.testing.contracts": "",
+    "mergepipe.testing": "",
 }
 _CHOSEN = {
     "mergepipe.operators.custom": ["parameter"],
-    "mergepipe.testing.contracts": ["check_operator"],
+    "mergepipe.testing": ["check_operator"],
 }
 """Modules of which only these names are public."""
 _NOT_LISTED = ("__version__", "errors", "tailor", "Strategy", "PartialCheckpointCallback")

@@ -11,8 +11,7 @@ from typing import TypeAlias
 from blake3 import blake3
 
 from mergepipe.checkpoints.contract import TensorEntry, WeightHeader
-from mergepipe.checkpoints.inert_pickle import load_inert
-from mergepipe.checkpoints.inert_values import PickledTensor, Record
+from mergepipe.checkpoints.inert_pickle import PickledTensor, Record, load_inert
 from mergepipe.core.blocks import DType, element_count
 from mergepipe.core.strict_json import canonical_json, shown
 from mergepipe.errors import MergePipeError, UnsupportedError, damaged, unsupported

@@ -94,12 +94,12 @@ def yaml_document(content: object, width: int) -> str:
     return escaped
 
 
-def json_line(value: object, indent: int | None = None) -> str:
+def json_line(value: object) -> str:
     """Return `value` as ASCII JSON: dataclasses as objects, paths as strings, times in ISO 8601.
 
     NaN and infinities become null.
     """
-    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+    return json.dumps(_plain(value), allow_nan=False)
 
 
 def _plain(value: object) -> object:

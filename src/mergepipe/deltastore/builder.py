@@ -22,7 +22,6 @@ from mergepipe.checkpoints.stacked_experts import pieces_of
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.checkpoint import OpenedStore, read_store
-from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, EncodedBlock, RawBytes, can_be_base_of
 from mergepipe.deltastore.index import (
     HEADER_FORMAT,
     HEADER_NAME,
@@ -32,6 +31,7 @@ from mergepipe.deltastore.index import (
     PackedFile,
     StoreHeader,
 )
+from mergepipe.deltastore.pieces import BANDED_DTYPES, BLOCK_ELEMENTS, EncodedBlock, RawBytes, can_be_base_of
 from mergepipe.deltastore.writer import GROWING_FILES, PackProgress, StoreWriter, find_progress, note_progress
 from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.manifest import file_without_paths, relative_reference

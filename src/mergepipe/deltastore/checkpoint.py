@@ -15,8 +15,6 @@ from mergepipe.checkpoints.packed import is_packed
 from mergepipe.checkpoints.safetensors import parse_header
 from mergepipe.core.blocks import DType, Span
 from mergepipe.core.strict_json import shown
-from mergepipe.deltastore.codec.arrays import corrupt
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece, RawBytes
 from mergepipe.deltastore.index import (
     HEADER_FORMAT,
     HEADER_NAME,
@@ -29,6 +27,7 @@ from mergepipe.deltastore.index import (
     StoreIndex,
     StoreIndexReader,
 )
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Piece, RawBytes, corrupt
 from mergepipe.deltastore.tensor import PackedTensor, PlainTensor, StandaloneTensor
 from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError
 from mergepipe.snapshots.manifest import absolute_reference

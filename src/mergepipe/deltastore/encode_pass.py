@@ -16,10 +16,9 @@ from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.checkpoints.open_files import read_elements
 from mergepipe.core.blocks import DType, Span
 from mergepipe.deltastore.builder import Place, StoreBuilder
-from mergepipe.deltastore.codec.arrays import scratch
-from mergepipe.deltastore.codec.block import encode_block, encode_converted, raw_block
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, HEAD_DENSITY, EncodedBlock, RawBytes
+from mergepipe.deltastore.codec import encode_block, encode_converted, raw_block
 from mergepipe.deltastore.index import digest, make_row
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, HEAD_DENSITY, EncodedBlock, RawBytes, scratch
 from mergepipe.kernels.codec import decode_tile
 from mergepipe.kernels.compiled import Floats
 from mergepipe.kernels.merge import take_delta

@@ -22,8 +22,7 @@ from mergepipe.checkpoints.directory import STORE_HEADER_NAME, is_plain_name
 from mergepipe.core.blocks import DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.records import AsText, RecordFormat, Size
 from mergepipe.core.strict_json import shown
-from mergepipe.deltastore.codec.arrays import corrupt
-from mergepipe.deltastore.codec.levels import (
+from mergepipe.deltastore.pieces import (
     BLOCK_ELEMENTS,
     PIECES_OF,
     RECORDED_LEVELS,
@@ -33,6 +32,7 @@ from mergepipe.deltastore.codec.levels import (
     Piece,
     RawBytes,
     can_be_base_of,
+    corrupt,
 )
 from mergepipe.storage.contract import Digested, Store
 from mergepipe.storage.ledger import Purpose

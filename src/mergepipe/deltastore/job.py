@@ -22,8 +22,8 @@ from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.core.units import format_percent
 from mergepipe.deltastore.builder import PackJob, file_parts
 from mergepipe.deltastore.checkpoint import MOST_DEPTH, OpenedStore, open_packed, read_header, read_store
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, can_be_base_of
 from mergepipe.deltastore.index import digest, is_own_name
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, can_be_base_of
 from mergepipe.errors import OutputError, RecipeError, UnsupportedError
 from mergepipe.reports import BaseMatch
 from mergepipe.snapshots.object_upload import check_apart, staging_place

@@ -23,10 +23,19 @@ from mergepipe.checkpoints.contract import (
 from mergepipe.checkpoints.open_files import read_span
 from mergepipe.core.blocks import DTYPES, F32, BlockGrid, DType, Span
 from mergepipe.core.strict_json import shown
-from mergepipe.deltastore.codec.arrays import corrupt, scratch
-from mergepipe.deltastore.codec.block import BlockContext, decode_block, decode_deltas
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, LADDERS, PIECES_OF, Codec, Level, Piece, RawBytes
+from mergepipe.deltastore.codec import BlockContext, decode_block, decode_deltas
 from mergepipe.deltastore.index import StoreIndex, StoreIndexReader
+from mergepipe.deltastore.pieces import (
+    BLOCK_ELEMENTS,
+    LADDERS,
+    PIECES_OF,
+    Codec,
+    Level,
+    Piece,
+    RawBytes,
+    corrupt,
+    scratch,
+)
 from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose

@@ -12,7 +12,6 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.records import decode
-from mergepipe.deltastore.codec.levels import Codec, Piece, RawBytes
 from mergepipe.deltastore.index import (
     HEADER_FORMAT,
     HEADER_NAME,
@@ -24,6 +23,7 @@ from mergepipe.deltastore.index import (
     StoreHeader,
     index_digest,
 )
+from mergepipe.deltastore.pieces import Codec, Piece, RawBytes
 from mergepipe.errors import MergePipeError
 from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.snapshots.work_log import LoggedWork, WorkLog, content_identity, forget_work_log, read_work_log

@@ -195,7 +195,7 @@ class TensorSummary:
         """See `survey`."""
 
     def accumulate(self, block: RawBlock) -> None:
-        from mergepipe.kernels.summary import sum_squares
+        from mergepipe.kernels.reduce import sum_squares
 
         sum_squares(block, self._base_C[block.first_element // GRAIN_ELEMENTS :])
         for index in range(block.first_element // self._grid.block_elements, self._grid.n_blocks):
@@ -208,7 +208,7 @@ class TensorSummary:
 
     def _summarize(self, block: RawBlock, place: int, e: int, index: int) -> None:
         """Summarize the delta of a grid's block."""
-        from mergepipe.kernels.summary import summarize_block
+        from mergepipe.kernels.reduce import summarize_block
 
         counts_B, fine_N = _scratch(block.n_elements)
         summaries, cells_C2 = self._summaries_E[e], self._cells_EC2[e, block.first_element // GRAIN_ELEMENTS :]

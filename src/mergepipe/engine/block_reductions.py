@@ -172,7 +172,7 @@ def inner_products(n_elements: int, n_experts: int) -> Summed:
     base_C, cells_EC2 = np.zeros(n_cells), np.zeros((n_experts, n_cells, 2))
 
     def add(block: RawBlock) -> None:
-        from mergepipe.kernels.summary import sum_products, sum_squares
+        from mergepipe.kernels.reduce import sum_products, sum_squares
 
         first_cell = block.first_element // GRAIN_ELEMENTS
         sum_squares(block, base_C[first_cell:])

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, RawBlock, has_rare, itemsize_of_code
 from mergepipe.engine.block_reductions import Reduction
 from mergepipe.engine.segments import HoldLimits, JobShape, Piece, SegmentLayout, SegmentShape
-from mergepipe.engine.work import Tap
 from mergepipe.operators.base import BlockFunction
 from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.recipes.tasks import MergeTask
@@ -121,6 +120,17 @@ class TensorWork:
         """Whether the results are the base's bytes, after `conclude`."""
         copies = isinstance(self.function, ElementwiseRule) and self.function.copies_base
         return self.function is None or (copies and self.task.dtype == self.task.base.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """Shows the bytes read of some tensors (by name), piece by piece, before they are merged.
+
+    `look` is called once for each piece, from compute threads, with the buffer that it lies in.
+    """
+
+    tensors: frozenset[str]
+    look: Callable[[MergeTask, Piece, NDArray[np.uint8]], None]
 
 
 class Job:

@@ -30,9 +30,8 @@ from mergepipe.engine.segments import (
     plan_jobs,
     uncut_blocks,
 )
-from mergepipe.engine.tensor_work import tensor_work
-from mergepipe.engine.work import SILENT, EngineOptions, MergeWork, Observer, OutputPlan, Part, PartResult
-from mergepipe.planning.levels import sufficient_levels
+from mergepipe.engine.work import SILENT, EngineOptions, MergeWork, Observer, OutputPlan, Part, PartResult, tensor_work
+from mergepipe.planning.problem import sufficient_levels
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.snapshots.shards import DurableProgress, ShardWriter
 from mergepipe.storage.contract import Store

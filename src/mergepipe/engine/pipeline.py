@@ -39,8 +39,8 @@ from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.output import SpilledFiles
 from mergepipe.storage.ranges import BufferPool, request
-from mergepipe.storage.spill import SpilledFiles
 
 FEWEST_READERS = 8
 LOOKAHEAD_BUFFERS = 8  # or two a compute thread: more than a disk needs only costs their first touch

@@ -22,12 +22,13 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, Source, TensorE
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.engine import analysis
+from mergepipe.engine.jobs import Tap
 from mergepipe.engine.segments import Piece
-from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, Tap
+from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer
 from mergepipe.jobs.evaluate import write_text_importance
+from mergepipe.jobs.explain import overlaps_of
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics
 from mergepipe.options import AnalyzeOptions, block_elements_of, engine_options, home_of
-from mergepipe.planning.overlap import overlaps_of
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.inputs import open_path

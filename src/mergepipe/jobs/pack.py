@@ -41,11 +41,10 @@ from mergepipe.deltastore.checkpoint import (
     read_original_header,
     read_store,
 )
-from mergepipe.deltastore.codec.arrays import corrupt
-from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec, RawBytes
 from mergepipe.deltastore.encode_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.deltastore.index import HEADER_NAME, HEADERS_NAME, PackedEntry, digest
 from mergepipe.deltastore.job import check_names, doubt_about, is_done, job_of, match_base, open_base
+from mergepipe.deltastore.pieces import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec, RawBytes, corrupt
 from mergepipe.deltastore.tensor import PackedFetch
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, Problem, RecipeError
 from mergepipe.options import PackOptions, UnpackOptions, home_of, place_of_packs, threads_of

@@ -21,8 +21,16 @@ from mergepipe.operators.base import (
 )
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, NOTHING_KEPT, OCTAVE_SHARES, Cut, TensorStatistics
-from mergepipe.planning.levels import Ladders, build_ladders
-from mergepipe.planning.problem import ABSENT, Columns, PlanningProblem, lay_out_columns, read_costs, sample_cost_bytes
+from mergepipe.planning.problem import (
+    ABSENT,
+    Columns,
+    Ladders,
+    PlanningProblem,
+    build_ladders,
+    lay_out_columns,
+    read_costs,
+    sample_cost_bytes,
+)
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.ranges import PAGE_BYTES
 
@@ -374,7 +382,7 @@ def _passing_energy(
     for t, known in statistics.items():
         inside, planned = slice(start, start + len(known.blocks_B)), BlockGrid(known.grid.n_elements, block_elements)
         own_B = energy_B[inside], changed_B[inside]
-        energy, changed = own_B if planned == known.grid else (share_out(each, known.grid, planned) for each in own_B)
+        energy, changed = own_B if planned == known.grid else (share_out(old_B, known.grid, planned) for old_B in own_B)
         yield t, energy, changed == 0
         start = inside.stop
 

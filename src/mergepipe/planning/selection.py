@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import GRAIN_ELEMENTS, BlockGrid
 from mergepipe.operators.statistics import N_SKETCH, TensorStatistics
 from mergepipe.planning.candidates import Candidates, Pair, coefficients
-from mergepipe.planning.levels import ladder_steps
 from mergepipe.planning.plan import ALL
-from mergepipe.planning.problem import Columns
+from mergepipe.planning.problem import Columns, ladder_steps
 
 Order = NDArray[np.int64]
 

@@ -14,7 +14,7 @@ from mergepipe.checkpoints.contract import Readable, TensorEntry, Unchanged, blo
 from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.core.units import format_bytes
 from mergepipe.engine.segments import at_level
-from mergepipe.engine.tensor_work import FREE, OMITTED, level_of_blocks
+from mergepipe.engine.work import FREE, OMITTED, level_of_blocks
 from mergepipe.planning.budget import BudgetRequest
 from mergepipe.planning.candidates import REASON_MISSING
 from mergepipe.planning.plan import ALL, NOTHING_READ, UNSPENT, Access, Plan, PlannedTensor

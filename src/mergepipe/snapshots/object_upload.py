@@ -38,9 +38,8 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME, is_composite, parse_mani
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import MANIFEST_BYTES, OWNER_BYTES, Store, files_below
 from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
-from mergepipe.storage.owned import PARTS_MARK
-from mergepipe.storage.owner import SILENCE_SECONDS as STAGING_SILENCE_SECONDS
-from mergepipe.storage.owner import Owner, is_alive, this_process
+from mergepipe.storage.owned import PARTS_MARK, Owner, is_alive, this_process
+from mergepipe.storage.owned import SILENCE_SECONDS as STAGING_SILENCE_SECONDS
 from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.remote.objects import BucketFolder, ObjectFacts
 from mergepipe.storage.stores import Stores

@@ -19,7 +19,7 @@ from mergepipe.storage import owned
 from mergepipe.storage.contract import MANIFEST_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import sync_directory
-from mergepipe.storage.owner import (
+from mergepipe.storage.owned import (
     LOG_NAME,
     OWNER_NAME,
     Owner,

@@ -30,7 +30,7 @@ _REMOTE = "mergepipe.storage.remote"
 OPENERS: Final[dict[str, str | OpenStore]] = {
     "": lambda ledger, _settings: LocalStore(ledger),
     **dict.fromkeys(("s3", "gs", "az"), f"{_REMOTE}.objects:open_store"),
-    **dict.fromkeys(("http", "https"), f"{_REMOTE}.web:open_store"),
+    **dict.fromkeys(("http", "https"), f"{_REMOTE}.pinned_store:open_store"),
     "hf": f"{_REMOTE}.hub:open_store",
 }
 """Openers of stores by scheme: a function, or `module:function` of one."""

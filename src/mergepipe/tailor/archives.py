@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from mergepipe.checkpoints.inert_pickle import load_with_memo
-from mergepipe.checkpoints.inert_values import Global, PickledStorage, PickledTensor, Record
+from mergepipe.checkpoints.inert_pickle import Global, PickledStorage, PickledTensor, Record, load_with_memo
 from mergepipe.checkpoints.torch_file import (
     TorchArchive,
     Window,

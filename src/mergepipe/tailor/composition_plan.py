@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from mergepipe.checkpoints.directory import stat_regular
-from mergepipe.checkpoints.inert_values import PickledTensor, Record
+from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import Window, read_torch_zip, walk_tensors
 from mergepipe.core.blocks import F32, DType
 from mergepipe.errors import damaged, mismatched, unsupported

@@ -14,15 +14,15 @@ import pytest
 
 import mergepipe
 from mergepipe.core.blocks import BF16, F16, DType
-from mergepipe.deltastore.codec import symbols
+from mergepipe.deltastore import symbols
 from mergepipe.errors import UnsupportedError
-from mergepipe.kernels import merge, reduce, summary
+from mergepipe.kernels import merge, reduce
 from mergepipe.kernels.compiled import CORE, Kernel, kernel, sources_digest
 from support.families import write_family
 from support.family_shapes import TINY
 
 LESS_COMMON = {"codec._decode_less_common", "codec._encode_less_common"}
-DELTASTORE = Path(symbols.__file__).parents[1]
+DELTASTORE = Path(symbols.__file__).parent
 
 
 @kernel
@@ -31,7 +31,7 @@ def added(x: int, y: int) -> int:
 
 
 def test_kernel__is_renewed_with_the_sources_of_all_kernels_and_of_core() -> None:
-    kernels: tuple[Any, ...] = (summary.sum_products, reduce.count_watched)
+    kernels: tuple[Any, ...] = (reduce.sum_products, reduce.count_watched)
     assert {each.sources for each in kernels} == {sources_digest(CORE) + sources_digest()}
 
 
@@ -114,7 +114,7 @@ def test_compile_in_parallel__lets_a_second_process_compile_what_comes_next(tmp_
 from mergepipe.core.blocks import F32, Span
 from mergepipe.kernels.merge import merge_block, merge_nothing
 from mergepipe.kernels.reduce import count_magnitudes
-from mergepipe.testing.contracts import StoredTensor, make_family
+from mergepipe.testing import StoredTensor, make_family
 import numpy as np
 family = make_family(np.random.default_rng(0), 8, F32, (F32,), 0.0)
 count_magnitudes(StoredTensor(family, F32).block(Span(0, 8))._replace(rare=None), 0, 0, 8, np.zeros(1 << 15, np.int64))

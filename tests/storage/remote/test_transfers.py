@@ -12,7 +12,8 @@ from mergepipe.errors import LimitError, MergePipeError, StorageError
 from mergepipe.storage.contract import RemoteSettings, RequestCounts, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote import objects, web
+from mergepipe.storage.remote import objects, pinned_store
+from mergepipe.storage.remote.pinned_store import WebStore
 from mergepipe.storage.remote.retry import (
     REQUEST_BYTES,
     REQUEST_COST_BYTES,
@@ -22,7 +23,6 @@ from mergepipe.storage.remote.retry import (
     RetryPolicy,
     Transfers,
 )
-from mergepipe.storage.remote.web import WebStore
 from support.fault_server import Answer, BucketServer, Link, Request
 from support.refusals import refuses
 from support.remote_stores import PATIENT_SECONDS, Waits, remote_store, root_of, set_environment, transfers
@@ -242,4 +242,4 @@ def test_open_store__keeps_its_terms() -> None:
     assert store.terms(WHERE) == StoreTerms(1, 7, REQUEST_COST_BYTES)
     assert store.pin(WHERE) == WHERE
     store.close()
-    web.open_store(Ledger(), RemoteSettings()).close()
+    pinned_store.open_store(Ledger(), RemoteSettings()).close()

@@ -51,10 +51,10 @@ def plan(
     if out is not None:
         mergepipe.store_plan(decided, out)
         note_committed(Path(out))
-    if printing.as_json:  # the plan itself, as it would be stored
+    if printing.as_json:  # the plan itself, with the content that is stored
         from mergepipe.planning.plan import PLAN_FORMAT
 
-        print(json_line(PLAN_FORMAT.content(decided), indent=1))
+        print(json_line(PLAN_FORMAT.content(decided)))
     else:
         print_report(replace(mergepipe.explain(decided), path=Path(out or "")), printing)
 

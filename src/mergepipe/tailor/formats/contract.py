@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mergepipe.checkpoints.directory import STORE_HEADER_NAME
-from mergepipe.checkpoints.inert_values import Global, PickledTensor, Record
+from mergepipe.checkpoints.inert_pickle import Global, PickledTensor, Record
 from mergepipe.checkpoints.torch_file import TorchArchive
 from mergepipe.core.blocks import DTYPES, DType, Span
 from mergepipe.errors import MergePipeError, damaged, unsupported

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from mergepipe.checkpoints.directory import is_plain_name
-from mergepipe.checkpoints.inert_pickle import load_inert
-from mergepipe.checkpoints.inert_values import TORCH_DTYPES, PickledTensor, Record
+from mergepipe.checkpoints.inert_pickle import TORCH_DTYPES, PickledTensor, Record, load_inert
 from mergepipe.checkpoints.torch_file import Window, read_torch_zip, read_zip_directory
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.core.strict_json import shown

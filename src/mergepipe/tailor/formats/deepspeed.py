@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from mergepipe.checkpoints.directory import is_plain_name, open_checkpoint
-from mergepipe.checkpoints.inert_values import PickledTensor, Record
+from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import StoredTensor, TorchArchive, read_torch_zip
 from mergepipe.core.blocks import Span, element_count
 from mergepipe.errors import MergePipeError, NotFoundError, damaged, unsupported

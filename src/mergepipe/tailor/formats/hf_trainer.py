@@ -12,7 +12,7 @@ from typing import Any
 
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, list_names, open_checkpoint
-from mergepipe.checkpoints.inert_values import PickledTensor
+from mergepipe.checkpoints.inert_pickle import PickledTensor
 from mergepipe.checkpoints.quantised import refuse_quantised
 from mergepipe.checkpoints.torch_file import SUFFIXES, TorchArchive, read_torch_weights, read_torch_zip
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME

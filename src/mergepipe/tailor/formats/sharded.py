@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from mergepipe.checkpoints.inert_values import PickledTensor, Record
+from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import StoredTensor, TorchArchive, read_torch_zip
 from mergepipe.core.blocks import Span, element_count
 from mergepipe.core.strict_json import shown

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.inert_values import TORCH_DTYPES
+from mergepipe.checkpoints.inert_pickle import TORCH_DTYPES
 from mergepipe.core.blocks import DType, Span
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MergePipeError, NotFoundError, UnsupportedError

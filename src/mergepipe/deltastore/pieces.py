@@ -1,15 +1,106 @@
-"""Arrays between kernels: work arrays that threads keep, checked reading of untrusted bytes."""
+"""Codecs, pieces and levels of packed blocks, a block as it is stored, and its arrays between kernels.
+
+Format: the table of files, "Index row" and "Levels" in docs/internals/formats/delta-store.md.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.blocks import BF16, F16, F32, DType
 from mergepipe.errors import CorruptError
 from mergepipe.storage.ranges import aligned_buffer, round_up
+
+BLOCK_ELEMENTS = 256 * 1024
+BANDED_FROM_ELEMENTS = 4096
+"""Smaller blocks are not encoded in bands: the tables would cost more than they save."""
+BYTES_TRIED_BELOW = 1 << 14
+"""Smaller blocks are encoded without levels where that is smaller: their tables are a noticeable part of them."""
+BANDED_DTYPES = (BF16, F16)
+"""Dtypes that bands support, beside the same dtype."""
+CONVERTED_DTYPES = (BF16, F16, F32)
+"""Dtypes of bases that an expert of another of them is encoded relative to, after a conversion of the base."""
+HEAD_DENSITY = 0.2
+"""Share of a tensor's elements, largest deltas first, that HEAD holds at least."""
+
+
+def can_be_base_of(base_dtype: DType, dtype: DType) -> bool:
+    """Whether a tensor can be encoded relative to a base of this dtype."""
+    return base_dtype is dtype or (base_dtype in CONVERTED_DTYPES and dtype in CONVERTED_DTYPES)
+
+
+class Codec(IntEnum):
+    """The encoding of one block."""
+
+    SAME = 0  # equal to the base: nothing is stored
+    BANDS = 1  # bf16 beside bf16, fp16 beside fp16: the largest deltas, and the rest
+    BYTES = 2  # any dtype beside the same dtype, or a base converted to it: ordered differences, byte by byte
+    RAW = 3  # the expert's bytes, unencoded
+    STANDALONE = 4  # any dtype, without the base: exponents coded, sign and mantissa kept
+
+
+class Piece(IntEnum):
+    """A kind of stored bytes. Each has its own file, with the blocks in the order of the index."""
+
+    HEAD = 0  # which elements have the largest deltas, and their values
+    REST = 1  # the values of the other elements
+    WHOLE = 2  # blocks that have no levels
+
+
+class Level(IntEnum):
+    """The share of an expert's encoding that is read. Codecs without levels are exact from HEAD on."""
+
+    NOTHING = 0
+    HEAD = 1  # the largest deltas exactly; 0 for the others
+    LOSSLESS = 2  # the expert's bits
+
+
+PIECES_OF: dict[Level, tuple[Piece, ...]] = {
+    Level.NOTHING: (),
+    Level.HEAD: (Piece.HEAD, Piece.WHOLE),
+    Level.LOSSLESS: tuple(Piece),
+}
+"""The pieces of a block that each level reads; most are empty, as a block has one codec."""
+
+RECORDED_LEVELS = (Level.NOTHING, Level.HEAD)
+"""Levels with an approximation error, which is recorded for each block."""
+
+LADDERS: dict[Level, tuple[Level, ...]] = {
+    Level.NOTHING: (),
+    Level.HEAD: (Level.HEAD,),
+    Level.LOSSLESS: (Level.HEAD, Level.LOSSLESS),
+}
+"""Levels that lead to each level: every one reads all pieces of the one before it, and has a smaller error."""
+
+
+RawBytes = NDArray[np.uint8]
+NO_ERRORS = (0.0,) * len(RECORDED_LEVELS)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """One block as stored; absent pieces are empty.
+
+    `errors`: squared error left at each of `RECORDED_LEVELS`; deltas that are not finite do not count.
+    `count`: elements whose deltas are in HEAD; 0 for codecs without levels.
+    """
+
+    codec: Codec
+    pieces: Mapping[Piece, RawBytes]
+    errors: tuple[float, ...] = NO_ERRORS
+    count: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(content) for content in self.pieces.values())
+
 
 # --- work arrays that each thread keeps from block to block, as fresh ones cost page faults ---
 

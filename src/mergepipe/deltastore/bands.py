@@ -13,9 +13,8 @@ from typing import Final
 import numpy as np
 
 from mergepipe.core.blocks import BF16, F16, DType
-from mergepipe.deltastore.codec.arrays import copied_to_layout, corrupt, in_layout, scratch
-from mergepipe.deltastore.codec.levels import Codec, EncodedBlock, Piece
-from mergepipe.deltastore.codec.symbols import (
+from mergepipe.deltastore.pieces import Codec, EncodedBlock, Piece, copied_to_layout, corrupt, in_layout, scratch
+from mergepipe.deltastore.symbols import (
     MAX_CONTEXTS,
     N_STATES,
     SKIPPED,
