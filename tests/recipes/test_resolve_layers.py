@@ -4,39 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from small_recipes import checkpoint, merging, model, problems
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry, Unchanged
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Unchanged
 from mergepipe.checkpoints.gathered_rows import GatheredRows
-from mergepipe.core.blocks import BF16, F32, DType, element_count
+from mergepipe.core.blocks import BF16, F32, DType
 from mergepipe.core.outcome import DroppedTensor
-from mergepipe.errors import MergePipeError
-from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.fields import Strictness
 from mergepipe.recipes.output_tensors import is_before_layers, layer_lists
 from mergepipe.recipes.recipe import Case, Cases, LayerSource, ModelInput, OutputModule, OutputSlice, Recipe, Setting
 from mergepipe.recipes.resolution import resolve
 from mergepipe.recipes.tasks import Action, Resolution
-from mergepipe.storage.location import Location
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def model(name: str, **parameters: Setting) -> ModelInput:
-    return ModelInput(f"./{name}", Location.local(Path("/models") / name), parameters, f"recipe.yml:1 {name}")
-
-
-def checkpoint(shapes: Shapes, kind: CheckpointKind = CheckpointKind.FULL, dtype: DType = BF16) -> Checkpoint:
-    entries, offset = {}, 0
-    for name, shape in shapes.items():
-        nbytes = element_count(shape) * dtype.itemsize
-        entries[name] = TensorEntry(
-            name, dtype, shape, Location.local(Path("/f")), offset, nbytes, kind is CheckpointKind.DELTA
-        )
-        offset += nbytes
-    return Checkpoint(Location.local(Path("/m")), Location.local(Path("/m")), entries, (), (), kind)
+def shaped(shapes: Shapes, kind: CheckpointKind = CheckpointKind.FULL, dtype: DType = BF16) -> Checkpoint:
+    return checkpoint({name: (dtype, shape) for name, shape in shapes.items()}, kind)
 
 
 def llama(n_layers: int, *, prefix: str = "model.", head: bool = True, vocab: int = 8) -> dict[str, tuple[int, ...]]:
@@ -46,14 +32,6 @@ def llama(n_layers: int, *, prefix: str = "model.", head: bool = True, vocab: in
     around: dict[str, tuple[int, ...]] = {f"{prefix}embed_tokens.weight": (vocab, 4)}
     last: dict[str, tuple[int, ...]] = {f"{prefix}norm.weight": (4,)}
     return {**around, **layers, **last, **({"lm_head.weight": (vocab, 4)} if head else {})}
-
-
-def merging(
-    operator: str, *models: ModelInput, base: ModelInput | None = None, parameters: Mapping[str, Setting] | None = None
-) -> Recipe:
-    return Recipe(
-        Location.local(Path("/recipe.yml")), "", operator_specs()[operator], base, models, parameters or {}, None, None
-    )
 
 
 def slicing(
@@ -72,12 +50,6 @@ A, B, BASE = model("a"), model("b"), model("base")
 TIES = merging("ties", model("a", weight=1.0), base=BASE)
 
 
-def problems(recipe: Recipe, *checkpoints: Checkpoint, allow: tuple[str, ...] = ()) -> list[str]:
-    with pytest.raises(MergePipeError) as caught:
-        resolve(recipe, checkpoints, allow)
-    return [f"{type(caught.value).__name__} {p.code} | {p}" for p in caught.value.problems]
-
-
 def origins(resolution: Resolution) -> dict[str, tuple[str, ...]]:
     """Each output tensor with the tensors it is made of, `model:name`."""
     texts = [given.text.removeprefix("./") for given in resolution.models]
@@ -92,7 +64,7 @@ def origins(resolution: Resolution) -> dict[str, tuple[str, ...]]:
 
 def test_resolve__numbers_the_layers_of_slices_anew() -> None:
     recipe = slicing("passthrough", piece((A, 0, 2)), piece((B, 1, 3)))
-    result = resolve(recipe, [checkpoint(llama(2)), checkpoint(llama(3))])
+    result = resolve(recipe, [shaped(llama(2)), shaped(llama(3))])
     found = origins(result)
     assert list(found)[:2] == ["model.embed_tokens.weight", "model.layers.0.mlp.up.weight"]
     assert list(found)[-2:] == ["model.norm.weight", "lm_head.weight"]
@@ -106,7 +78,7 @@ def test_resolve__numbers_the_layers_of_slices_anew() -> None:
 
 def test_resolve__says_why_slices_leave_tensors_out() -> None:
     recipe = slicing("passthrough", piece((A, 0, 2)), piece((B, 1, 3)))
-    result = resolve(recipe, [checkpoint(llama(2)), checkpoint(llama(3))])
+    result = resolve(recipe, [shaped(llama(2)), shaped(llama(3))])
     assert result.dropped == (
         DroppedTensor("./a", "model.norm.weight", "outside the layers, taken from another slice"),
         DroppedTensor("./a", "lm_head.weight", "outside the layers, taken from another slice"),
@@ -118,7 +90,7 @@ def test_resolve__says_why_slices_leave_tensors_out() -> None:
 
 def test_resolve__merges_layers_of_different_depths() -> None:
     sources = ((BASE, 0, 2), (model("a", weight=1.0), 2, 4))
-    result = resolve(slicing("ties", piece(*sources), base=BASE), [checkpoint(llama(2)), checkpoint(llama(4))])
+    result = resolve(slicing("ties", piece(*sources), base=BASE), [shaped(llama(2)), shaped(llama(4))])
     assert origins(result)["model.layers.1.mlp.up.weight"] == (
         "base:model.layers.1.mlp.up.weight",
         "a:model.layers.3.mlp.up.weight",
@@ -127,12 +99,12 @@ def test_resolve__merges_layers_of_different_depths() -> None:
 
 def test_resolve__evaluates_gradients_over_the_layers_of_a_slice() -> None:
     ramp = Cases((Case("self_attn", (9.0,)), Case("", (0.0, 1.0))), "recipe.yml:3")
-    whole = resolve(slicing("passthrough", piece((model("a", scale=ramp), 0, 3))), [checkpoint(llama(3))])
+    whole = resolve(slicing("passthrough", piece((model("a", scale=ramp), 0, 3))), [shaped(llama(3))])
     scales = {task.name: task.parameters.anchor["scale"] for task in whole.tasks}
     assert [scales[f"model.layers.{i}.mlp.up.weight"] for i in range(3)] == [0.0, 0.5, 1.0]
     assert scales["model.layers.1.self_attn.q.weight"] == 9.0
     assert (scales["model.embed_tokens.weight"], scales["lm_head.weight"]) == (0.0, 0.0)
-    single = resolve(slicing("passthrough", piece((model("a", scale=ramp), 1, 2))), [checkpoint(llama(3))])
+    single = resolve(slicing("passthrough", piece((model("a", scale=ramp), 1, 2))), [shaped(llama(3))])
     assert single.tasks[1].parameters.anchor["scale"] == 1.0
 
 
@@ -140,7 +112,7 @@ def test_resolve__prefers_the_parameters_nearest_to_a_source() -> None:
     by_name = Cases((Case("mlp", (0.25,)),), "recipe.yml:3")
     sources = ((BASE, 0, 1), (model("a", weight=by_name), 0, 1))
     recipe = slicing("ties", piece(*sources, weight=0.5), base=BASE, parameters={"weight": 2.0, "density": 0.5})
-    result = resolve(recipe, [checkpoint(llama(1)), checkpoint(llama(1))])
+    result = resolve(recipe, [shaped(llama(1)), shaped(llama(1))])
     found = {task.name: task.parameters.experts[0] for task in result.tasks}
     assert found["model.layers.0.mlp.up.weight"] == {"weight": 0.25, "density": 0.5}
     assert found["model.norm.weight"] == {"weight": 0.5, "density": 0.5}
@@ -148,12 +120,12 @@ def test_resolve__prefers_the_parameters_nearest_to_a_source() -> None:
 
 def test_resolve__says_that_there_are_no_layers_or_too_many_kinds() -> None:
     recipe = slicing("passthrough", piece((A, 0, 1)))
-    assert problems(recipe, checkpoint({"w": (2,)})) == [
+    assert problems(recipe, shaped({"w": (2,)})) == [
         "RecipeError recipe.conflict | recipe.yml:2 slices[0]: './a' has no numbered layers to take slices of; "
         "use 'models:' instead"
     ]
     both = {f"{part}.block.{i}.w": (2,) for part in ("encoder", "decoder") for i in range(2)}
-    assert problems(recipe, checkpoint(both)) == [
+    assert problems(recipe, shaped(both)) == [
         "RecipeError recipe.conflict | recipe.yml:2 slices[0]: './a' has several lists of layers equally long: "
         "'encoder.block.0.' to 'encoder.block.1.' and 'decoder.block.0.' to 'decoder.block.1.'; "
         "name the one that is meant with 'modules:'"
@@ -161,11 +133,11 @@ def test_resolve__says_that_there_are_no_layers_or_too_many_kinds() -> None:
 
 
 def test_resolve__says_that_models_have_different_numbers_of_layers_unless_they_may_be_dropped() -> None:
-    assert problems(TIES, checkpoint(llama(2)), checkpoint(llama(3))) == [
+    assert problems(TIES, shaped(llama(2)), shaped(llama(3))) == [
         "MismatchError model.mismatch | recipe.yml:1 a: './a' has 3 layers, 2 has './base' "
         "('model.layers.0.' to 'model.layers.1.'); merge equally many of each with slices"
     ]
-    result = resolve(TIES, [checkpoint(llama(2)), checkpoint(llama(3))], ("model.layers.2.*",))
+    result = resolve(TIES, [shaped(llama(2)), shaped(llama(3))], ("model.layers.2.*",))
     last = [f"model.layers.2.{rest}.weight" for rest in ("mlp.up", "self_attn.q")]
     assert [drop.tensor for drop in result.dropped] == last
 
@@ -173,10 +145,10 @@ def test_resolve__says_that_models_have_different_numbers_of_layers_unless_they_
 def test_resolve__refuses_misspelt_filters_and_notes_others_that_match_nothing() -> None:
     weight = Cases((Case("mpl", (0.5,)), Case("vision", (2.0,)), Case("", (1.0,))), "recipe.yml:7 models[0].weight")
     recipe = merging("ties", model("a", weight=weight), base=BASE)
-    lenient = resolve(recipe, [checkpoint(llama(1)), checkpoint(llama(1))], strictness=Strictness(lenient=True))
+    lenient = resolve(recipe, [shaped(llama(1)), shaped(llama(1))], strictness=Strictness(lenient=True))
     found = [(notice.code, notice.line) for notice in lenient.notices]
     assert found == [("recipe.unknown-name", 7), ("recipe.no-effect", 7)]
-    assert problems(recipe, checkpoint(llama(1)), checkpoint(llama(1))) == [
+    assert problems(recipe, shaped(llama(1)), shaped(llama(1))) == [
         "RecipeError recipe.unknown-name | recipe.yml:7 models[0].weight: "
         "the filter 'mpl' is in no tensor's name; did you mean 'mlp'?"
     ]
@@ -185,14 +157,14 @@ def test_resolve__refuses_misspelt_filters_and_notes_others_that_match_nothing()
 def test_resolve__takes_a_filter_for_the_head_of_a_model_with_tied_weights() -> None:
     weight = Cases((Case("lm_head", (0.5,)), Case("", (1.0,))), "recipe.yml:7")
     recipe = merging("ties", model("a", weight=weight), base=BASE)
-    tied = checkpoint(llama(1, head=False))
+    tied = shaped(llama(1, head=False))
     assert resolve(recipe, [tied, tied]).n_merged == 4
 
 
 def test_resolve__says_which_tensor_a_parameter_has_no_value_for() -> None:
     t = Cases((Case("mlp", (0.5,)), Case("self_attn", (0.5,))), "recipe.yml:7 parameters.t")
     recipe = merging("slerp", A, base=BASE, parameters={"t": t})
-    assert problems(recipe, checkpoint(llama(1)), checkpoint(llama(1))) == [
+    assert problems(recipe, shaped(llama(1)), shaped(llama(1))) == [
         "RecipeError recipe.incomplete | recipe.yml:7 parameters.t: "
         "t has no value for 'model.embed_tokens.weight'; end the list with '- value: ...'"
     ]
@@ -201,7 +173,7 @@ def test_resolve__says_which_tensor_a_parameter_has_no_value_for() -> None:
 def test_resolve__checks_the_sum_of_weights_that_depend_on_the_tensor() -> None:
     weight = Cases((Case("mlp", (-1.0,)), Case("", (1.0,))), "recipe.yml:7")
     recipe = merging("linear", model("a", weight=1.0), model("b", weight=weight))
-    assert problems(recipe, checkpoint(llama(1)), checkpoint(llama(1))) == [
+    assert problems(recipe, shaped(llama(1)), shaped(llama(1))) == [
         "RecipeError recipe.value | model.layers.0.mlp.up.weight: the weights sum to 0 and cannot be "
         "normalized; change a weight, or set normalize: false"
     ]
@@ -209,7 +181,7 @@ def test_resolve__checks_the_sum_of_weights_that_depend_on_the_tensor() -> None:
 
 @pytest.mark.parametrize(("reference", "other"), [("model.", ""), ("", "model."), ("model.language_model.", "model.")])
 def test_resolve__pairs_names_that_differ_by_a_prefix(reference: str, other: str) -> None:
-    result = resolve(TIES, [checkpoint(llama(12, prefix=reference)), checkpoint(llama(12, prefix=other))])
+    result = resolve(TIES, [shaped(llama(12, prefix=reference)), shaped(llama(12, prefix=other))])
     assert result.dropped == ()
     assert origins(result)[f"{reference}layers.11.mlp.up.weight"][1] == f"a:{other}layers.11.mlp.up.weight"
     assert origins(result)["lm_head.weight"][1] == "a:lm_head.weight"
@@ -218,7 +190,7 @@ def test_resolve__pairs_names_that_differ_by_a_prefix(reference: str, other: str
 def test_resolve__pairs_names_of_two_prefixes_at_once() -> None:
     base = {**llama(2), **{f"visual.blocks.{i}.w": (3,) for i in range(3)}}
     expert = {**llama(2, prefix="model.language_model."), **{f"model.visual.blocks.{i}.w": (3,) for i in range(3)}}
-    result = resolve(TIES, [checkpoint(base), checkpoint(expert)])
+    result = resolve(TIES, [shaped(base), shaped(expert)])
     assert origins(result)["visual.blocks.2.w"][1] == "a:model.visual.blocks.2.w"
 
 
@@ -228,7 +200,7 @@ def test_resolve__pairs_a_text_model_with_the_text_part_of_a_model_that_sees() -
     base = {**{f"language_model.{name}": shape for name, shape in llama(2).items()}, **vision}
     module = OutputModule("text_decoder", (BASE, A), (), {"weight": 1.0}, "recipe.yml:2")
     recipe = replace(merging("task_arithmetic", A, base=BASE), models=(), modules=(module,))
-    found = origins(resolve(recipe, [checkpoint(base), checkpoint(llama(2))]))
+    found = origins(resolve(recipe, [shaped(base), shaped(llama(2))]))
     for name in llama(2):
         assert found[f"language_model.{name}"][1] == f"a:{name}"
     assert all(len(found[name]) == 1 for name in vision)
@@ -237,19 +209,19 @@ def test_resolve__pairs_a_text_model_with_the_text_part_of_a_model_that_sees() -
 def test_resolve__names_modules_where_a_text_model_meets_one_that_sees() -> None:
     base = {**llama(2, prefix="model.language_model."), **{f"model.visual.blocks.{i}.w": (3,) for i in range(2)}}
     recipe = merging("ties", model("a", weight=1.0), model("b", weight=1.0), base=BASE)
-    (found,) = problems(recipe, checkpoint(base), checkpoint(llama(2)), checkpoint(base))
+    (found,) = problems(recipe, shaped(base), shaped(llama(2)), shaped(base))
     assert "'./a' lacks these 2 tensors of the base './base'" in found
     assert "it has no vision tensors: list the models under `modules:` for 'text' alone" in found
-    (found,) = problems(TIES, checkpoint({**base, "model.visual.norm.w": (3,)}), checkpoint(base))
+    (found,) = problems(TIES, shaped({**base, "model.visual.norm.w": (3,)}), shaped(base))
     assert "model.visual.norm.w" in found
     other = {name: shape for name, shape in llama(2).items() if "mlp" not in name}
-    assert all("modules:" not in line for line in problems(TIES, checkpoint(llama(2)), checkpoint(other)))
+    assert all("modules:" not in line for line in problems(TIES, shaped(llama(2)), shaped(other)))
 
 
 def test_resolve__keeps_the_eyes_of_the_base_where_all_experts_are_text_models() -> None:
     base = {**llama(2, prefix="model.language_model."), **{f"model.visual.blocks.{i}.w": (3,) for i in range(2)}}
     recipe = merging("ties", model("a", weight=1.0), model("b", weight=1.0), base=BASE)
-    result = resolve(recipe, [checkpoint(base), checkpoint(llama(2)), checkpoint(llama(2))])
+    result = resolve(recipe, [shaped(base), shaped(llama(2)), shaped(llama(2))])
     actions = {task.name: task.action for task in result.tasks}
     copied = {name for name, action in actions.items() if action is Action.COPY}
     assert copied == {name for name in base if "visual" in name}
@@ -261,28 +233,28 @@ def test_resolve__keeps_the_eyes_of_the_base_where_all_experts_are_text_models()
 def test_resolve__does_not_pair_names_by_guessing() -> None:
     base = {"left.w": (2,), "right.w": (2,), "x": (1,)}
     expert = {"one.w": (2,), "two.w": (2,), "x": (1,)}
-    codes = [line.split(" | ")[0].split()[1] for line in problems(TIES, checkpoint(base), checkpoint(expert))]
+    codes = [line.split(" | ")[0].split()[1] for line in problems(TIES, shaped(base), shaped(expert))]
     assert codes == ["model.mismatch"] * 2 + ["model.unexpected-tensor"] * 2
 
 
 def test_resolve__takes_the_embedding_for_the_head_that_tied_weights_leave_out() -> None:
-    result = resolve(TIES, [checkpoint(llama(1)), checkpoint(llama(1, head=False))])
+    result = resolve(TIES, [shaped(llama(1)), shaped(llama(1, head=False))])
     assert origins(result)["lm_head.weight"] == ("base:lm_head.weight", "a:model.embed_tokens.weight")
 
 
 def test_resolve__refuses_a_head_that_a_tied_base_has_no_place_for() -> None:
-    assert problems(TIES, checkpoint(llama(1, head=False)), checkpoint(llama(1))) == [
+    assert problems(TIES, shaped(llama(1, head=False)), shaped(llama(1))) == [
         "MismatchError model.unexpected-tensor | lm_head.weight: './a' has this tensor, the base './base' has not; "
         "to leave it out: --allow-dropped 'lm_head.weight' (nothing is lost where it equals the embedding); to keep "
         "it, give the base a head of its own: store its embedding as 'lm_head.weight', too"
     ]
-    left_out = resolve(TIES, [checkpoint(llama(1, head=False)), checkpoint(llama(1))], ("lm_head.weight",))
+    left_out = resolve(TIES, [shaped(llama(1, head=False)), shaped(llama(1))], ("lm_head.weight",))
     assert [dropped.tensor for dropped in left_out.dropped] == ["lm_head.weight"]
 
 
 @pytest.mark.parametrize("vocab", [6, 11])
 def test_resolve__merges_the_rows_that_vocabularies_share(vocab: int) -> None:
-    result = resolve(TIES, [checkpoint(llama(1)), checkpoint(llama(1, vocab=vocab))])
+    result = resolve(TIES, [shaped(llama(1)), shaped(llama(1, vocab=vocab))])
     rows = {task.name: task.experts[0] for task in result.tasks if isinstance(task.experts[0], GatheredRows)}
     shapes = {name: source.shape for name, source in rows.items()}
     assert shapes == {"model.embed_tokens.weight": (8, 4), "lm_head.weight": (8, 4)}
@@ -290,7 +262,7 @@ def test_resolve__merges_the_rows_that_vocabularies_share(vocab: int) -> None:
 
 def test_resolve__does_not_cut_rows_of_other_tensors() -> None:
     wide = {**llama(1), "model.layers.0.mlp.up.weight": (5,)}
-    assert [line.split(" | ")[0] for line in problems(TIES, checkpoint(llama(1)), checkpoint(wide))] == [
+    assert [line.split(" | ")[0] for line in problems(TIES, shaped(llama(1)), shaped(wide))] == [
         "MismatchError model.mismatch"
     ]
 
@@ -298,7 +270,7 @@ def test_resolve__does_not_cut_rows_of_other_tensors() -> None:
 @pytest.mark.parametrize("kind", [CheckpointKind.ADAPTER, CheckpointKind.DELTA])
 def test_resolve__takes_what_a_difference_does_not_touch_for_unchanged(kind: CheckpointKind) -> None:
     touched = {"model.layers.0.mlp.up.weight": (4,)}
-    result = resolve(TIES, [checkpoint(llama(1)), checkpoint(touched, kind, F32)])
+    result = resolve(TIES, [shaped(llama(1)), shaped(touched, kind, F32)])
     unchanged = {task.name for task in result.tasks if isinstance(task.experts[0], Unchanged)}
     assert unchanged == set(llama(1)) - set(touched)
     assert result.expert_bytes == 16
@@ -306,7 +278,7 @@ def test_resolve__takes_what_a_difference_does_not_touch_for_unchanged(kind: Che
 
 def test_resolve__refuses_differences_in_place_of_weights() -> None:
     recipe = slicing("passthrough", piece((A, 0, 1)), piece((B, 0, 1)))
-    found = problems(recipe, checkpoint(llama(1)), checkpoint(llama(1), CheckpointKind.DELTA))
+    found = problems(recipe, shaped(llama(1)), shaped(llama(1), CheckpointKind.DELTA))
     assert found == [
         "UnsupportedError model.unsupported | recipe.yml:1 b: './b' holds differences from a base, but weights "
         "are needed here; name its base as base_model too, and a method that takes one"
@@ -314,7 +286,7 @@ def test_resolve__refuses_differences_in_place_of_weights() -> None:
 
 
 def test_resolve__counts_a_model_that_lends_its_configuration_only() -> None:
-    result = resolve(slicing("passthrough", piece((A, 0, 1)), base=BASE), [checkpoint(llama(1)), checkpoint(llama(1))])
+    result = resolve(slicing("passthrough", piece((A, 0, 1)), base=BASE), [shaped(llama(1)), shaped(llama(1))])
     assert {drop.reason for drop in result.dropped} == {"lends its configuration only"}
     assert {task.base_model for task in result.tasks} == {1}
 
@@ -327,7 +299,7 @@ def test_resolve__merges_modules_and_copies_the_rest() -> None:
     shapes = {**llama(2), "visual.blocks.0.w": (3,), "visual.blocks.1.w": (3,), "visual.merger.mlp.0.w": (2,)}
     text = OutputModule("text_decoder", (), (piece((A, 0, 1), (B, 1, 2)),), {}, "recipe.yml:2 modules.text_decoder")
     vision = OutputModule("vision_tower", (A, B), (), {}, "recipe.yml:5 modules.vision_tower")
-    result = resolve(modular(text, vision), [checkpoint(shapes), checkpoint(shapes)])
+    result = resolve(modular(text, vision), [shaped(shapes), shaped(shapes)])
     found = origins(result)
     assert found["model.layers.0.mlp.up.weight"] == ("a:model.layers.0.mlp.up.weight", "b:model.layers.1.mlp.up.weight")
     assert found["visual.blocks.1.w"] == ("a:visual.blocks.1.w", "b:visual.blocks.1.w")
@@ -339,13 +311,13 @@ def test_resolve__merges_modules_and_copies_the_rest() -> None:
 
 def test_resolve__names_the_modules_there_are() -> None:
     unknown = OutputModule("text_decoderr", (A,), (), {}, "recipe.yml:2 modules.text_decoderr")
-    assert problems(modular(unknown), checkpoint(llama(1))) == [
+    assert problems(modular(unknown), shaped(llama(1))) == [
         "RecipeError recipe.unknown-name | recipe.yml:2 modules.text_decoderr: './a' has no module 'text_decoderr'; "
         "did you mean 'text_decoder'?"
     ]
     twice = OutputModule("model", (A,), (), {}, "recipe.yml:3 modules.model")
     text = OutputModule("text_decoder", (A,), (), {}, "recipe.yml:2 modules.text_decoder")
-    assert problems(modular(text, twice), checkpoint(llama(1))) == [
+    assert problems(modular(text, twice), shaped(llama(1))) == [
         "RecipeError recipe.conflict | recipe.yml:3 modules.model: 'model.embed_tokens.weight' belongs to this "
         "module and to 'text_decoder'; keep one of the two"
     ]
