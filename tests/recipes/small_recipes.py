@@ -1,4 +1,4 @@
-"""For the tests of resolution: recipes and checkpoints that no file holds, and what is wrong with them."""
+"""For the tests of recipes: how they are loaded, and recipes and checkpoints that no file holds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEnt
 from mergepipe.core.blocks import DType, element_count
 from mergepipe.errors import MergePipeError
 from mergepipe.operators.registry import operator_specs
+from mergepipe.recipes.fields import Strictness
 from mergepipe.recipes.recipe import ModelInput, Recipe, Setting
+from mergepipe.recipes.recipe_files import load_recipes
 from mergepipe.recipes.resolution import resolve
 from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]
 
@@ -52,3 +55,26 @@ def refusal(recipe: Recipe, *checkpoints: Checkpoint, allow: tuple[str, ...] = (
 def problems(recipe: Recipe, *checkpoints: Checkpoint, allow: tuple[str, ...] = ()) -> list[str]:
     error = refusal(recipe, *checkpoints, allow=allow)
     return [f"{type(error).__name__} {p.code} | {p}" for p in error.problems]
+
+
+def load_all(folder: Path, text: str, **strictness: bool) -> tuple[Recipe, ...]:
+    """Load the documents of a recipe in a folder."""
+    (folder / "recipe.yml").write_bytes(text.encode())
+    return load_recipes(Location.local(folder / "recipe.yml"), Stores(), Strictness(**strictness))
+
+
+def load(folder: Path, text: str, **strictness: bool) -> Recipe:
+    (recipe,) = load_all(folder, text, **strictness)
+    return recipe
+
+
+def load_refusal(folder: Path, text: str) -> MergePipeError:
+    with pytest.raises(MergePipeError) as caught:
+        load_all(folder, text)
+    return caught.value
+
+
+def said(folder: Path, text: str) -> list[str]:
+    """What is wrong with a recipe: of each problem the code, without `recipe.`, and the line without the file."""
+    told = (f"{p.code.removeprefix('recipe.')} {p}" for p in load_refusal(folder, text).problems)
+    return [line.replace(" recipe.yml:", " ", 1).replace(str(folder), "{folder}") for line in told]

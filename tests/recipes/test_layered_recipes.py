@@ -7,34 +7,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_recipes import load, load_all, said
 
 from mergepipe.checkpoints.embedding_rows import TokenRule
-from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
+from mergepipe.errors import NotFoundError, RecipeError
 from mergepipe.recipes.recipe import Case, Cases, Recipe, Setting, value_at
-from mergepipe.recipes.recipe_files import load_recipes, reload_recipe, reload_recipes
+from mergepipe.recipes.recipe_files import reload_recipe, reload_recipes
 from mergepipe.recipes.references import reference_text
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipes")
-    for name in ("base", "a", "b", "c", "lora"):
-        (folder / name).mkdir()
-    return folder
-
-
-def load_all(folder: Path, text: str) -> tuple[Recipe, ...]:
-    path = folder / "recipe.yml"
-    path.write_text(text, encoding="utf-8")
-    return load_recipes(Location.local(path), LocalStore())
-
-
-def load(folder: Path, text: str) -> Recipe:
-    (recipe,) = load_all(folder, text)
-    return recipe
-
 
 SLERP = """\
 slices:
@@ -323,12 +304,7 @@ BAD: list[tuple[str, ...]] = [
 @pytest.mark.parametrize("bad", BAD, ids=[f"{i}-{bad[1].split()[0]}" for i, bad in enumerate(BAD)])
 def test_load_recipes__tells_exactly_what_is_wrong(folder: Path, bad: tuple[str, ...]) -> None:
     text, *expected = bad
-    with pytest.raises(MergePipeError) as caught:
-        load_all(folder, text)
-    told = [line.replace("{folder}", str(folder)).partition(" ") for line in expected]
-    assert [f"{p.code} {p}" for p in caught.value.problems] == [
-        f"{code if '.' in code else f'recipe.{code}'} recipe.yml:{rest}" for code, _, rest in told
-    ]
+    assert said(folder, text) == expected
 
 
 NUMBERS = st.floats(-1e6, 1e6)

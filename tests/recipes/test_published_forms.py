@@ -5,31 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from small_recipes import load
 
 from mergepipe.core.outcome import Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError, RecipeError
-from mergepipe.recipes.fields import MAX_LISTED, Findings, Strictness
-from mergepipe.recipes.recipe import Recipe
-from mergepipe.recipes.recipe_files import load_recipes, reload_recipe
+from mergepipe.recipes.fields import MAX_LISTED, Findings
+from mergepipe.recipes.recipe_files import reload_recipe
 from mergepipe.recipes.references import reference_text
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
-from support.published_forms import CLAMPED, DELTAS, FORMS, LINEAR, MODELS, STOCK, TIES, Form
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("forms")
-    for name in MODELS:
-        (folder / name).mkdir()
-    return folder
-
-
-def load(folder: Path, text: str, **strictness: bool) -> Recipe:
-    path = folder / "recipe.yml"
-    path.write_bytes(text.encode())
-    (recipe,) = load_recipes(Location.of(path), LocalStore(), Strictness(**strictness))
-    return recipe
+from support.published_forms import CLAMPED, DELTAS, FORMS, LINEAR, STOCK, TIES, Form
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
