@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import unicodedata
@@ -17,13 +15,12 @@ import yaml
 from safetensors.numpy import save_file
 
 from mergepipe import cli
-from mergepipe.cli import main
 from mergepipe.cli.pages import sweep_page
 from mergepipe.cli.printing import REPORT_FORMAT
 from mergepipe.planning.plan import PLAN_FORMAT
 from mergepipe.reports import SweepPoint, SweepReport
 from mergepipe.storage.location import Location
-from support.command_line import Ran
+from support.command_line import Ran, run_command
 
 CLI = Path(cli.__file__).parent
 NASTY = "\u202ex\u2028y\x1b[31mz\nINJECTED|`<b>&\x85[bold]\u2066"
@@ -91,20 +88,13 @@ def raw_characters(text: str) -> list[str]:
     return [hex(ord(c)) for c in text if c != "\n" and unicodedata.category(c) in {"Cc", "Cf", "Zl", "Zp"}]
 
 
-def run_here(command: list[str]) -> Ran:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        exit_code = main(command)
-    return Ran(exit_code, out.getvalue(), err.getvalue())
-
-
 @pytest.fixture(name="ran", scope="module")
 def run_all(place: Path) -> dict[str, tuple[Ran, Ran]]:
     """Every command as a table and as JSON, in the order above."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setenv("MERGEPIPE_HOME", str(place / "home"))
-        return {name: (run_here(command), run_here([*command, "--json"])) for name, command in COMMANDS.items()}
+        return {name: (run_command(command), run_command([*command, "--json"])) for name, command in COMMANDS.items()}
 
 
 def test_outputs__show_nothing_raw_and_break_no_line(ran: dict[str, tuple[Ran, Ran]]) -> None:

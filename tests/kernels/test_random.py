@@ -73,24 +73,6 @@ def test_stream_key__is_the_documented_hash(seed: int, content_id: str, tensor: 
     assert stream_key(seed, content_id, tensor) == stream_key_of(seed, content_id, tensor)
 
 
-@pytest.mark.parametrize("density", [0.001, 0.1, 0.2, 0.5, 0.9])
-def test_random_words__keep_the_share_that_was_asked_for(density: float) -> None:
-    for key in (0, 1, 2**63):
-        kept = int(kept_by_dare(key, N, density).sum())
-        assert abs(kept - density * N) < 5 * math.sqrt(N * density * (1 - density))
-
-
-def test_random_words__are_spread_evenly_over_places_and_values() -> None:
-    words = words_of_elements(12345, N)
-    for counts in (
-        np.bincount((words >> np.uint64(24)).astype(np.int64), minlength=256),
-        np.bincount(np.arange(N)[words < np.uint64(2**31)] % GROUP_ELEMENTS, minlength=GROUP_ELEMENTS),
-    ):
-        mean = counts.mean()
-        chi_square = float(((counts - mean) ** 2).sum() / mean)
-        assert chi_square < len(counts) + 6 * math.sqrt(2 * len(counts))
-
-
 def test_random_masks__of_experts_tensors_and_seeds_are_independent() -> None:
     density = 0.3
     keys = [stream_key_of(seed, expert * 32, tensor) for seed in (0, 1) for expert in "ab" for tensor in ("q", "k")]

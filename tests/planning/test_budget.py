@@ -85,11 +85,6 @@ def test_share_budget__is_cut_off_to_whole_bytes(full: int, share: Fraction) -> 
     assert ShareBudget(Fraction(1)).limit_bytes(full) == full
 
 
-@given(nbytes=st.integers(0, 2**60), full=st.integers(0, 2**60))
-def test_byte_budget__is_the_same_whatever_everything_costs(nbytes: int, full: int) -> None:
-    assert ByteBudget(nbytes).limit_bytes(full) == nbytes
-
-
 def test_budgets__refuse_what_is_none() -> None:
     with pytest.raises(ValueError, match="-1 bytes"):
         ByteBudget(-1)

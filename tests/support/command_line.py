@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,14 @@ class Runner:
         exit_code = self._main([str(each) for each in arguments])
         captured = self._capsys.readouterr()
         return Ran(exit_code, captured.out, captured.err)
+
+
+def run_command(arguments: list[str]) -> Ran:
+    """Run one command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        exit_code = main(arguments)
+    return Ran(exit_code, out.getvalue(), err.getvalue())
 
 
 def start_python(code: str, *arguments: object, **streams: Any) -> subprocess.Popen[str]:

@@ -58,7 +58,9 @@ def n_entered(run: Callable[[str], object]) -> int:
 
 
 def main() -> None:
-    from workplace import run_command, workplace
+    from workplace import workplace
+
+    from support.command_line import run_command
 
     def succeed(*words: str) -> None:
         ran = run_command(list(words))

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
-from workplace import BLOCK_ELEMENTS, run_command
+from workplace import BLOCK_ELEMENTS
 
+from support.command_line import run_command
 from support.safetensors_bytes import file_bytes, honest_file, record
 
 MODELS = "base_model: family/base\nmodels:\n  - {model: family/expert-1}\n  - {model: family/expert-2}\n"

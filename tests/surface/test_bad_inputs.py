@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 from bad_inputs import RECIPES, TAILOR_RECIPES, write_odd_models, write_outputs, write_recipes, write_tailor_inputs
-from workplace import command_names, run_command, workplace
+from workplace import command_names, workplace
 
 from mergepipe import errors
 from mergepipe.errors import MergePipeError
+from support.command_line import run_command
 from support.goldens import Goldens, steady_text
 
 RECORDS = Path(__file__).parents[1] / "golden/surface/bad-inputs"

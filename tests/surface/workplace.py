@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from mergepipe.cli import main
 from mergepipe.cli.app import build_command
-from support.command_line import Ran
 from support.families import FamilyShape, write_family
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_hf, write_zero3
 
@@ -23,14 +20,6 @@ RECIPES = {
     "dare.yml": ("dare_ties", "weight: 0.6, density: 0.3", "weight: 0.4, density: 0.5"),
 }
 BLOCK_ELEMENTS = 16384
-
-
-def run_command(arguments: list[str]) -> Ran:
-    """Run one command in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        exit_code = main(arguments)
-    return Ran(exit_code, out.getvalue(), err.getvalue())
 
 
 def command_names() -> list[str]:
