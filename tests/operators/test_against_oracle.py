@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.core.blocks import BF16, F16, F32, F64, DType
@@ -57,25 +57,6 @@ def test_merge_block__is_pinned_down_by_the_oracle_on_ordinary_values(operator: 
     assert with_two_answers < 0.25  # elements that no expert changed have two equal answers
 
 
-@given(st.floats(-3, 3).filter(lambda s: s == 0 or abs(s) > 1e-3), families(0), st.sampled_from(FLOATS))
-@example(1.0, make_family(np.random.default_rng(0), 999, F64, (), 0.5), F64)
-def test_passthrough__scales_the_single_model(scale: float, family: Family, out_dtype: DType) -> None:
-    case = MergeCase("passthrough", scale=scale)
-    found_N = merge_in_memory(case, StoredTensor(family, out_dtype, 1), (), [100, 2050])
-    assert expected(case, family.base_N, family.experts_EN).accepts(found_N, out_dtype).all()
-
-
-@given(st.data())
-def test_merge_block__does_not_depend_on_how_the_tensor_is_cut(data: st.DataObject) -> None:
-    case = data.draw(merge_cases())
-    family = data.draw(families(len(case.weights)))
-    keys = KEYS[: len(case.weights)]
-    whole = merge_in_memory(case, StoredTensor(family, BF16), keys, [])
-    cuts = data.draw(st.lists(st.integers(1, 5000), max_size=6))
-    parts = merge_in_memory(case, StoredTensor(family, BF16, data.draw(st.integers(1, 9))), keys, cuts)
-    np.testing.assert_array_equal(whole.view(np.uint16), parts.view(np.uint16))
-
-
 @pytest.mark.parametrize("operator", [name for name in DELTA_OPERATORS if name not in ("linear", "slerp")])
 @pytest.mark.parametrize("dtype", FLOATS, ids=[d.name for d in FLOATS])
 def test_merge_block__gives_the_base_where_no_expert_differs(operator: str, dtype: DType) -> None:
@@ -86,17 +67,6 @@ def test_merge_block__gives_the_base_where_no_expert_differs(operator: str, dtyp
     wanted_N = encode(family.base_N, dtype)
     same_N = (found_N == wanted_N) | (np.isnan(found_N.astype(np.float32)) & np.isnan(wanted_N.astype(np.float32)))
     assert same_N.all()
-
-
-@given(st.data())
-def test_linear__is_the_weighted_average_of_the_models(data: st.DataObject) -> None:
-    weights = tuple(data.draw(st.lists(st.floats(0.05, 2), min_size=1, max_size=5)))
-    family = make_family(np.random.default_rng(data.draw(st.integers(0, 99))), 3000, BF16, (BF16,) * len(weights), 0.0)
-    case = MergeCase("linear", weights, (1.0,) * len(weights), base_weight=0.4, normalize=True)
-    found_N = merge_in_memory(case, StoredTensor(family, F32), (), []).astype(np.float64)
-    models_EN = np.stack([family.base_N, *family.experts_EN]).astype(np.float64)
-    average_N = np.average(models_EN, axis=0, weights=(0.4, *weights))
-    np.testing.assert_allclose(found_N, average_N, rtol=0, atol=1e-6 * float(np.abs(models_EN).max()))
 
 
 def _merge_numbers(case: MergeCase, base: list[float], experts: list[list[float]]) -> list[float]:

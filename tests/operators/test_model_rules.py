@@ -95,7 +95,9 @@ RULES = (
     Rule("breadcrumbs_ties", {"rescale": True}),
     Rule("ties", {"rescale": True}),
 )
-RANDOM_RULES = (Rule("della"), Rule("della", {"rescale": False}), Rule("della_linear"), Rule("dare_ties"))
+RANDOM_RULES = (
+    Rule("della"), Rule("della", {"rescale": False}), Rule("della_linear"), Rule("dare_ties"), Rule("dare_linear"),
+)  # fmt: skip
 OTHER_RULES = (Rule("linear"), Rule("task_arithmetic"), Rule("ties"), Rule("slerp", {"t": 0.3}))
 SHAPES = st.sampled_from([(1,), (50,), (40_000,), (7, 9), (3, 6000), (130, 130), (2, 3, 50)])
 
@@ -205,7 +207,7 @@ def test_rule__gives_the_base_where_no_expert_differs(rule: Rule) -> None:
         np.testing.assert_array_equal(found_N, base_N)
 
 
-@pytest.mark.parametrize("rule", [*RULES, *RANDOM_RULES], ids=str)
+@pytest.mark.parametrize("rule", [*RULES, *RANDOM_RULES, *OTHER_RULES], ids=str)
 def test_rule__survives_values_that_are_no_numbers(rule: Rule) -> None:
     family = exact_family(2, 600, rule.n_experts)
     family.experts[0][7], family.experts[0][40], family.base[90] = np.nan, np.inf, -np.inf

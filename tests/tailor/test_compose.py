@@ -8,13 +8,26 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from sys import modules
 from typing import Any
 
+import numpy as np
 import pytest
-from composing import FORMATS, FULL, SHARED_STEPS, Pair, checkpoint_at, hidden, make_pair, tree, wrong_values
+from composing import (
+    FORMATS,
+    FULL,
+    SHARED_STEPS,
+    Pair,
+    checkpoint_at,
+    hidden,
+    make_pair,
+    stored_values,
+    tree,
+    wrong_values,
+)
 
 from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.errors import (
@@ -22,7 +35,6 @@ from mergepipe.errors import (
     CorruptError,
     MergePipeError,
     MismatchError,
-    NotFoundError,
     OutputError,
     RecipeError,
 )
@@ -31,7 +43,7 @@ from mergepipe.snapshots.manifest import StepPolicy
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import Framework
+from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
 from mergepipe.tailor.composition import check_recipe, compose
 from mergepipe.tailor.formats.contract import Node
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
@@ -43,7 +55,16 @@ from support.engine_views import write_partial
 from support.faults import replaced, short_reads, short_writes, worker_threads
 from support.stores import MetadataStore
 from support.torch_bytes import Member, zip_bytes
-from support.training_trees import KnownStates, decoder_shapes, known_states, write_hf, write_zero3, write_zero12
+from support.training_trees import (
+    KnownStates,
+    decoder_shapes,
+    known_states,
+    write_dcp,
+    write_fsdp,
+    write_hf,
+    write_zero3,
+    write_zero12,
+)
 
 PARITY = "default: new\ntake: [{from: old, units: [layers even, embed, norm]}]\n"
 
@@ -171,31 +192,6 @@ def refused(pair: Pair, text: str, options: ComposeOptions = FULL) -> MergePipeE
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "code"),
-    [
-        ("take: [{from: old, units: [layers all]}]", RecipeError, "recipe.incomplete"),
-        ("default: new\ntake: [{from: old, units: [layer 3]}]", RecipeError, "recipe.units"),
-        ("default: new\ntake: [{from: old, units: ['name:*.mlp.up']}]", RecipeError, "recipe.units"),
-        (
-            "take: [{from: old, units: [layers all]}, {from: new, units: [layer 1, embed, norm, lm_head]}]",
-            RecipeError,
-            "recipe.conflict",
-        ),
-        ("default: new\ntake: [{from: gone, units: [embed]}]", NotFoundError, "model.not-found"),
-        ("default: new\nstate_frm: old", RecipeError, "recipe.unknown-name"),
-        ("default: new\ntokenizer_source: base", RecipeError, "recipe.unknown-name"),
-        ("default: [new]", RecipeError, "recipe.value"),
-        ("state_from: new", RecipeError, "recipe.incomplete"),
-    ],
-)
-def test_compose__refuses_recipes_that_do_not_add_up(
-    zero2: Pair, text: str, kind: type[MergePipeError], code: str
-) -> None:
-    error = refused(zero2, text)
-    assert (type(error), error.code) == (kind, code)
-
-
 def test_compose__tells_everything_that_is_wrong_at_once(zero2: Pair) -> None:
     error = refused(zero2, "take: [{from: old, units: [layers evn, embed]}, {from: gone, unit: [x]}]\ndefalt: new")
     assert [p.code for p in error.problems] == [
@@ -229,8 +225,18 @@ def test_compose__refuses_sources_that_do_not_fit(zero2: Pair, misfit: str) -> N
     assert (error.code, any(reason in p.message for p in error.problems)) == ("checkpoint.mismatch", True)
 
 
-def test_compose__refuses_a_head_tied_to_embeddings_of_another_source(tmp_path: Path) -> None:
-    pair = make_pair(tmp_path, lambda p, k: write_hf(p, k, tied=True), decoder_shapes(tied=True))
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+WRITE_TIED: dict[str, Callable[[Path, KnownStates], None]] = {
+    "hf": lambda path, known: write_hf(path, known, tied=True),
+    "dcp": lambda path, known: write_dcp(path, known, 2, tied=TIED),
+    "fsdp-full": partial(write_fsdp, full=True, tied=TIED),
+    "fsdp-sharded": partial(write_fsdp, full=False, tied=TIED),
+}
+
+
+@pytest.mark.parametrize("kind", WRITE_TIED)
+def test_compose__takes_tied_weights_from_one_source(tmp_path: Path, kind: str) -> None:
+    pair = make_pair(tmp_path, WRITE_TIED[kind], decoder_shapes(tied=True))
     text = (
         "merge_method: passthrough\n"
         "slices: [{sources: [{model: new, layer_range: [0, 3]}]}]\n"
@@ -239,7 +245,13 @@ def test_compose__refuses_a_head_tied_to_embeddings_of_another_source(tmp_path: 
     )
     assert refused(pair, text % "new").code == "checkpoint.mismatch"
     pair.compose(text % "old")
-    assert wrong_values(pair.out, pair, ["model.embed_tokens.weight"]) == []
+    made = checkpoint_at(pair.out)
+    assert (dict(made.units.tied), "lm_head.weight" in made.parameters) == (TIED, False)
+    assert "lm_head" not in [str(unit) for unit in made.units.parameters]
+    both = [state for (name, kind), state in made.states.items() if kind == WEIGHT and name in {*TIED, *TIED.values()}]
+    assert len(both) == (1 if kind in ("hf", "fsdp-full") else 2)  # others store a tensor once
+    wanted = pair.old.arrays[TIED["lm_head.weight"], FP32]
+    assert all(np.array_equal(stored_values(state), wanted) for state in both)
 
 
 def test_compose__needs_one_complete_checkpoint(zero2: Pair) -> None:
@@ -294,13 +306,17 @@ def slices(*ranges: list[int], rest: str = "base_model: old") -> str:
         (slices([0, 2]), "recipe.conflict", "stack 2 layers on a model of 3"),
         (slices([0, 1], [2, 3]), "recipe.conflict", "layer 2 would become layer 1"),
         (slices([0, 1], [0, 3]), "recipe.conflict", "layer 0 would become layer 1"),
+        ("default: new\ntake: [{from: old, units: ['name:*.mlp.up']}]", "recipe.units", "mlp.up"),
+        ("default: new\ntokenizer_source: base", "recipe.unknown-name", "tokenizer_source"),
+        ("default: [new]", "recipe.value", "default"),
+        ("state_from: new", "recipe.incomplete", "default"),
         ('default: new\ntake: [{from: old, units: ["layers 1,1"]}]', "recipe.units", "names layer 1 twice"),
         ("default: new\ntake: [{from: old, units: [layers 1, layers odd]}]", "recipe.conflict", "once more"),
     ],
 )
-def test_compose__explains_what_is_wrong_with_slices(zero2: Pair, text: str, code: str, words: str) -> None:
+def test_compose__explains_what_is_wrong_with_a_recipe(zero2: Pair, text: str, code: str, words: str) -> None:
     error = refused(zero2, text)
-    assert (error.code, words in str(error)) == (code, True)
+    assert (type(error), error.code, words in str(error)) == (RecipeError, code, True)
 
 
 def test_compose__refuses_another_dtype_than_the_sources(zero2: Pair) -> None:

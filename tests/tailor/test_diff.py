@@ -96,10 +96,8 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("strategy", "at", "default", "units"),
     [
-        ("parity", None, "global_step9", ["layers 0,2,4", "embed"]),
         ("parity", 8, "global_step7", ["layers 0,2,4", "embed"]),
         ("paper-parity", None, "global_step9", ["layers 1,3,5", "embed", "norm"]),
-        ("filter", None, "global_step9", ["layers 3", "embed", "lm_head"]),
         ("latest", 3, "global_step3", None),
     ],
 )

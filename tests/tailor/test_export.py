@@ -15,7 +15,6 @@ from test_universal import write_universal
 
 import mergepipe
 from mergepipe import tailor
-from mergepipe.errors import MergePipeError
 from mergepipe.tailor.model_names import names_without_wrappers
 from support.engine_views import write_partial
 from support.training_trees import (
@@ -172,11 +171,6 @@ def _without_rank(folder: Path) -> None:
     max(folder.glob("*optim*")).unlink()
 
 
-def _cut(folder: Path) -> None:
-    path = max(folder.glob("*optim*"))
-    path.write_bytes(path.read_bytes()[:-50])
-
-
 def _cut_chunks(folder: Path) -> None:
     """Leave out the last bytes of a file, of which no weight may be the owner."""
     path = max(folder.glob("*.distcp"))
@@ -191,25 +185,17 @@ def _other_config(key: str, number: int, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {key: number}))
 
 
-def _unknown(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.rename(path.with_suffix(".bak"))
-
-
 def _foreign(folder: Path) -> None:
     (folder / "model_optim_rng.pt").write_bytes(b"")
 
 
 REFUSED: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
-    "rank": ("zero3", _without_rank, "checkpoint.mismatch", "lacks the optimizer file of rank 1"),
-    "rank-2": ("zero2", _without_rank, "checkpoint.mismatch", "lacks the optimizer file of rank 2"),
-    "cut": ("zero2", _cut, "checkpoint.damaged", "zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+    "rank": ("zero2", _without_rank, "checkpoint.mismatch", "lacks the optimizer file of rank 2"),
     "chunks": ("dcp", _without_file, "checkpoint.mismatch", "lacks file __1_0.distcp"),
     "cut-chunks": ("dcp", _cut_chunks, "checkpoint.damaged", "__1_0.distcp: has "),
     "unit": ("lacks-norm", lambda _: None, "checkpoint.mismatch", "lacks norm: not saved"),
     "layers": ("zero2", partial(_other_config, "num_hidden_layers", 4), "checkpoint.mismatch", "says 4 layers"),
     "width": ("zero2", partial(_other_config, "hidden_size", 8), "checkpoint.mismatch", "says that embeddings are"),
-    "unknown": ("zero2", _unknown, "model.not-found", "no training checkpoint is here"),
     "foreign": ("zero2", _foreign, "checkpoint.unsupported", "is a Megatron checkpoint"),
 }
 
@@ -221,10 +207,3 @@ def test_export__refuses_in_one_line_and_writes_nothing(tmp_path: Path, name: st
     write(tmp_path / "at-9", known_states(decoder_shapes(), step=9))
     damage(tmp_path / "at-9")
     refuses_export(tmp_path / "at-9", code, message)
-
-
-def test_export__refuses_a_lender_without_configuration(tmp_path: Path) -> None:
-    FORMATS["zero2"](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
-    (tmp_path / "lender").mkdir()
-    with pytest.raises(MergePipeError, match=r"lender: there is no config\.json"):
-        tailor.export(tmp_path / "at-9", tmp_path / "out", config=tmp_path / "lender")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import Pair, checkpoint_at, make_pair, model_values, stored_values, wrong_values
+from composing import Pair, checkpoint_at, make_pair, model_values, wrong_values
 from test_pickled_counters import counters
 from test_universal import PARITY, from_old
 
@@ -23,8 +23,6 @@ from support.training_trees import (
     write_fsdp,
     write_trainer_files,
 )
-
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def write_of_trainer(folder: Path, known: KnownStates, *, full: bool) -> None:
@@ -67,18 +65,6 @@ def test_export__needs_no_optimizer(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "out" / "config.json").exists() == (name == "automodel")
     opened = report.plan.assignment.skeleton
     assert (opened.missing, opened.has_state) == (("the optimizer's state: only weights are here",), False)
-
-
-@pytest.mark.parametrize("full", [True, False])
-def test_compose__writes_both_names_of_a_tied_weight(tmp_path: Path, *, full: bool) -> None:
-    pair = make_pair(tmp_path, partial(write_fsdp, full=full, tied=TIED), decoder_shapes(tied=True))
-    pair.compose("default: new\ntake: [{from: old, units: [embed]}]\n")
-    made = checkpoint_at(pair.out)
-    assert dict(made.units.tied) == TIED
-    names = [name for name, kind in made.states if kind == "weight" and name in (*TIED, *TIED.values())]
-    assert len(names) == (1 if full else 2)  # whole state dicts store both names once
-    for name in names:
-        assert (stored_values(made.states[name, "weight"]) == pair.old.arrays[TIED["lm_head.weight"], "fp32"]).all()
 
 
 def test_open__refuses_an_optimizer_of_other_parameters(tmp_path: Path) -> None:

@@ -64,10 +64,7 @@ def test_inspect_checkpoints__accepts_two_of_one_run(run: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        ("zero2-wide", "world size 2 and 3"),
-        ("zero3", "ZeRO stage 2 and 3"),
         ("zero3", "only one has weight"),
-        ("hf", "format deepspeed-zero and hf-optimizer"),
         ("dcp", "framework deepspeed and torch"),
     ],
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from composing import FULL, Pair, checkpoint_at, edit, make_pair, stored_values, tree, wrong_values
+from composing import FULL, Pair, checkpoint_at, edit, make_pair, tree, wrong_values
 
 from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.torch_file import read_torch_zip
@@ -30,7 +30,6 @@ from support.training_trees import (
     SAMPLES_A_STEP,
     KnownStates,
     decay_groups,
-    decoder_shapes,
     write_dcp,
     write_trainer_files,
     write_zero3,
@@ -227,40 +226,3 @@ def test_compose__refuses_a_dcp_state_that_lacks_a_value(tmp_path: Path) -> None
     pair = dcp_pair(tmp_path, {key: value for key, value in PLAIN.items() if key != "step"})
     error = refused(pair)
     assert (error.code, "lacks step" in str(error)) == ("checkpoint.mismatch", True)
-
-
-# --- tied weights of DCP
-
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-
-
-@pytest.fixture
-def tied(tmp_path: Path) -> Pair:
-    return make_pair(tmp_path, lambda p, k: write_dcp(p, k, 2, tied=TIED), decoder_shapes(tied=True))
-
-
-def test_read_dcp__recognises_tied_weights(tied: Pair) -> None:
-    found = checkpoint_at(tied.folder / "new")
-    assert (dict(found.units.tied), "lm_head.weight" in found.parameters) == (TIED, False)
-    assert "lm_head" not in [str(unit) for unit in found.units.parameters]
-
-
-def test_compose__takes_both_names_of_tied_weights_from_one_source(tied: Pair) -> None:
-    tied.compose("default: new\ntake: [{from: old, units: [embed]}]\n")
-    assert (checkpoint_at(tied.out).missing, dict(checkpoint_at(tied.out).units.tied)) == ((), TIED)
-
-
-def test_compose__refuses_tied_weights_from_two_sources(tied: Pair) -> None:
-    text = (
-        "merge_method: passthrough\n"
-        "slices: [{sources: [{model: new, layer_range: [0, 3]}]}]\n"
-        "pre_weights: [{name: model.embed_tokens.weight, model: old}, {name: model.norm.weight, model: new}]\n"
-        "post_weights: [{name: lm_head.weight, model: %s}]\n"
-    )
-    assert refused(tied, text % "new").code == "checkpoint.mismatch"
-    tied.compose(text % "old")
-    head, embed = (
-        stored_values(made.states[n, "weight"]) for n in (*TIED, *TIED.values()) for made in [checkpoint_at(tied.out)]
-    )
-    assert (head == embed).all()
-    assert (embed == tied.old.arrays[TIED["lm_head.weight"], FP32]).all()

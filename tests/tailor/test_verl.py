@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import checkpoint_at, make_pair, model_values, refuses_export, stored_values
-from test_universal import PARITY
+from composing import checkpoint_at, model_values, refuses_export, stored_values
 
 from mergepipe import tailor
 from support.torch_bytes import Call, Named, View, torch_bytes
@@ -30,14 +29,6 @@ def test_open__joins_the_rows_of_all_ranks(tmp_path: Path, world_size: int, repl
     assert [key for key, array in wanted.items() if not np.array_equal(values[key], array)] == []
     assert (values.keys(), opened.step, opened.world_size) == (wanted.keys(), known.step, world_size * replicas)
     assert (opened.missing, opened.has_state) == ((), True)
-
-
-def test_compose__counts_steps_by_parameter(tmp_path: Path) -> None:
-    pair = make_pair(tmp_path, write_verl)
-    pair.compose(PARITY)
-    made = checkpoint_at(pair.out)
-    assert {step.value for step in made.steps} == {7.0, 9.0}
-    assert all(len(step.cells) == 2 for step in made.steps)
 
 
 def test_export__takes_files_that_lie_in_the_folder_of_the_model(tmp_path: Path) -> None:
