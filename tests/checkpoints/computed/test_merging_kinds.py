@@ -59,16 +59,14 @@ def same_bits(first: Tensors, second: Tensors) -> bool:
     return first.keys() == second.keys() and all(np.array_equal(first[n], second[n]) for n in first)
 
 
-@pytest.mark.parametrize("method", ["task_arithmetic", "ties", "dare_linear"])
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
 def test_merge__a_pickle_merges_as_safetensors_do(root: Path, method: str) -> None:
     (root / "pt").mkdir()
     views = {n: View(t.ravel(), 0, t.shape) for n, t in tuned(21).items()}
     (root / "pt" / "pytorch_model.bin").write_bytes(torch_bytes(views))
     write_model(root / "st", tuned(21))
     first, second = (merged(root, {"full": 0.4, name: 0.7}, method) for name in ("pt", "st"))
-    if method != "dare_linear":  # whose masks follow the content, hence the order of the stored tensors
-        assert same_bits(first, second)
-    assert first.keys() == second.keys()
+    assert same_bits(first, second)
 
 
 def marked_recipe(root: Path, model: object, method: str = "task_arithmetic") -> Path:
