@@ -247,7 +247,7 @@ RACES: dict[str, tuple[Callable[[BucketFolder, pytest.MonkeyPatch], object], str
     "a conflict of no other": (conflict_once, "", b"ours"),
     "the answer was lost": (lambda folder, _: folder.create(MANIFEST_NAME, b"ours"), "", b"ours"),
     "the prefix was taken over": (take_over, "output.changed", b"theirs"),
-    "another record came first": (lambda folder, _: folder.create(MANIFEST_NAME, b"theirs"), "output.changed", b"theirs"),
+    "another was first": (lambda folder, _: folder.create(MANIFEST_NAME, b"theirs"), "output.changed", b"theirs"),
     "an object is missing": (lambda folder, _: folder.delete("config.json"), "output.incomplete", b""),
 }
 
