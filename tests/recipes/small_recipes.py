@@ -17,6 +17,7 @@ from mergepipe.recipes.recipe_files import load_recipes
 from mergepipe.recipes.resolution import resolve
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
+from support.published_forms import MODELS
 
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]
 
@@ -55,6 +56,15 @@ def refusal(recipe: Recipe, *checkpoints: Checkpoint, allow: tuple[str, ...] = (
 def problems(recipe: Recipe, *checkpoints: Checkpoint, allow: tuple[str, ...] = ()) -> list[str]:
     error = refusal(recipe, *checkpoints, allow=allow)
     return [f"{type(error).__name__} {p.code} | {p}" for p in error.problems]
+
+
+def make_models(folder: Path) -> Path:
+    """Make empty models in a folder in which recipes are written."""
+    for name in (*MODELS, "a", "b", "c", "org/with+plus", "2024"):
+        (folder / name).mkdir(parents=True)
+    (folder / "link").symlink_to("a")
+    (folder / "one.safetensors").touch()
+    return folder
 
 
 def load_all(folder: Path, text: str, **strictness: bool) -> tuple[Recipe, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_recipes import load, load_all, said
+from small_recipes import load, load_all, make_models, said
 
 from mergepipe.checkpoints.embedding_rows import TokenRule
 from mergepipe.errors import NotFoundError, RecipeError
@@ -16,6 +16,12 @@ from mergepipe.recipes.recipe_files import reload_recipe, reload_recipes
 from mergepipe.recipes.references import reference_text
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("recipes"))
+
 
 SLERP = """\
 slices:

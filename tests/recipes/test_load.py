@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_recipes import load, load_refusal, said
+from small_recipes import load, load_refusal, make_models, said
 
 from mergepipe.core.blocks import BF16, F16, F32
 from mergepipe.errors import NotFoundError, RecipeError, did_you_mean
@@ -15,6 +15,11 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
 METHODS = did_you_mean("", list(operator_specs()))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("recipes"))
 
 
 LINEAR = """\

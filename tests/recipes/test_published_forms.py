@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_recipes import load
+from small_recipes import load, make_models
 
 from mergepipe.core.outcome import Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError, RecipeError
@@ -14,6 +14,11 @@ from mergepipe.recipes.recipe_files import reload_recipe
 from mergepipe.recipes.references import reference_text
 from mergepipe.storage.local import LocalStore
 from support.published_forms import CLAMPED, DELTAS, FORMS, LINEAR, STOCK, TIES, Form
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("recipes"))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
