@@ -67,7 +67,7 @@ help:
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in build/site, in an environment of its own"
 	@echo "make reference   write the pages of docs/reference that come from the code"
-	@echo "make bench-codecs  sizes and speeds of packing beside zstd, lmz, ZipNN and XOR, in an environment of its own"
+	@echo "make bench-codecs  sizes of packing beside zstd, lmz, ZipNN and XOR, and its speed, in an environment of its own"
 	@echo "make reproduce  the papers' experiments into docs/benchmarks: PARTS=\"scaling sweep\" SIZE=0.6b, ARGUMENTS for more; all parts without PARTS"
 	@echo "make pages      write docs/benchmarks again from the stored results"
 	@echo "make clean       remove environments, demo and caches"

@@ -23,7 +23,7 @@ from benchmarks.recipes import recipe_text
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
-from benchmarks.reproduce.sentence_scores import SentenceScores, score_model
+from benchmarks.reproduce.sentence_scores import mean_cosine
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.workplace import Workplace
 
@@ -88,7 +88,6 @@ def _measure(place: Workplace, size: Size, results: Results) -> None:
     for name, pair in PAIRS.items() if not size.is_toy else ():
         work = _PairWork(place.within(f"published-{name}"), pair)
         results.measure(f"{name}/pair", work.describe)
-        results.measure(f"{name}/full", work.full)
         for form in _FORMS:
             for share in _SHARES:
                 results.measure(f"{name}/{form}/{share}", partial(work.budgeted, form, share))
@@ -144,19 +143,10 @@ class _PairWork:
         size = delta_size(self._base, self._expert)
         stored = sum(file.stat().st_size for file in self._packed.rglob("*") if file.is_file())
         expert_bytes = (self._expert / "model.safetensors").stat().st_size
-        scores = {
-            name: asdict(self._score(folder)) for name, folder in (("base", self._base), ("expert", self._expert))
-        }
         return {
             **asdict(size), "expert_bytes": expert_bytes, "packed_share": stored / expert_bytes,
             "what": self._pair.what, "packages": list(self._pair.requirements),
-            **(scores if self._pair.encoder_files else {}),
         }  # fmt: skip
-
-    def full(self) -> dict[str, Any]:
-        self.prepare()
-        full = self._full()
-        return asdict(self._score(full)) if self._pair.encoder_files else {}
 
     def budgeted(self, form: str, share: int) -> dict[str, Any]:
         self.prepare()
@@ -169,7 +159,7 @@ class _PairWork:
         shutil.rmtree(out, ignore_errors=True)
         options = ("--budget", f"{budget}B", "--select", policy, "--home", self._home)
         report, _ = self.place.ours("merge", recipe, out, *options, *blocks)
-        scores = asdict(self._score(out)) if self._pair.encoder_files else {}
+        scores = {"cosine": mean_cosine(out, full)} if self._pair.encoder_files else {}
         result = {"expert_bytes": report["expert_bytes"], **asdict(merge_errors(out, full, self._base)), **scores}
         shutil.rmtree(out)
         return result
@@ -184,12 +174,6 @@ class _PairWork:
         if not full.exists():
             self.place.ours("merge", self._recipe(self._expert), full, "--no-catalog")
         return full
-
-    def _score(self, model: Path) -> SentenceScores:
-        if self._pair.encoder_files is None:
-            return SentenceScores(0.0, 0.0)
-        full = self.place.folder / "full"
-        return score_model(model, full if full.exists() else None)
 
 
 def _page(results: Results) -> Page:
@@ -260,7 +244,7 @@ def _figure(results: Results, pairs: list[str]) -> Figure:
 
 
 def _scores(results: Results) -> tuple[str, ...]:
-    if "sentences/full" not in results:
+    if "sentences/pair" not in results:
         return ()
     shares = _SHARES[1::2]
     told = []

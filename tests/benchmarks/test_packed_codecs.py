@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.codec_pairs import STEPS, Pair, Shipped, public_pairs, synthetic_pairs
-from benchmarks.packed_codecs import OURS, main, measure, size_table
+from benchmarks.packed_codecs import OURS, OURS_FOR_TIES, main, measure
 
 from mergepipe.core.blocks import BF16, F32
 
@@ -18,13 +18,16 @@ N = 20_000
 
 def test_rows__say_how_far_each_pair_is_and_grow_with_it() -> None:
     rows = [measure(pair, 1) for pair in synthetic_pairs(N, BF16)]
-    norms = [row.relative_norm for row in rows]
+    norms = [row.pair.relative_norm for row in rows]
     assert norms[-1] is None
     assert [norm for norm in norms[:6] if norm is not None] == pytest.approx(STEPS, rel=0.2)
-    shares = [row.measured[OURS].nbytes / row.expert_bytes for row in rows]
+    shares = [row.packed_bytes[OURS] / row.n_bytes for row in rows]
     assert shares[:5] == sorted(shares[:5])
     assert 0.05 < shares[0] < shares[4] < shares[-1] < 0.7
-    assert len(size_table(rows).splitlines()) == len(rows) + 2
+    for_ties = [row.packed_bytes[OURS_FOR_TIES] / row.n_bytes for row in rows]
+    assert 0.05 < for_ties[0] < shares[0]
+    assert for_ties[-1] == shares[-1]  # without a base there are no levels
+    assert [len(row.nanoseconds) for row in (rows[0], rows[-1])] == [3, 2]
 
 
 def test_public_weights__are_found_under_their_keys_and_rounded(tmp_path: Path) -> None:
@@ -43,11 +46,9 @@ def test_public_weights__are_found_under_their_keys_and_rounded(tmp_path: Path) 
     assert [len(expert) for _, expert in rounded.tensors] == [18_000, 18_000]
 
 
-def test_command__prints_both_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["--elements", str(N), "--repeats", "1", "--dtypes", "F16", "--json", str(tmp_path / "rows.json")]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("| F16 |") == 8  # too small to be timed
-    assert (tmp_path / "rows.json").exists()
+def test_command__prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--elements", str(N), "--repeats", "1", "--dtypes", "F16"]) == 0
+    assert capsys.readouterr().out.count("| F16 |") == 8
 
 
 def test_pair__without_any_base_has_no_norm() -> None:
