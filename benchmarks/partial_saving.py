@@ -18,12 +18,13 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks import deepspeed_cpu
+from benchmarks.reproduce.pages import Table
+from benchmarks.tailor_training import partial_saves
 
 _FULL = "full"
 _STRATEGIES = (_FULL, "parity", "filter", "latest-changed")
 _SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12, "vocab_size": 4096}
 _EVERY = 10  # steps between two saves
-_BUDGET_BYTES_A_WEIGHT = 4  # for latest-changed: a quarter of what weights, gradients and moments take
 _WINDOW_TOKENS = 32
 
 Saves = list[tuple[int, float]]  # of each: its bytes, and the seconds that training waits, all files durable
@@ -40,14 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measured = _train(given.strategy, given.work / "run", given.saves)
         (given.work / "saves.json").write_text(json.dumps(measured))
         return
-    print("| strategy | MB a save | of a full save | seconds | of training time |\n|---|---|---|---|---|")
-    full_bytes = 0.0
+    full_bytes, rows = 0.0, []
     for strategy in _STRATEGIES:
         saves, total_seconds = _measure(strategy, given.work / strategy, given.saves)
         n_bytes, seconds = mean(nbytes for nbytes, _ in saves), [each for _, each in saves]
         full_bytes = full_bytes or n_bytes
         cells = (f"{n_bytes / 1e6:.1f}", f"{n_bytes / full_bytes:.0%}", f"{median(seconds):.2f}")
-        print(f"| {strategy} | {' | '.join(cells)} | {sum(seconds) / total_seconds:.1%} |", flush=True)
+        rows.append((strategy, *cells, f"{sum(seconds) / total_seconds:.1%}"))
+    header = ("strategy", "MB a save", "of a full save", "seconds", "of training time")
+    print(Table(header, tuple(rows)).markdown())
 
 
 def _measure(strategy: str, work: Path, n_saves: int) -> tuple[Saves, float]:
@@ -67,8 +69,7 @@ def _train(strategy: str, out: Path, n_saves: int) -> tuple[Saves, float]:
     if strategy == _FULL:
         _watch_full_saves(trainer, saves)
     else:
-        saving: Any = import_module("mergepipe.tailor.saving")
-        trainer.add_callback(saving.PartialCheckpointCallback(_EVERY, _strategy(saving, strategy, trainer.model)))
+        trainer.add_callback(partial_saves(strategy, _EVERY, trainer.model))
     started = time.perf_counter()
     trainer.train()
     total_seconds = time.perf_counter() - started
@@ -94,15 +95,6 @@ def _trainer(out: Path, last: int, *, saves_itself: bool) -> Any:
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in rows]
     return transformers.Trainer(model=transformers.LlamaForCausalLM(config), args=arguments, train_dataset=data)
-
-
-def _strategy(saving: Any, name: str, model: Any) -> Any:
-    if name == "parity":
-        return saving.Schedule("parity")
-    if name == "filter":
-        return saving.Schedule("filter", edge_layers=2, every=5)
-    n_weights = sum(parameter.numel() for parameter in model.parameters())
-    return saving.LatestChanged(budget_bytes=_BUDGET_BYTES_A_WEIGHT * n_weights)
 
 
 def _watch_full_saves(trainer: Any, saves: Saves) -> None:

@@ -16,13 +16,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from benchmarks import tiny_lm
 from benchmarks.local_text import gather
+from benchmarks.reproduce.pages import Table
 from benchmarks.tailor_training import Losses, Setting, Task, Text, Trained, Training, be_quiet, train
 from mergepipe.tailor import api
 from mergepipe.tailor.composition import CompositionReport
@@ -30,7 +29,7 @@ from mergepipe.tailor.saving.unit_choice import LOG_NAME, read_journal
 
 _CHARACTERS = 2_000_000
 _PAPER_FILTER_AGE = 5  # saves between one half of the middle layers and the other
-_WEIGHTS, _OPTIMIZER = "model.safetensors", "optimizer.pt"
+_OPTIMIZER = "optimizer.pt"
 _CHANGED = ("latest-changed, half", "latest-changed, a quarter", "important, half", "important, a quarter")
 _PARTIAL = ("parity", "filter", *_CHANGED)
 _WINDOWS = ((1, 5), (6, 20), (21, 50), (51, 100))  # steps after resuming, both ends included
@@ -140,18 +139,13 @@ class Experiment:
         return resumed
 
     def _trained(self) -> Iterator[Resumed]:
-        at, every = self._setting.at, self._setting.every
-        steps = (at, at - every, at - 2 * every, at - 4 * every)
-        self._uninterrupted = self._train(self._full, self._setting.last, saved_at=steps)
-        for age in (0, every, 2 * every, 4 * every):
-            if age:  # what going back would lose; it is not resumed: its losses are those of the uninterrupted run
-                yield self._scored(f"whole checkpoint, {age} steps before", age)
+        at, age = self._setting.at, 4 * self._setting.every
+        self._uninterrupted = self._train(self._full, self._setting.last, saved_at=(at, at - age))
         yield self._resumed("the checkpoint itself", (), self._checkpoint(at))
         for strategy in _PARTIAL:
             yield self._partial(strategy)
-        for age in (2 * every, 4 * every):
-            yield self._parity(age)
-        yield from self._taken_apart(4 * every)
+        yield self._parity(age)
+        yield self._old_moments(age)
 
     def _checkpoint(self, step: int) -> Path:
         return self._full / f"checkpoint-{step}"
@@ -179,19 +173,12 @@ class Experiment:
         report = api.compose(recipe, out, self_check="full")
         return self._resumed(f"parity of full saves {age} apart", _ages(report), out)
 
-    def _taken_apart(self, age: int) -> Iterator[Resumed]:
-        """The oldest parity composite with only its weights old, with only its optimizer old; and no optimizer."""
-        composite, whole = self._parity_folder(age), self._checkpoint(self._setting.at)
-        for name, weights, optimizer in (("weights", composite, whole), ("moments", whole, composite)):
-            out = self._work / name
-            shutil.copytree(whole, out)
-            shutil.copyfile(weights / _WEIGHTS, out / _WEIGHTS)
-            shutil.copyfile(optimizer / _OPTIMIZER, out / _OPTIMIZER)
-            yield self._resumed(f"the same {age} apart, {name} alone old", (), out)
-        out = self._work / "no-moments"
-        shutil.copytree(whole, out)
-        _forget_moments(out / _OPTIMIZER)
-        yield self._resumed("all moments lost, all weights new", (), out)
+    def _old_moments(self, age: int) -> Resumed:
+        """Resume the checkpoint with the optimizer of the parity composite alone."""
+        out = self._work / "moments"
+        shutil.copytree(self._checkpoint(self._setting.at), out)
+        shutil.copyfile(self._parity_folder(age) / _OPTIMIZER, out / _OPTIMIZER)
+        return self._resumed(f"the same {age} apart, moments alone old", (), out)
 
     def _parity_folder(self, age: int) -> Path:
         return self._work / f"parity-{age}" / f"checkpoint-{self._setting.at}"
@@ -224,26 +211,8 @@ def _ages(report: CompositionReport) -> tuple[int, ...]:
     return tuple(max(source.age for source in unit.sources) for unit in report.plan.staleness)
 
 
-def _forget_moments(path: Path) -> None:
-    torch: Any = import_module("torch")
-    document = torch.load(path, weights_only=True)
-    for state in document["state"].values():
-        for value in state.values():
-            value.zero_()
-    torch.save(document, path)
-
-
-def print_table(setting: Setting, found: Sequence[Resumed]) -> None:
-    """Means over the seeds, with the lowest and highest."""
-    header, rows = table_of(setting, found)
-    print(f"| {' | '.join(header)} |")
-    print("|---" * len(header) + "|")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
-
-
-def table_of(setting: Setting, found: Sequence[Resumed]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the header and rows of that table."""
+def table_of(setting: Setting, found: Sequence[Resumed]) -> Table:
+    """Means over the seeds, with the lowest and highest; columns in which no row has anything are left out."""
     by_name: dict[str, list[Resumed]] = {}
     for each in found:
         by_name.setdefault(each.name, []).append(each)
@@ -253,7 +222,9 @@ def table_of(setting: Setting, found: Sequence[Resumed]) -> tuple[tuple[str, ...
         "resumed from", "of a full save", "old units (oldest)", "held-out", *steps, "recovered", "last losses",
         "held-out after",
     )  # fmt: skip
-    return header, [(name, *_origin(runs), *_row(runs, windows)) for name, runs in by_name.items()]
+    rows = [(name, *_origin(runs), *_row(runs, windows)) for name, runs in by_name.items()]
+    filled = [number for number, _ in enumerate(header) if any(row[number] for row in rows)]
+    return Table(tuple(header[n] for n in filled), tuple(tuple(row[n] for n in filled) for row in rows))
 
 
 def _origin(runs: Sequence[Resumed]) -> tuple[str, str]:
@@ -332,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "results": [asdict(each) for each in found],
     }
     (given.work / RESULT).write_text(json.dumps(document, indent=1))
-    print_table(setting, found)
+    print(table_of(setting, found).markdown())
     print(f"{time.process_time() - started:.0f} s of processor time", file=sys.stderr)
 
 

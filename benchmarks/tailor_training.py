@@ -16,7 +16,7 @@ from benchmarks import deepspeed_cpu, tiny_lm
 _SHAPE = tiny_lm.LmShape(vocab=1024, hidden=96, layers=8, kv_heads=2, head_dim=24, intermediate=256, context=64)
 _STAGE = 3
 _HELDOUT_BATCH = 6
-_BUDGET_FRACTIONS = {"half": 0.5, "a quarter": 0.25}  # of a full save, for latest-changed
+_BUDGET_BYTES_A_WEIGHT = {"half": 6, "a quarter": 3, "": 4}  # of the 12 of a full save, for the changed units
 
 Losses = Mapping[int, float]
 
@@ -129,9 +129,7 @@ def _train(training: Training) -> Trained:
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.add_callback(_steering(transformers.TrainerCallback, training.saved_at, training.last))
     if training.strategy:
-        saving: Any = import_module("mergepipe.tailor.saving")
-        strategy = _strategy(saving, training.strategy, model)
-        trainer.add_callback(saving.PartialCheckpointCallback(setting.every, strategy))
+        trainer.add_callback(partial_saves(training.strategy, setting.every, model))
     trainer.train(resume_from_checkpoint=None if training.resume is None else str(training.resume))
     if (type(trainer.model_wrapped).__name__ == "DeepSpeedEngine") != (task.ranks > 1):
         raise SystemExit("error: the Trainer did not train as it was asked to, with DeepSpeed or without")
@@ -154,6 +152,12 @@ def _steering(base: Any, saved_at: Sequence[int], last: int) -> Any:
     return type("Steering", (base,), {"on_step_end": on_step_end})()
 
 
+def partial_saves(name: str, every: int, model: Any) -> Any:
+    """The callback that saves in part every so many steps by the strategy of that name."""
+    saving: Any = import_module("mergepipe.tailor.saving")
+    return saving.PartialCheckpointCallback(every, _strategy(saving, name, model))
+
+
 def _strategy(saving: Any, name: str, model: Any) -> Any:
     if name == "parity":
         return saving.Schedule("parity")
@@ -161,7 +165,7 @@ def _strategy(saving: Any, name: str, model: Any) -> Any:
         return saving.Schedule("filter", edge_layers=2, every=5)
     n_elements = sum(parameter.numel() for parameter in model.parameters())
     measure, _, budget = name.partition(", ")
-    return saving.LatestChanged(int(_BUDGET_FRACTIONS[budget] * 12 * n_elements), measure)
+    return saving.LatestChanged(_BUDGET_BYTES_A_WEIGHT[budget] * n_elements, measure)
 
 
 def be_quiet() -> None:

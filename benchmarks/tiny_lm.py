@@ -122,12 +122,6 @@ def tokens_of(tokenizer: LmTokenizer, text: str) -> list[int]:
     return ids
 
 
-def text_of(tokenizer: LmTokenizer, ids: Sequence[int]) -> str:
-    """Decode what `tokens_of` returned."""
-    text: str = tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
-    return text
-
-
 def new_model(shape: LmShape, seed: int) -> LmModel:
     """Make a model with random weights."""
     import torch

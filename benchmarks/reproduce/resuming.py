@@ -135,9 +135,7 @@ def _about(results: Results, variant: Variant) -> str:
 
 def _table(results: Results, variant: Variant) -> Table:
     runs, setting = stored_runs(results, variant), Setting(**variant.entries(results)[0]["setting"])
-    header, rows = table_of(setting, runs)
-    kept = [number for number, _ in enumerate(header) if any(row[number] for row in rows)]
-    return Table(tuple(header[n] for n in kept), tuple(tuple(row[n] for n in kept) for row in rows))
+    return table_of(setting, runs)
 
 
 def _cost(runs: list[Resumed]) -> str:
