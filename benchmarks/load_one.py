@@ -16,7 +16,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,10 @@ _TAG = "global_step100"
 _STAGE = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What loading took; the processor seconds are those of all ranks."""
-
-    seconds: float
-    cpu_seconds: float
-
-
-def _timed(call: Callable[[], object]) -> Loaded:
+def _timed(call: Callable[[], object]) -> dict[str, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     call()
-    return Loaded(time.perf_counter() - wall, time.process_time() - cpu)
+    return {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
 
 
 def _torch_load(directory: Path) -> None:
@@ -80,15 +71,15 @@ def _rank(options: argparse.Namespace) -> None:
         distributed.barrier()
 
     loaded = _timed(load)
-    cpu_seconds = torch.tensor(loaded.cpu_seconds)
+    cpu_seconds = torch.tensor(loaded["cpu_seconds"])
     distributed.all_reduce(cpu_seconds)
     if distributed.get_rank() == 0:
-        _tell(Loaded(loaded.seconds, float(cpu_seconds)), options.result)
+        _tell({**loaded, "cpu_seconds": float(cpu_seconds)}, options.result)
     deepspeed_cpu.leave()
 
 
-def _tell(loaded: Loaded, result: Path) -> None:
-    result.write_text(json.dumps(asdict(loaded)))
+def _tell(loaded: dict[str, float], result: Path) -> None:
+    result.write_text(json.dumps(loaded))
 
 
 def main() -> None:

@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.floor import floor_seconds, make_cold
-from benchmarks.process import BenchmarkError, measure_checked
+from benchmarks.process import OURS, BenchmarkError, measure_checked
 from benchmarks.tailor_tree import LAYERS, checkpoint_name
 
 _EDGE_LAYERS = 2
@@ -49,20 +50,6 @@ def _selectors(units: Iterable[int]) -> list[str]:
     return [*([f"layers {layers}"] if layers else []), *outer]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One cold run and the floor of its moment."""
-
-    pattern: str
-    n_sources: int
-    seconds: float
-    floor_seconds: float
-    cpu_seconds: float
-    peak_rss_bytes: int
-    read_bytes: int
-    written_bytes: int
-
-
 def patterns(source_counts: Sequence[int], average_counts: Sequence[int] = ()) -> Iterator[Pattern]:
     """An export, the paper's filter, for each number of sources units in runs and in turn, and averages."""
     yield Pattern("export", 1)
@@ -76,7 +63,7 @@ def patterns(source_counts: Sequence[int], average_counts: Sequence[int] = ()) -
         yield Pattern("average", n)
 
 
-def run_pattern(pattern: Pattern, scratch: Path, mergepipe: Path) -> Run:
+def run_pattern(pattern: Pattern, scratch: Path) -> dict[str, Any]:
     """Measure the floor, then one cold run of `pattern` on the checkpoints in `scratch`; its output is removed.
 
     The floor reads one checkpoint and writes as many bytes: what a composition has to move however its layers are
@@ -96,25 +83,26 @@ def run_pattern(pattern: Pattern, scratch: Path, mergepipe: Path) -> Run:
     make_cold(sources)
     time.sleep(1)  # what the floor left to the disk is not this run's
     try:
-        cost = measure_checked(_command(pattern, sources, out, mergepipe), log=scratch / "log")
+        cost = measure_checked(_command(pattern, sources, out), log=scratch / "log")
         written = sum(path.stat().st_size for path in files_of(out) if path.suffix in (".pt", ".safetensors"))
     finally:
         shutil.rmtree(out, ignore_errors=True)
     if abs(written - output_bytes) > _FRAMING_SHARE * output_bytes:
         raise BenchmarkError(f"{pattern}: {written} bytes written of {output_bytes}")
-    return Run(
-        pattern.name, pattern.n_sources, cost.wall_seconds, seconds, cost.cpu_seconds, cost.peak_rss_bytes,
-        cost.read_bytes, cost.written_bytes,
-    )  # fmt: skip
+    return {
+        "pattern": pattern.name, "n_sources": pattern.n_sources, "seconds": cost.wall_seconds, "floor_seconds": seconds,
+        "cpu_seconds": cost.cpu_seconds, "peak_rss_bytes": cost.peak_rss_bytes, "read_bytes": cost.read_bytes,
+        "written_bytes": cost.written_bytes,
+    }  # fmt: skip
 
 
-def _command(pattern: Pattern, sources: Sequence[Path], out: Path, mergepipe: Path) -> list[str]:
+def _command(pattern: Pattern, sources: Sequence[Path], out: Path) -> list[str]:
     if pattern.units is None:
         options = ("--optimizer", "average") if pattern.name == "average" else ("--config", str(out.parent))
-        return [str(mergepipe), "tailor", pattern.name, *map(str, sources), "-o", str(out), *options]
+        return [*OURS, "tailor", pattern.name, *map(str, sources), "-o", str(out), *options]
     recipe = out.with_name("recipe.yml")
     recipe.write_text(pattern.recipe())
-    return [str(mergepipe), "tailor", "compose", str(recipe), str(out)]
+    return [*OURS, "tailor", "compose", str(recipe), str(out)]
 
 
 def files_of(directory: Path) -> list[Path]:

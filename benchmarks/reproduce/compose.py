@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,9 +17,8 @@ from benchmarks.process import BenchmarkError
 from benchmarks.reproduce.pages import Figure, Page, Series, Table
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
-from benchmarks.reproduce.resuming import training_python
 from benchmarks.reproduce.sizes import Size
-from benchmarks.reproduce.workplace import Workplace
+from benchmarks.reproduce.workplace import Workplace, training_python
 from benchmarks.tailor import N_UNITS, Pattern, files_of, make_tree, patterns, run_pattern
 from benchmarks.tailor_tree import checkpoint_name
 
@@ -90,7 +87,7 @@ class _Tree:
 
     def compose(self, pattern: Pattern) -> dict[str, Any]:
         self._make()
-        return self._entry(**asdict(run_pattern(pattern, self.scratch, Path(sys.executable).parent / "mergepipe")))
+        return self._entry(**run_pattern(pattern, self.scratch))
 
     def read(self) -> dict[str, Any]:
         newest, before = files_of(self._newest()), time.process_time()

@@ -100,6 +100,19 @@ def judge_against(full: Path, base: Path) -> Callable[[Path], dict[str, Any]]:
     return judge
 
 
+def merge_in_blocks(
+    place: Workplace, family: FamilyPaths, share: int, kibi: int, judge: Callable[[Path], dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Merge all experts by TIES and norm under a budget of `share` %, analyzed and planned in blocks of a size."""
+    recipe, home = write_recipe(place, family, "ties", len(family.experts)), place.folder / f"home-blocks-{kibi}"
+    option = ("--block-elements", kibi * 1024)
+    shutil.rmtree(home, ignore_errors=True)
+    place.ours("analyze", *family.models, *option, "--home", home)
+    budget = ("--budget", f"{share}%", "--select", "norm", "--home", home)
+    merged = place.merge(recipe, family.models, *budget, *option, judge=judge)
+    return {**merged, "catalog_bytes": sum(file.stat().st_size for file in home.rglob("*.json"))}
+
+
 @dataclass(frozen=True, slots=True)
 class PaperMerge:
     """A merge of the first `k` experts by one of the papers' operators, measured in full and under their budget."""

@@ -17,14 +17,14 @@ from safetensors import safe_open
 
 from benchmarks.floor import make_cold
 from benchmarks.peers import Tool, installed_peers
-from benchmarks.process import BenchmarkError, io_counters, measure_checked
+from benchmarks.process import OURS, BenchmarkError, io_counters, measure_checked
 from benchmarks.recipes import Case, method_cases, model_entry, recipe_text
 from benchmarks.reproduce.family_recipes import SYNTHETIC_TEXT
 from benchmarks.reproduce.pages import Page, Table, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
 from benchmarks.reproduce.sizes import SHAPES, Size
-from benchmarks.reproduce.workplace import OURS, Workplace
+from benchmarks.reproduce.workplace import Workplace
 from support.families import FamilyPaths, family_bytes
 from support.hub_server import hub_server
 

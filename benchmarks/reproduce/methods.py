@@ -8,10 +8,9 @@ from typing import Any
 
 from benchmarks.recipes import Case, method_cases
 from benchmarks.reproduce.family_recipes import SYNTHETIC_TEXT
-from benchmarks.reproduce.pages import Page, Table, gb
+from benchmarks.reproduce.pages import COST_HEADER, Page, Table, cost_cells, gb
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
-from benchmarks.reproduce.scaling import COST_HEADER, cost_cells
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.workplace import Workplace
 

@@ -11,10 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.reproduce.family_recipes import PAPER_BUDGET_SHARE, PAPER_OPERATORS, SYNTHETIC_TEXT, PaperMerge
-from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
+from benchmarks.reproduce.pages import ERROR_TEXT, Figure, Page, Series, Table, cost_cells, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
-from benchmarks.reproduce.scaling import ERROR_TEXT, cost_cells
 from benchmarks.reproduce.sizes import SHAPES, Size
 from benchmarks.reproduce.workplace import Workplace, weight_files
 from support.families import FamilyPaths, family_bytes, family_paths, write_models

@@ -13,6 +13,7 @@ from benchmarks.reproduce.family_recipes import (
     SYNTHETIC_TEXT,
     analyzed_home,
     inputs_of,
+    merge_in_blocks,
     write_recipe,
 )
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
@@ -56,7 +57,8 @@ def _needs(size: Size) -> Needs:
 def _measure(place: Workplace, size: Size, results: Results) -> None:
     family = place.family(size.shape, size.n_experts)
     k = overheads_k(size)
-    results.measure("analyze", partial(_analyze, place, FamilyPaths(family.base, family.experts[:k])))
+    first = FamilyPaths(family.base, family.experts[:k])
+    results.measure("analyze", partial(_analyze, place, first))
     results.measure("merge", partial(_phases, place, family, k))
     budget = int(PAPER_BUDGET_SHARE * size.model_bytes)
     for stable_k in (n for n in _STABLE_KS if n in size.ks) if not size.is_toy else size.ks[-1:]:
@@ -65,7 +67,7 @@ def _measure(place: Workplace, size: Size, results: Results) -> None:
     for left_out, (share, *_) in _ABLATION.items():
         results.measure(f"ablation/{left_out}", partial(_merge, place, family, max(size.ks), share))
     for kibi in _TOY_BLOCKS if size.is_toy else _BLOCKS:
-        results.measure(f"blocks/ties/{kibi}", partial(_blocks, place, family, k, kibi))
+        results.measure(f"blocks/ties/{kibi}", partial(merge_in_blocks, place, first, _SHARE, kibi))
 
 
 def _analyze(place: Workplace, family: FamilyPaths) -> dict[str, Any]:
@@ -108,17 +110,6 @@ def _merge(place: Workplace, family: FamilyPaths, k: int, budget: str | None) ->
         return place.merge(recipe, inputs, "--no-catalog")
     home = analyzed_home(place, family, len(family.experts))
     return place.merge(recipe, inputs, "--budget", budget, "--select", "norm", "--home", home)
-
-
-def _blocks(place: Workplace, family: FamilyPaths, k: int, kibi: int) -> dict[str, Any]:
-    home, models = place.folder / f"home-{kibi}", inputs_of(family, k)
-    recipe = write_recipe(place, family, "ties", k)
-    option = ("--block-elements", kibi * 1024)
-    if not (home / "analyzed").exists():
-        place.ours("analyze", *models, *option, "--home", home)
-        (home / "analyzed").touch()
-    result = place.merge(recipe, models, "--budget", f"{_SHARE}%", "--select", "norm", "--home", home, *option)
-    return {**result, "catalog_bytes": sum(file.stat().st_size for file in home.rglob("*.json"))}
 
 
 def _page(results: Results) -> Page:

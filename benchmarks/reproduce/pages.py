@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.results import Entry, Results
+
+ERROR_TEXT = "Error: `‖M_A - M_full‖ / ‖M_full - M_0‖`."
+COST_HEADER = ("s", "CPU s", "x floor", "RSS MiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +106,16 @@ def gb(nbytes: float) -> str:
 
 def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
+
+
+def cost_cells(results: Results, entry: Entry | None) -> tuple[str, ...]:
+    """Return what a merge took, by the columns of `COST_HEADER`; empty cells where it was not measured."""
+    if entry is None:
+        return ("",) * len(COST_HEADER)
+    seconds = (results.told_seconds(entry, clock) for clock in ("seconds", "cpu_seconds"))
+    return (*seconds, results.over_floor(entry), peak_mib(entry))
+
+
+def peak_mib(entry: Entry) -> str:
+    """Write the peak memory of a merge in MiB; nothing where it is not stored."""
+    return f"{entry['peak_rss_bytes'] / 2**20:.0f}" if "peak_rss_bytes" in entry else ""

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.process import ProcessCost
 from benchmarks.reproduce.family_recipes import (
     SYNTHETIC_TEXT,
     full_merge,
-    inputs_of,
     judge_against,
     paper_recipe,
     write_recipe,
@@ -76,7 +76,7 @@ class _Work:
         shutil.rmtree(home, ignore_errors=True)
         _, cost = self._place.ours("analyze", *models, "--home", home, cold=weight_files(models), rate=rate)
         catalog_bytes = sum(file.stat().st_size for file in home.iterdir() if file.is_file())
-        return {**_cost(cost.wall_seconds, cost.cpu_seconds, cost.read_bytes), "catalog_bytes": catalog_bytes}
+        return {**_cost(cost), "catalog_bytes": catalog_bytes}
 
     def analyzed(self, name: str, rate: float | None) -> dict[str, Any]:
         if not self._home(name, "analyze").exists():
@@ -93,15 +93,15 @@ class _Work:
             cold=weight_files(models), rate=rate,
         )  # fmt: skip
         packed_bytes = sum(file.stat().st_size for file in self._packed.rglob("*") if file.is_file())
-        return {**_cost(cost.wall_seconds, cost.cpu_seconds, cost.read_bytes), "packed_bytes": packed_bytes}
+        return {**_cost(cost), "packed_bytes": packed_bytes}
 
     def packed(self, name: str, rate: float | None) -> dict[str, Any]:
         if not self._packed.exists():
             self.pack(name, None)
-        experts = [self._packed / expert.name for expert in self._family.experts]
+        base, experts = self._family.base, [self._packed / expert.name for expert in self._family.experts]
         recipe = self._place.folder / "packed.yml"
-        recipe.write_text(paper_recipe(_OPERATOR, self._family.base, experts))
-        return self._timed(recipe, weight_files([self._family.base, *experts]), rate, "--no-catalog")
+        recipe.write_text(paper_recipe(_OPERATOR, base, experts))
+        return self._place.merge(recipe, [base, *experts], "--no-catalog", rate=rate)
 
     @property
     def _packed(self) -> Path:
@@ -111,24 +111,13 @@ class _Work:
         return self._place.folder / f"home-{step}-{name.replace('/', '').replace(' ', '')}"
 
     def _merge(self, rate: float | None, *options: object, judged: bool = False) -> dict[str, Any]:
-        files = weight_files(inputs_of(self._family, len(self._family.experts)))
-        full = full_merge(self._place, self._recipe) if judged else None
-        return self._timed(self._recipe, files, rate, *options, full=full)
-
-    def _timed(
-        self, recipe: Path, files: list[Path], rate: float | None, *options: object, full: Path | None = None
-    ) -> dict[str, Any]:
-        out = self._place.folder / "out"
-        shutil.rmtree(out, ignore_errors=True)
-        report, cost = self._place.ours("merge", recipe, out, *options, cold=files, rate=rate)
-        judged = {} if full is None else judge_against(full, self._family.base)(out)
-        shutil.rmtree(out)
-        expert_bytes = {"expert_bytes": report["expert_bytes"]}
-        return {**_cost(cost.wall_seconds, cost.cpu_seconds, cost.read_bytes), **expert_bytes, **judged}
+        judge = judge_against(full_merge(self._place, self._recipe), self._family.base) if judged else None
+        return self._place.merge(self._recipe, self._family.models, *options, rate=rate, judge=judge)
 
 
-def _cost(wall_seconds: float, cpu_seconds: float, read_bytes: int) -> dict[str, Any]:
-    return {"seconds": round(wall_seconds, 3), "cpu_seconds": round(cpu_seconds, 3), "kernel_read_bytes": read_bytes}
+def _cost(cost: ProcessCost) -> dict[str, Any]:
+    seconds, cpu_seconds = round(cost.wall_seconds, 3), round(cost.cpu_seconds, 3)
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "kernel_read_bytes": cost.read_bytes}
 
 
 def step_seconds(results: Results, rate: str, step: str) -> float:

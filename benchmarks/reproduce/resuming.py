@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -19,11 +18,10 @@ from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.smollm import make_base
-from benchmarks.reproduce.workplace import Workplace
+from benchmarks.reproduce.workplace import Workplace, training_python
 from benchmarks.tailor_resuming import RECOVERED_NATS, RESULT, Resumed, table_of
 from benchmarks.tailor_training import Setting
 
-_DEFAULT_PYTHON = Path(".venv-train/bin/python")
 _CHECKPOINT_BYTES = 1_620_000_000  # weights and two moments in float32
 _CHECKPOINTS = 4  # those of three steps, and a composite
 _SETTING = Setting(at=20, every=2, after=20, rate=2e-5, schedule="linear")
@@ -57,18 +55,6 @@ ZERO3 = Variant(
     2, 128,
 )  # fmt: skip
 VARIANTS = (ALONE, ZERO3)
-
-
-def training_python() -> Path:
-    """Return the interpreter of requirements/train.txt, which has what the Trainer needs.
-
-    Raises:
-        BenchmarkError: it is not there.
-    """
-    python = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", _DEFAULT_PYTHON)).absolute()
-    if not python.exists():
-        raise BenchmarkError(f"{python}: not there; `make {_DEFAULT_PYTHON.parents[1]}/.train` installs it")
-    return python
 
 
 def _needs(size: Size) -> Needs:

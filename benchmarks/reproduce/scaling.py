@@ -15,7 +15,18 @@ from benchmarks.reproduce.family_recipes import (
     SYNTHETIC_TEXT,
     PaperMerge,
 )
-from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
+from benchmarks.reproduce.pages import (
+    COST_HEADER,
+    ERROR_TEXT,
+    Figure,
+    Page,
+    Series,
+    Table,
+    cost_cells,
+    gb,
+    peak_mib,
+    percent,
+)
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
 from benchmarks.reproduce.sizes import Size
@@ -113,21 +124,11 @@ def _growth_text(results: Results, ks: list[int]) -> str:
     )
 
 
-ERROR_TEXT = "Error: `‖M_A - M_full‖ / ‖M_full - M_0‖`."
 _BUDGET_TEXT = (
     "*Expert GB* are requested of the experts, *GB read* counted by the kernel for the whole process; RSS is its"
     " largest memory. The floor reads as many bytes and writes as many, past the page cache. Blocks have 256 Ki"
     f" elements. {ERROR_TEXT}"
 )
-COST_HEADER = ("s", "CPU s", "x floor", "RSS MiB")
-
-
-def cost_cells(results: Results, entry: Entry | None) -> tuple[str, ...]:
-    """Return what a merge took, by the columns of `COST_HEADER`; empty cells where it was not measured."""
-    if entry is None:
-        return ("",) * len(COST_HEADER)
-    seconds = (results.told_seconds(entry, clock) for clock in ("seconds", "cpu_seconds"))
-    return (*seconds, results.over_floor(entry), _rss(entry))
 
 
 def other_cells(results: Results, entry: Entry | None) -> tuple[str, str]:
@@ -136,11 +137,7 @@ def other_cells(results: Results, entry: Entry | None) -> tuple[str, str]:
         return ("", "")
     if "out_of_memory_bytes" in entry:
         return ("out of memory", f"> {entry['out_of_memory_bytes'] / 2**20:.0f}")
-    return (results.told_seconds(entry, "seconds"), _rss(entry))
-
-
-def _rss(entry: Entry) -> str:
-    return f"{entry['peak_rss_bytes'] / 2**20:.0f}" if "peak_rss_bytes" in entry else ""
+    return (results.told_seconds(entry, "seconds"), peak_mib(entry))
 
 
 def _budget_table(results: Results, ks: list[int]) -> Table:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks.process import measure_checked
+from benchmarks.process import OURS, measure_checked
 from benchmarks.recipes import recipe_text
 from benchmarks.reproduce.pages import Page, Table
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.sizes import Size
-from benchmarks.reproduce.workplace import OURS, Workplace
+from benchmarks.reproduce.workplace import Workplace
 from support.families import FamilyPaths
 
 _K = 3

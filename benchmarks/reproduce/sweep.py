@@ -15,12 +15,12 @@ from benchmarks.reproduce.family_recipes import (
     full_merge,
     inputs_of,
     judge_against,
+    merge_in_blocks,
     write_recipe,
 )
-from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
+from benchmarks.reproduce.pages import ERROR_TEXT, Figure, Page, Series, Table, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
-from benchmarks.reproduce.scaling import ERROR_TEXT
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.workplace import Workplace
 from mergepipe.planning.plan import parse_plan
@@ -81,13 +81,9 @@ def _point(place: Workplace, family: FamilyPaths, k: int, order: str, share: int
 
 
 def _block_size(place: Workplace, family: FamilyPaths, kibi: int) -> dict[str, Any]:
-    """Merge under a budget by norm, with blocks of a size; the error is over the full merge of the same experts."""
-    k, home, option = len(family.experts), place.folder / f"home-{kibi}", ("--block-elements", kibi * 1024)
-    recipe = write_recipe(place, family, _OPERATOR, k)
-    place.ours("analyze", *family.models, *option, "--home", home)
-    judge = judge_against(full_merge(place, recipe), family.base)
-    budget = ("--budget", f"{_BLOCK_SHARE}%", "--select", "norm", "--home", home)
-    return place.merge(recipe, inputs_of(family, k), *budget, *option, judge=judge)
+    """Merge in blocks of a size; the error is over the full merge of the same experts."""
+    full = full_merge(place, write_recipe(place, family, _OPERATOR, len(family.experts)))
+    return merge_in_blocks(place, family, _BLOCK_SHARE, kibi, judge_against(full, family.base))
 
 
 def accessed_share(path: Path) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -14,13 +15,13 @@ from typing import Any
 
 from benchmarks.floor import floor_seconds, make_cold
 from benchmarks.peers import Tool
-from benchmarks.process import BenchmarkError, ProcessCost, available_memory_bytes, measure, measure_checked
+from benchmarks.process import OURS, BenchmarkError, ProcessCost, available_memory_bytes, measure, measure_checked
 from benchmarks.recipes import Case
 from benchmarks.reproduce.sizes import SHAPES
 from support.families import FamilyPaths, family_paths, write_family
 
-OURS = (sys.executable, "-m", "mergepipe")
 _INSTRUMENTED = (sys.executable, "-m", "benchmarks.reproduce.instrumented")
+_TRAINING_PYTHON = Path(".venv-train/bin/python")
 _SLACK_BYTES = 200_000_000
 _MEMORY_SHARE = 0.95  # of what is available: a program that takes more is stopped
 
@@ -97,6 +98,7 @@ class Workplace:
         inputs: Sequence[Path],
         *options: object,
         from_plan: bool = False,
+        rate: float | None = None,
         repeats: int = 1,
         has_floor: bool = False,
         judge: Callable[[Path], dict[str, Any]] | None = None,
@@ -112,7 +114,7 @@ class Workplace:
         for left in reversed(range(repeats)):
             shutil.rmtree(out, ignore_errors=True)
             what = ("--plan", recipe, out) if from_plan else (recipe, out)
-            report, cost = self.ours("merge", *what, *options, cold=files)
+            report, cost = self.ours("merge", *what, *options, cold=files, rate=rate)
             seconds.append(cost.wall_seconds)
             cpu_seconds.append(cost.cpu_seconds)
             manifest_bytes = (out / "mergepipe.json").stat().st_size
@@ -187,3 +189,15 @@ def weight_files(models: Sequence[Path]) -> list[Path]:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def training_python() -> Path:
+    """Return the interpreter of requirements/train.txt, which has what the Trainer needs.
+
+    Raises:
+        BenchmarkError: it is not there.
+    """
+    python = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", _TRAINING_PYTHON)).absolute()
+    if not python.exists():
+        raise BenchmarkError(f"{python}: not there; `make {_TRAINING_PYTHON.parents[1]}/.train` installs it")
+    return python
