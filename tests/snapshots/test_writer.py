@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pytest
 
 from mergepipe.core.blocks import BF16, F32, element_count
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.snapshots import shards as written_shards
 from mergepipe.snapshots.shards import (
     BlockTable,
     ShardLayout,
@@ -23,6 +24,7 @@ from mergepipe.snapshots.shards import (
 )
 from mergepipe.storage import output
 from mergepipe.storage.ledger import Ledger
+from support.faults import replaced
 
 SPECS = (
     TensorSpec("empty.first", F32, (0, 3)), TensorSpec("a", BF16, (300, 300)), TensorSpec("b", F32, (77,)),
@@ -144,3 +146,20 @@ def test_block_table__what_is_none_or_another_is_refused() -> None:
     assert _refusal(raw, n_files, [*counts[1:], 10**6]).code == "manifest.damaged"
     newer = raw[:8] + (2).to_bytes(4, "little") + raw[12:]
     assert isinstance(_refusal(newer, n_files, counts), UnsupportedError)
+
+
+def test_writer__looks_at_one_tensor_for_each_piece_however_many_the_file_has(tmp_path: Path) -> None:
+    shards = plan_shards([TensorSpec(f"t{i}", F32, (1000,)) for i in range(200)], 10**9)
+    looked_at = 0
+
+    def noting(measure: Callable[..., int]) -> Callable[..., int]:
+        def measured(shape: tuple[int, ...]) -> int:
+            nonlocal looked_at
+            looked_at += 1
+            return measure(shape)
+
+        return measured
+
+    with replaced(written_shards, "element_count", noting):
+        write(tmp_path, shards, None)
+    assert looked_at < 10 * 200

@@ -288,6 +288,7 @@ class ShardWriter:
         self._shards = iter(shards)
         self._progress = progress
         self._shard: ShardLayout | None = None
+        self._file_bytes = 0  # of the shard: a sum over its tensors
         self.progress: ShardProgress | None = None  # replaced as a whole: read from any thread
         self._specs: deque[TensorSpec] = deque()
         self._file: OutputFile | None = None
@@ -307,7 +308,7 @@ class ShardWriter:
         self._hasher.begin(self._specs[0])
         self._file.append(content)
         self._position += len(content)
-        self.progress = ShardProgress(self._shard.name, self._position, self._shard.file_bytes)
+        self.progress = ShardProgress(self._shard.name, self._position, self._file_bytes)
         self._hasher.update(content)
         if self._hasher.complete:
             self._end_tensor()
@@ -352,7 +353,8 @@ class ShardWriter:
         path = self._directory / shard.name
         if "/" in shard.name and not self._position:
             make_folders(path.parent)
-        self._file = OutputFile(path, shard.file_bytes, self._ledger, self._position)
+        self._file_bytes = shard.file_bytes
+        self._file = OutputFile(path, self._file_bytes, self._ledger, self._position)
         if not self._position:
             self._file.append(shard.header)
             self._position = len(shard.header)
