@@ -146,7 +146,7 @@ class RankSearch:
             bins.update(range(center - WINDOW_BINS // 2, center + WINDOW_BINS // 2))
             first = center - n_edges * EDGE_BINS // 2
             edges.update(range(first, first + n_edges * EDGE_BINS, EDGE_BINS), (1,) if n_edges else ())
-        self.watch(bins.intersection(range(COARSE_BINS)), edges.intersection(range(1, COARSE_BINS)))
+        self.watch({b for b in bins if 0 <= b < COARSE_BINS}, {edge for edge in edges if 0 < edge < COARSE_BINS})
 
     def expected_bins(self) -> list[int]:
         """Return the bins of the open ranks, if the elements counted so far are like the others."""
