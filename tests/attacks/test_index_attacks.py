@@ -48,18 +48,11 @@ def refusal(root: Path, error: type[MergePipeError] = CorruptError) -> MergePipe
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "not valid JSON: Expecting value at"),
         (b"[]", "a JSON object is needed, found []"),
-        (b"null", "a JSON object is needed, found None"),
         (b"{", "not valid JSON: "),
-        (b"\xff{}", "JSON must be UTF-8, found byte 0xff at 0"),
-        (b"\xef\xbb\xbf{}", "not valid JSON: Unexpected UTF-8 BOM"),
         (b'{"weight_map":{"a":"a.safetensors","a":"b.safetensors"}}', "the key 'a' occurs twice in one JSON object"),
         (b'{"weight_map":{},"weight_map":{"a":"a.safetensors"}}', "the key 'weight_map' occurs twice in one"),
-        (b'{"weight_map":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "JSON is nested deeper than 64 levels"),
         (b'{"metadata":{"total_size":NaN},"weight_map":{"a":"a.safetensors"}}', "JSON has no number NaN"),
-        (b'{"metadata":{"total_size":1' + b"0" * 5000 + b'},"weight_map":{}}', "the integer"),
-        (b'{"weight_map":{"\\ud800":"a.safetensors"}}', "a string holds half of a surrogate pair,"),
         (b"{}", "'weight_map' must be a non-empty object of"),
         (b'{"weight_map":null}', "'weight_map' must be a non-empty object of"),
         (b'{"weight_map":[]}', "'weight_map' must be a non-empty object of"),

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from packing_cases import content_of, halves, relabel, store_tree, tree
+from packing_cases import content_of, halves, relabel, tree
 
 from mergepipe import pack, unpack, verify
 from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, LeveledTensor
@@ -118,18 +118,6 @@ def test_unpack__gives_the_files_back_byte_for_byte(odd: Packed, tmp_path: Path)
 def test_unpack__gives_a_bare_file_back(big: Packed, tmp_path: Path) -> None:
     unpack(big.store, tmp_path / "back")
     assert tree(tmp_path / "back") == {"expert.safetensors": big.expert.read_bytes()}
-
-
-def test_pack__same_files_same_store_whatever_the_threads(big: Packed, tmp_path: Path) -> None:
-    pack(big.base, [big.expert], tmp_path, threads=5)
-    assert store_tree(tmp_path / "expert") == store_tree(big.store)
-
-
-def test_pack__goes_on_where_stores_are_there(odd: Packed, tmp_path: Path) -> None:
-    before = tree(odd.store)
-    report = pack(odd.base, [odd.expert], tmp_path / "stores")
-    assert [expert.is_new for expert in report.experts] == [False]
-    assert tree(odd.store) == before
 
 
 def test_pack__refuses_files_it_needs_the_names_of(odd: Packed, tmp_path: Path) -> None:

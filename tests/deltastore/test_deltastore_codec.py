@@ -49,7 +49,6 @@ from support.rounding import decode, encode
 
 seeds = st.integers(0, 2**32 - 1)
 dtypes = st.sampled_from(sorted(DTYPES.values(), key=lambda dtype: dtype.name))
-Bits16 = NDArray[np.uint16]
 
 
 def pair(seed: int, n: int, step: float, changed: float = 1.0, dtype: DType = BF16) -> tuple[RawBytes, RawBytes]:
@@ -176,9 +175,6 @@ def test_choose_cut__deltas_that_are_all_zero_or_not_finite_still_have_one() -> 
     for deltas_N in (np.zeros(100, np.float32), np.full(3, np.nan, np.float32), np.empty(0, np.float32)):
         assert choose_cut(deltas_N, is_sample=False) > 0
     assert choose_cut(np.repeat(np.array([0, 1, -1, 3], np.float32), (40, 30, 20, 10)), is_sample=False) == 1
-
-
-# --- coded numbers ---
 
 
 # --- blocks from others ---

@@ -74,8 +74,9 @@ def test_pack__an_edit_with_the_time_set_back_is_seen_and_nothing_is_written(fam
 def test_pack__a_copy_with_other_times_is_known_by_its_content(family: PackFamily) -> None:
     for path in (weights_of(family.base), weights_of(family.experts[0])):
         os.utime(path, ns=(1, 1))
+    before = tree(family.root)
     report = mergepipe.pack(family.base, family.experts, family.root / "stores")
-    assert [expert.is_new for expert in report.experts] == [False, False]
+    assert ([expert.is_new for expert in report.experts], tree(family.root)) == ([False, False], before)
     in_place(weights_of(family.base), -1)
     with pytest.raises(OutputError) as caught:
         mergepipe.pack(family.base, family.experts[:1], family.root / "stores")

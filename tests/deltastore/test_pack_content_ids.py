@@ -23,8 +23,6 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.disk_families import weights_digest
 
-GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-
 
 @pytest.fixture(scope="module", name="family")
 def make_packed_family(tmp_path_factory: pytest.TempPathFactory) -> PackFamily:

@@ -8,22 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 from packing_cases import N_WIDE, as_bytes, halves, make_family, relabel, tree, weights, write_model
 
 import mergepipe
 from mergepipe.cli import main
-from mergepipe.core.blocks import BF16, DTYPES, F16, DType
+from mergepipe.core.blocks import BF16, F16, DType
 from mergepipe.deltastore.bands import encode_bands
 from mergepipe.deltastore.codec import BlockContext, decode_block, encode_block, encode_planes
 from mergepipe.deltastore.encode_pass import cut_of, sample_of
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Codec, EncodedBlock, Piece
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
 from support.rounding import encode
-
-seeds = st.integers(0, 2**32 - 1)
-dtypes = st.sampled_from(sorted(DTYPES.values(), key=lambda dtype: dtype.name))
-FLOATS = [DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")]
 
 
 def test_encode_block__unrelated_experts_are_encoded_without_the_base() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from composing import FULL, NUMPY_TYPES, checkpoint_at, step_of, stored_values
+from frameworks import folder_name as folder
 
 from mergepipe import tailor
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
@@ -94,11 +95,6 @@ def copy_run(trained: Callable[[str], tuple[Path, Truth, Truth]], tmp_path: Path
 
 def is_state(key: str) -> bool:
     return "/" in key and not key.startswith(("after/", "loss/"))
-
-
-def folder(kind: str, step: int) -> str:
-    prefix = "global_step" if kind.startswith("zero") else "checkpoint-" if kind.startswith("hf") else "step-"
-    return f"{prefix}{step}"
 
 
 def wrong_values(

@@ -135,10 +135,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
         partial(_model_of, lambda _: d_tensor(COLUMNS, 1, 4)), "checkpoint.damaged",
         "model_world_size_2_rank_0.pt: w: all ranks hold 12 elements of (4, 6)",
     ),
-    "code": (
-        partial(_model_of, lambda _: Call(Named("os", "system"), ("touch /nowhere/owned",))), "pickle.refused",
-        "model_world_size_2_rank_0.pt: the pickle names 'os.system'",
-    ),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Unsupp
 from mergepipe.storage.contract import version_of
 from mergepipe.storage.location import Location
 from support.refusals import refuses
-from support.safetensors_bytes import file_bytes, honest_file, record
+from support.safetensors_bytes import honest_file
 from support.stores import MetadataStore
 
 SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -109,13 +109,6 @@ def test_open_checkpoint__an_index_needs_neither_metadata_nor_a_true_total_size(
     assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors) == ["a"]
     index.write_text('{"metadata": {"total_size": -1.5e3}, "weight_map": {"a": "x.safetensors"}}')
     assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors) == ["a"]
-
-
-def test_open_checkpoint__keeps_empty_tensors_and_scalars(tmp_path: Path) -> None:
-    records = {"empty": record(0, 0), "scalar": record(0, 4, shape=[])}
-    (tmp_path / "model.safetensors").write_bytes(file_bytes(records, bytes(4)))
-    tensors = open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors
-    assert [(t.name, t.shape) for t in tensors.values()] == [("empty", (0,)), ("scalar", ())]
 
 
 def test_open_checkpoint__lists_sidecars_sorted_and_no_code(tmp_path: Path) -> None:

@@ -126,11 +126,6 @@ def test_read_torch_zip__refuses_big_endian(tmp_path: Path) -> None:
         opened(tmp_path, zip_bytes(members))
 
 
-def test_read_torch_zip__refuses_a_zip_of_something_else(tmp_path: Path) -> None:
-    with pytest.raises(CorruptError, match=r"no data\.pkl"):
-        opened(tmp_path, zip_bytes([Member("folder/notes.txt", b"hello")]))
-
-
 A: NDArray[np.float32] = np.arange(24, dtype=np.float32)
 STATE: dict[object, object] = {"a": View(A, 0, (4, 6)), "b": View(A, 6, (6,))}
 
@@ -178,11 +173,6 @@ def test_read_torch_weights__digests_places_and_checksums(tmp_path: Path) -> Non
         ({**STATE, "step": 3}, UnsupportedError, "'step' holds a 'int', which is no tensor"),
         ({**STATE, 7: View(A, 0, (2,))}, CorruptError, "7 cannot be a tensor's name"),
         ({"a": View(A, 0, (4, 6), (1, 4))}, UnsupportedError, "is not contiguous; call .contiguous()"),
-        ({"a": View(A, 20, (6,))}, CorruptError, "of a storage of 96"),
-        (
-            {"a": Call(Named("collections", "OrderedDict")), "b": Call(Named("os", "system"), ("true",))},
-            UnsupportedError, "'os.system', which is not on the list",
-        ),
     ],
 )  # fmt: skip
 def test_read_torch_weights__refuses_what_it_cannot_place(

@@ -100,9 +100,7 @@ def test_read_vocabulary__nothing_to_read_is_none(tmp_path: Path) -> None:
 FAST = fast_tokenizer(["a", "b"])
 LIES: list[tuple[str, dict[str, File], str]] = [
     ("tokenizer.damaged", {"tokenizer__json": "{"}, "not valid JSON"),
-    ("tokenizer.damaged", {"tokenizer__json": '{"a":' * 100 + "1" + "}" * 100}, "deeper than 64"),
     ("tokenizer.damaged", {"tokenizer__json": '{"model": {"vocab": {"a": 0, "a": 1}}}'}, "'a' occurs twice"),
-    ("tokenizer.damaged", {"tokenizer__json": b'{"\xff": 1}'}, "must be UTF-8"),
     ("tokenizer.damaged", {"tokenizer__json": {"model": {}}}, "'model' needs a 'vocab', found None"),
     (
         "tokenizer.damaged",
