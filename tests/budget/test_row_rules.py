@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import mergepipe
+from support.model_folders import write_model
 
 RECIPE = """
 merge_method: {method}
@@ -30,9 +31,7 @@ def make_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         tensors = {
             name: array + scale * rng.standard_normal(array.shape).astype(np.float32) for name, array in base.items()
         }
-        (tmp_path / model).mkdir()
-        path = tmp_path / model / "model.safetensors"
-        save_file(tensors, path)
+        path = write_model(tmp_path / model, tensors) / "model.safetensors"
         if request.param:  # the header is filled up with spaces, so that the tensors begin on a page
             raw = path.read_bytes()
             length = int.from_bytes(raw[:8], "little")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import save_file
 
 from mergepipe import cli
 from mergepipe.cli.pages import sweep_page
@@ -21,6 +20,7 @@ from mergepipe.planning.plan import PLAN_FORMAT
 from mergepipe.reports import SweepPoint, SweepReport
 from mergepipe.storage.location import Location
 from support.command_line import Ran, run_command
+from support.model_folders import write_model
 
 CLI = Path(cli.__file__).parent
 NASTY = "\u202ex\u2028y\x1b[31mz\nINJECTED|`<b>&\x85[bold]\u2066"
@@ -47,10 +47,8 @@ def make_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = {TENSOR: rng.standard_normal((64, 96)).astype(np.float32), "norm": np.ones(8, np.float32)}
     for name in ("base", FOLDER, f"{FOLDER}2"):
         tensors = {n: (t + 0.01 * rng.standard_normal(t.shape)).astype(np.float32) for n, t in base.items()}
-        (root / name).mkdir()
-        save_file({**tensors, "extra\u202e": np.ones(3, np.float32)} if name != "base" else tensors,
-                  root / name / "model.safetensors")  # fmt: skip
-        (root / name / "config.json").write_text(json.dumps({"model_type": "test"}))
+        extra = {} if name == "base" else {"extra\u202e": np.ones(3, np.float32)}
+        write_model(root / name, {**tensors, **extra}, {"model_type": "test"})
     recipe = {
         "merge_method": "task_arithmetic",
         "base_model": "base",

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from packing_cases import PackFamily, content_of, halves, make_family, tree, write_model
-from safetensors.numpy import save_file
 
 import mergepipe
 from mergepipe.checkpoints.contract import Checkpoint
@@ -18,6 +17,7 @@ from mergepipe.reports import Progress
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.model_folders import write_model as write_tensors
 
 
 @pytest.fixture(scope="module", name="family")
@@ -55,8 +55,7 @@ def test_match__finds_the_nearest_candidate_from_few_bytes(family: PackFamily) -
 
 def test_match__of_an_expert_of_another_dtype_is_by_its_values(family: PackFamily, tmp_path: Path) -> None:
     """Such an expert is packed relative to the converted base."""
-    (tmp_path / "wide").mkdir()
-    save_file(dict(mergepipe.load_file(family.base)), tmp_path / "wide" / "model.safetensors")  # as float32
+    write_tensors(tmp_path / "wide", dict(mergepipe.load_file(family.base)))  # as float32
     store = LocalStore()
     expert, other, base = opened(store, tmp_path / "wide", family.root / "other", family.base)
     number, match = match_base(store, expert, [other, base])
@@ -137,8 +136,7 @@ def test_pack__without_any_base_is_refused(family: PackFamily, tmp_path: Path) -
 
 def test_pack__of_integers_alone_tells_that_its_base_was_not_compared(tmp_path: Path) -> None:
     for name in ("base", "expert"):
-        (tmp_path / name).mkdir()
-        save_file({"ids": np.arange(9000, dtype=np.int32)}, tmp_path / name / "model.safetensors")
+        write_tensors(tmp_path / name, {"ids": np.arange(9000, dtype=np.int32)})
     with pytest.raises(MismatchError, match="no floating-point tensor") as refused:
         mergepipe.pack(tmp_path / "base", [tmp_path / "expert"], tmp_path / "packed", strict=True)
     assert refused.value.code == "base.mismatch"

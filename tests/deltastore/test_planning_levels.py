@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 import mergepipe
 from mergepipe import pack
@@ -25,6 +24,7 @@ from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import ALL, Plan, parse_plan
 from mergepipe.planning.problem import Ladder, ladder_steps
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
+from support.model_folders import write_adapter
 from support.oracle import MergeCase
 from support.rounding import decode, encode
 
@@ -225,14 +225,9 @@ def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None
         for e in range(2)
     ]
     family = write_family(tmp_path / "raw", [{name: stored} for stored in (base, *experts)])
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    low = {"lora_A": (4, 768), "lora_B": (1024, 4)}
-    prefix = f"base_model.model.{name.removesuffix('.weight')}"
-    parts = {f"{prefix}.{part}.weight": rng.standard_normal(shape) * 0.01 for part, shape in low.items()}
-    save_file({key: each.astype(np.float32) for key, each in parts.items()}, adapter / "adapter_model.safetensors")
-    settings_of = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["up_proj"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings_of))
+    module, low = name.removesuffix(".weight"), {"lora_A": (4, 768), "lora_B": (1024, 4)}
+    parts = {f"{module}.{part}.weight": 0.01 * rng.standard_normal(shape, np.float32) for part, shape in low.items()}
+    adapter = write_adapter(tmp_path / "adapter", parts, lora_alpha=4, target_modules=["up_proj"])
     store = pack(family.places[0], family.places[1:2], tmp_path / "stores", threads=2).experts[0].folder
     digests = []
     for first in (family.places[1], store):

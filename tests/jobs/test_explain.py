@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import mergepipe
 from mergepipe.errors import NotFoundError, OutputError, RecipeError
+from support.model_folders import write_model
 from support.refusals import refuses
 
 SHAPES = {"embed.weight": (30, 24), "layers.0.weight": (16, 40), "layers.0.conv": (6, 1, 3), "norm.weight": (16,)}
@@ -22,9 +23,8 @@ def snapshot(tmp_path: Path) -> Path:
     rng = np.random.default_rng(5)
     base = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
     for e, name in enumerate(("base", "a", "b", "c")):
-        (tmp_path / name).mkdir()
         changed = {n: x + (rng.random(x.shape) < 0.5) * rng.standard_normal(x.shape) * e for n, x in base.items()}
-        save_file({n: x.astype(np.float32) for n, x in changed.items()}, tmp_path / name / "model.safetensors")
+        write_model(tmp_path / name, {n: x.astype(np.float32) for n, x in changed.items()})
     models = [{"model": str(tmp_path / name), "parameters": {"weight": 0.5}} for name in "abc"]
     recipe = {"merge_method": "task_arithmetic", "base_model": str(tmp_path / "base"), "models": models}
     (tmp_path / "recipe.yml").write_text(json.dumps(recipe), encoding="utf-8")

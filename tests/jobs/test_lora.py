@@ -17,8 +17,8 @@ from mergepipe.jobs.extract_lora import EXACT_SIDE, truncated_svd
 from mergepipe.jobs.merge_lora import common_bases, core_of
 from mergepipe.options import OutputOptions
 from mergepipe.runs.adapters import target_modules
+from support.model_folders import PREFIX, write_adapter, write_model
 
-PREFIX = "base_model.model."
 SHAPES = {"model.layers.0.q_proj": (20, 12), "model.layers.1.q_proj": (20, 12), "model.layers.1.up_proj": (9, 12)}
 EMBEDDING, TOKENS, WIDTH = "model.embed_tokens", 30, 12
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ def rank_of(options: dict[str, Any], module: str) -> int:
     return next((rank for end, rank in options.get("rank_pattern", {}).items() if module.endswith(end)), 4)
 
 
-def write_adapter(folder: Path, seed: int, options: dict[str, Any], modules: tuple[str, ...] = tuple(SHAPES)) -> Path:
+def write_random(folder: Path, seed: int, options: dict[str, Any], modules: tuple[str, ...] = tuple(SHAPES)) -> Path:
     """A random adapter with what its options say that it has."""
     rng = np.random.default_rng(seed)
 
@@ -66,11 +66,7 @@ def write_adapter(folder: Path, seed: int, options: dict[str, Any], modules: tup
     if "target_parameters" in options:
         stem = "model.layers.0.mlp.experts"
         tensors |= {f"{stem}.lora_A.weight": random(12, 6), f"{stem}.lora_B.weight": random(12, 12)}
-    folder.mkdir()
-    save_file({PREFIX + name: values for name, values in tensors.items()}, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], **options}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    return write_adapter(folder, tensors, **{"lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], **options})
 
 
 def write_base(folder: Path) -> Path:
@@ -103,7 +99,7 @@ def assert_close(first: dict[str, NDArray[np.float32]], second: dict[str, NDArra
 @pytest.mark.parametrize("method", ["cat", "svd", "linear"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_merge_lora__one_adapter_at_weight_one_is_itself(tmp_path: Path, name: str, method: str) -> None:
-    adapter = write_adapter(tmp_path / "a", 1, OPTIONS[name])
+    adapter = write_random(tmp_path / "a", 1, OPTIONS[name])
     base = write_base(tmp_path / ("transposed" if name == "transposed" else "base"))
     rank = 12 if method == "svd" else None
     report = mergepipe.merge_lora([adapter], tmp_path / "merged", method=method, rank=rank)
@@ -115,7 +111,7 @@ def test_merge_lora__one_adapter_at_weight_one_is_itself(tmp_path: Path, name: s
     "names", [("plain", "patterns"), ("rslora", "bias"), ("experts", "plain"), ("saved", "rslora")]
 )
 def test_merge_lora__cat_is_the_sum_of_the_deltas(tmp_path: Path, names: tuple[str, str]) -> None:
-    first, second = (write_adapter(tmp_path / f"a{i}", i, OPTIONS[name]) for i, name in enumerate(names))
+    first, second = (write_random(tmp_path / f"a{i}", i, OPTIONS[name]) for i, name in enumerate(names))
     base, weights = write_base(tmp_path / "base"), (0.75, -0.5)
     if "saved" in names:
         weights = (1.0, -0.5)  # what is stored in full has no weight
@@ -146,13 +142,13 @@ def in_mlx_form(adapter: Path, out: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["plain", "dora"])
 def test_lora_apply__takes_an_adapter_of_mlx_as_that_of_peft(tmp_path: Path, name: str) -> None:
-    adapter = write_adapter(tmp_path / "a", 0, OPTIONS[name])
+    adapter = write_random(tmp_path / "a", 0, OPTIONS[name])
     mlx, base = in_mlx_form(adapter, tmp_path / "mlx"), write_base(tmp_path / "base")
     assert_close(applied(base, tmp_path / "one", adapter), applied(base, tmp_path / "two", mlx))
 
 
 def test_merge_lora__merges_adapters_of_mlx_with_those_of_peft(tmp_path: Path) -> None:
-    first, second = (write_adapter(tmp_path / name, seed, {}) for seed, name in enumerate("ab"))
+    first, second = (write_random(tmp_path / name, seed, {}) for seed, name in enumerate("ab"))
     mlx = in_mlx_form(second, tmp_path / "mlx")
     for name, other in (("peft", second), ("both", mlx)):
         mergepipe.merge_lora([first, other], tmp_path / name, weights=(0.5, 2.0))
@@ -161,7 +157,7 @@ def test_merge_lora__merges_adapters_of_mlx_with_those_of_peft(tmp_path: Path) -
 
 
 def test_merge_lora__a_recipe_weighs_by_filter_and_by_layer(tmp_path: Path) -> None:
-    first, second = (write_adapter(tmp_path / name, seed, {}) for seed, name in enumerate("ab"))
+    first, second = (write_random(tmp_path / name, seed, {}) for seed, name in enumerate("ab"))
     weight = [{"filter": "q_proj", "value": [0.5, 1.5]}, {"value": 2.0}]
     models = [{"model": "a", "parameters": {"weight": weight}}, {"model": str(second), "parameters": {"weight": 1}}]
     recipe = tmp_path / "recipe.yml"
@@ -236,7 +232,7 @@ def test_merge_lora__keeps_the_names_of_kohya(tmp_path: Path, method: str) -> No
 
 
 def test_merge_lora__refuses_what_kohyas_names_do_not_say(tmp_path: Path) -> None:
-    plain, peft = write_kohya(tmp_path / "a.safetensors", 0), write_adapter(tmp_path / "peft", 0, {})
+    plain, peft = write_kohya(tmp_path / "a.safetensors", 0), write_random(tmp_path / "peft", 0, {})
     odd = write_kohya(tmp_path / "b.safetensors", 0, more={"lora_unet_conv_in.dora_scale": np.ones(8, np.float32)})
     infinite = write_kohya(tmp_path / "c.safetensors", 0, alpha=np.inf)
     for adapters, words in (
@@ -262,7 +258,7 @@ def test_merge_lora__refuses_what_kohyas_names_do_not_say(tmp_path: Path) -> Non
 def test_lora_apply__refuses_a_configuration_of_mlx_that_does_not_fit(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    mlx = in_mlx_form(write_adapter(tmp_path / "a", 0, {}), tmp_path / "mlx")
+    mlx = in_mlx_form(write_random(tmp_path / "a", 0, {}), tmp_path / "mlx")
     path = mlx / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(MergePipeError, match=words):
@@ -270,7 +266,7 @@ def test_lora_apply__refuses_a_configuration_of_mlx_that_does_not_fit(
 
 
 def test_merge_lora__svd_is_the_best_of_its_rank_and_says_what_it_keeps(tmp_path: Path) -> None:
-    adapters = [write_adapter(tmp_path / name, seed, {}, tuple(SHAPES)[:1]) for seed, name in enumerate("ab")]
+    adapters = [write_random(tmp_path / name, seed, {}, tuple(SHAPES)[:1]) for seed, name in enumerate("ab")]
     report = mergepipe.merge_lora(adapters, tmp_path / "svd", method="svd", rank=3)
     name = next(iter(SHAPES))
     total = np.zeros(SHAPES[name])
@@ -288,7 +284,7 @@ def test_merge_lora__svd_is_the_best_of_its_rank_and_says_what_it_keeps(tmp_path
 
 @pytest.mark.parametrize("method", ["ties", "dare_ties", "dare_linear", "sce", "della"])
 def test_merge_lora__merges_by_any_operator(tmp_path: Path, method: str) -> None:
-    adapters = [write_adapter(tmp_path / "a", 1, {}), write_adapter(tmp_path / "b", 2, {}, tuple(SHAPES)[:2])]
+    adapters = [write_random(tmp_path / "a", 1, {}), write_random(tmp_path / "b", 2, {}, tuple(SHAPES)[:2])]
     report = mergepipe.merge_lora(adapters, tmp_path / "merged", method=method, rank=4)
     assert {module.rank for module in report.modules} == {4}
     merged = load_file(tmp_path / "merged" / "adapter_model.safetensors")
@@ -304,7 +300,7 @@ def test_merge_lora__merges_by_any_operator(tmp_path: Path, method: str) -> None
     ],
 )
 def test_merge_lora__refuses_what_has_no_sum(tmp_path: Path, name: str, error: type[Exception], words: str) -> None:
-    adapters = [write_adapter(tmp_path / text, 1, OPTIONS[name]) for text in "ab"]
+    adapters = [write_random(tmp_path / text, 1, OPTIONS[name]) for text in "ab"]
     with pytest.raises(error, match=words):
         mergepipe.merge_lora(adapters, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
@@ -380,9 +376,7 @@ def write_pair(root: Path) -> tuple[Path, Path]:
         model[name] = base[name] + spectrum(shapes[name], np.array([0.5, 0.2]))
     model[NORM], model[EMBED] = base[NORM] + 0.01, base[EMBED] * 1.01
     for folder, tensors in ((root / "base", base), (root / "model", model)):
-        folder.mkdir()
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+        write_model(folder, tensors, {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
     return root / "base", root / "model"
 
 

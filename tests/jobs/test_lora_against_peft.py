@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 import mergepipe
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.options import MergeOptions, OutputOptions
+from support.model_folders import write_adapter
 
 pytestmark = [
     pytest.mark.transformers,
@@ -467,13 +468,10 @@ def test_lora_apply__folds_adapters_of_single_experts_into_fused_ones(tmp_path: 
     rng, factors = np.random.default_rng(0), {}
     for role in ("gate_proj", "up_proj", "down_proj"):
         rows, columns = start[f"{stem}.{role}.weight"].shape
-        name = f"base_model.model.{stem}.{role}"
+        name = f"{stem}.{role}"
         factors[f"{name}.lora_A.weight"] = rng.standard_normal((4, columns)).astype(np.float32)
         factors[f"{name}.lora_B.weight"] = rng.standard_normal((rows, 4)).astype(np.float32)
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    save_file(factors, adapter / "adapter_model.safetensors")
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    adapter = write_adapter(tmp_path / "adapter", factors)
     applied(base, adapter, tmp_path / "single")
     save_file({key: np.ascontiguousarray(value) for key, value in fused(start).items()}, path)
     applied(base, adapter, tmp_path / "fused")

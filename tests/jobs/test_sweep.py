@@ -27,6 +27,7 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.disk_families import write_single
 from support.families import TINY, write_family
+from support.model_folders import write_model
 
 NORM = PlanOptions(select="norm")
 RECIPE = """\
@@ -130,9 +131,7 @@ FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def write(directory: Path, tensors: Tensors) -> Checkpoint:
-    directory.mkdir()
-    save_file(tensors, directory / "model.safetensors")
-    return open_checkpoint(LocalStore(), Location.local(directory))
+    return open_checkpoint(LocalStore(), Location.local(write_model(directory, tensors)))
 
 
 def tensors_of(seed: int) -> Tensors:

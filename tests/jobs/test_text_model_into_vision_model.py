@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import mergepipe
 from mergepipe.errors import MismatchError
+from support.model_folders import write_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -61,8 +62,7 @@ def test_merge__of_a_text_model_that_fits_in_two_places_is_told_how_to_choose(tm
     names = [name for place in held.values() for name in place]
     base = {name: random.standard_normal((8, 8), np.float32) for name in names}
     for name, tensors in (("text", text), ("base", base)):
-        (tmp_path / name).mkdir()
-        save_file(tensors, tmp_path / name / "model.safetensors")
+        write_model(tmp_path / name, tensors)
     models = [{"model": str(tmp_path / "text"), "parameters": {"weight": 0.5}}]
     recipe = {"merge_method": "task_arithmetic", "base_model": str(tmp_path / "base")}
     places = rf"`modules: \{{{stem}talker: \{{models: ...\}}\}}` or `modules: \{{{stem}thinker: \{{models: ...\}}\}}`"

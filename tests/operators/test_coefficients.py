@@ -17,6 +17,7 @@ from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, Recip
 from mergepipe.operators.registry import operator_specs
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from support.disk_families import weights_digest
+from support.model_folders import write_model
 from support.training_trees import known_states, write_dcp, write_hf, write_zero12
 
 N_LAYERS, N_EXPERTS = 4, 3
@@ -40,8 +41,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
             name: 0.0 if e in (0, 2) * (name == "norm.weight") else 0.01 * e * rng.uniform(0.5, 2) for name in SHAPES
         }
         tensors = {n: (x + sizes[n] * rng.standard_normal(x.shape)).astype(np.float32) for n, x in base.items()}
-        (folder / str(e)).mkdir()
-        save_file(base if e == 0 else tensors, folder / str(e) / "model.safetensors")
+        write_model(folder / str(e), base if e == 0 else tensors)
     return folder
 
 
@@ -198,8 +198,7 @@ def test_weight_file__may_be_the_second_moments_of_a_training_checkpoint(tmp_pat
     known, rng, folder = known_states(shapes), np.random.default_rng(6), tmp_path / "checkpoint"
     models = [{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in range(3)]
     for e, tensors in enumerate(models):
-        (tmp_path / str(e)).mkdir()
-        save_file(tensors, tmp_path / str(e) / "model.safetensors")
+        write_model(tmp_path / str(e), tensors)
     moments = {name: np.square(known.arrays[name, "exp_avg_sq"], dtype=float) for name in shapes}
     for name, moment in moments.items():
         known.arrays[name, "exp_avg_sq"][...] = moment

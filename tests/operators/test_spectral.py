@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import mergepipe
 from mergepipe.operators import spectral
 from mergepipe.operators.spectral import calibrate
 from mergepipe.reports import Progress
+from support.model_folders import write_model
 
 MATRIX, WIDE, EMBEDDING = "model.layers.0.a.weight", "model.layers.1.a.weight", "model.embed_tokens.weight"
 SHAPES = {MATRIX: [96, 64], WIDE: [64, 1024], EMBEDDING: [80, 64], "model.norm.weight": [64], "model.conv.w": [4, 8, 6]}
@@ -78,9 +79,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, rng = tmp_path_factory.mktemp("spectral"), np.random.default_rng(2)
     base, shared = ({name: rng.standard_normal(shape) for name, shape in SHAPES.items()} for _ in range(2))
     for model, scale in {"base": 0.0, "a": 0.1, "b": 0.1, "c": 0.1}.items():
-        (folder / model).mkdir()
         tensors = {n: base[n] + scale * (shared[n] + rng.standard_normal(shape)) for n, shape in SHAPES.items()}
-        save_file({n: x.astype(np.float32) for n, x in tensors.items()}, folder / model / "model.safetensors")
+        write_model(folder / model, {n: x.astype(np.float32) for n, x in tensors.items()})
     return folder
 
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import mergepipe
 from mergepipe.errors import MergePipeError
 from support.command_line import Runner
+from support.model_folders import write_adapter, write_model
 
 HIDDEN, INNER, TOKENS, LAYERS = 8, 12, 16, 2
 CONFIG = {
@@ -22,7 +23,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def write_model(folder: Path, seed: int, *, inner: int = INNER, model_type: str = "llama") -> dict[str, NDArray[Any]]:
+def write_dense(folder: Path, seed: int, *, inner: int = INNER, model_type: str = "llama") -> dict[str, NDArray[Any]]:
     random = np.random.default_rng(seed)
     shapes = {"model.embed_tokens.weight": (TOKENS, HIDDEN), "model.norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
@@ -31,15 +32,13 @@ def write_model(folder: Path, seed: int, *, inner: int = INNER, model_type: str 
         shapes |= {f"{place}.mlp.{role}_proj.weight": (inner, HIDDEN) for role in ("gate", "up")}
         shapes |= {f"{place}.mlp.down_proj.weight": (HIDDEN, inner)}
     tensors = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": model_type}))
+    write_model(folder, tensors, {**CONFIG, "model_type": model_type})
     return tensors
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> dict[str, dict[str, NDArray[Any]]]:
-    return {name: write_model(tmp_path / name, seed) for seed, name in enumerate(("base", "a", "b"))}
+    return {name: write_dense(tmp_path / name, seed) for seed, name in enumerate(("base", "a", "b"))}
 
 
 def build(folder: Path, recipe: dict[str, Any], out: str = "out") -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
@@ -121,8 +120,8 @@ def test_random_routers__follow_the_seed_and_the_layer(tmp_path: Path) -> None:
 def test_mixtures__that_cannot_be_built_are_refused_before_anything_is_written(
     tmp_path: Path, changes: dict[str, Any], code: str, text: str
 ) -> None:
-    write_model(tmp_path / "wide", 3, inner=INNER + 4)
-    write_model(tmp_path / "gpt", 4, model_type="gpt2")
+    write_dense(tmp_path / "wide", 3, inner=INNER + 4)
+    write_dense(tmp_path / "gpt", 4, model_type="gpt2")
     with pytest.raises(MergePipeError) as caught:
         build(tmp_path, recipe_of(**changes))
     assert (caught.value.code, text in str(caught.value)) == (code, True), str(caught.value)
@@ -200,22 +199,17 @@ def test_experts__with_adapters_and_of_codes_are_stacked_as_numbers(
     rng = np.random.default_rng(7)
     name = "model.layers.0.mlp.up_proj"
     factors = {
-        f"base_model.model.{name}.lora_{side}.weight": rng.standard_normal(shape, np.float32)
+        f"{name}.lora_{side}.weight": rng.standard_normal(shape, np.float32)
         for side, shape in (("A", (2, HIDDEN)), ("B", (INNER, 2)))
     }
-    (tmp_path / "lora").mkdir()
-    save_file(factors, tmp_path / "lora" / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["up_proj"]}
-    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    write_adapter(tmp_path / "lora", factors, r=2, lora_alpha=4, target_modules=["up_proj"])
     codes = {key: values for key, values in models["b"].items() if key != f"{name}.weight"}
     codes[f"{name}.weight"] = rng.integers(-127, 128, (INNER, HIDDEN), np.int8)
     codes[f"{name}.SCB"] = rng.random(INNER, np.float32)
-    (tmp_path / "int8").mkdir()
-    save_file(codes, tmp_path / "int8" / "model.safetensors")
-    (tmp_path / "int8" / "config.json").write_text(json.dumps(CONFIG))
+    write_model(tmp_path / "int8", codes, CONFIG)
     made, _ = build(tmp_path, recipe_of(experts=[{"source_model": "./a+./lora"}, {"source_model": "./int8"}]))
     up = made["model.layers.0.mlp.experts.gate_up_proj"][:, INNER:]
-    first, second = (factors[f"base_model.model.{name}.lora_{side}.weight"].astype(np.float64) for side in "AB")
+    first, second = (factors[f"{name}.lora_{side}.weight"].astype(np.float64) for side in "AB")
     np.testing.assert_allclose(up[0], models["a"][f"{name}.weight"] + 2 * second @ first, rtol=1e-5, atol=1e-5)
     expected = codes[f"{name}.weight"].astype(np.float64) * codes[f"{name}.SCB"][:, None].astype(np.float64) / 127
     np.testing.assert_allclose(up[1], expected, rtol=1e-5, atol=1e-7)
@@ -290,9 +284,7 @@ def test_chosen_experts__that_are_not_there_are_refused(tmp_path: Path, changes:
 
 
 def write_mixture(folder: Path, tensors: dict[str, NDArray[Any]], **config: Any) -> None:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_local_experts": 4, **config}))
+    write_model(folder, tensors, {**CONFIG, "num_local_experts": 4, **config})
 
 
 def test_chosen_experts__take_biases_codes_and_matrices_of_other_names_along(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 import mergepipe
 from mergepipe.reports import MergeReport
 from support.disk_families import weights_digest
+from support.model_folders import write_model
 
 BLOCK = 262_144
 SHAPES = {
@@ -120,7 +120,5 @@ def make_bench(
         }
         tensors["ids"] = np.arange(5)
         place = folder / (f"expert{i}" if i else "base")
-        place.mkdir(parents=True)
-        save_file(tensors, place / "model.safetensors")
-        (place / "config.json").write_text(json.dumps({"model_type": "test"}))
+        write_model(place, tensors, {"model_type": "test"})
     return Bench(folder)

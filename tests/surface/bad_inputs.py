@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 from workplace import BLOCK_ELEMENTS
 
 from support.command_line import run_command
+from support.model_folders import write_adapter
 from support.safetensors_bytes import file_bytes, honest_file, record
 
 MODELS = "base_model: family/base\nmodels:\n  - {model: family/expert-1}\n  - {model: family/expert-2}\n"
@@ -113,13 +113,11 @@ def write_adapters(root: Path) -> None:
         ("lora-renamed", "model.layers.0.self_attn.query_proj", weight),
         ("lora-saved", module, weight),
     ):
-        tensors: dict[str, Any] = {f"base_model.model.{stem}.{part}": value for part, value in factors.items()}
-        tensors[f"base_model.model.{stem}.lora_A.weight"] = down
+        tensors: dict[str, Any] = {f"{stem}.{part}": value for part, value in factors.items()}
+        tensors[f"{stem}.lora_A.weight"] = down
         if name == "lora-saved":
-            tensors["base_model.model.model.norm.weight"] = np.ones(32, np.float32)
-        (root / name).mkdir()
-        (root / name / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
-        save_file(tensors, root / name / "adapter_model.safetensors")
+            tensors["model.norm.weight"] = np.ones(32, np.float32)
+        write_adapter(root / name, tensors)
     path = root / "lora-cut" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
 

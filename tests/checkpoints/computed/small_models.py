@@ -1,16 +1,12 @@
-"""Small checkpoints and adapters on disk for the tests of kinds of experts."""
+"""For the tests of kinds of experts: random tensors, recipes, and models as they are opened."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes  # noqa: F401 - registers bfloat16 for the safetensors library
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.runs.inputs import open_model
@@ -18,30 +14,12 @@ from mergepipe.snapshots.manifest import AverageRecord, ComposedCheckpoint, Comp
 from mergepipe.storage.contract import Digested
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.model_folders import Tensors
 from support.named_models import named
-
-Tensors = Mapping[str, NDArray[Any]]
-PREFIX = "base_model.model."
-LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 
 
 def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
     return np.random.default_rng([seed, *shape]).standard_normal(shape, dtype=np.float32)
-
-
-def write_model(folder: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, folder / "model.safetensors", metadata)
-    return folder
-
-
-def write_adapter(folder: Path, tensors: Tensors, **options: object) -> Path:
-    """`tensors` without peft's prefix; `options` on top of a plain LoRA of rank 4 and alpha 8."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps({**LORA, **options}))
-    stored = {PREFIX + name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    save_file(stored, folder / "adapter_model.safetensors")
-    return folder
 
 
 def write_recipe(folder: Path, method: str, *models: object, weight: float = 1.0, **more: object) -> Path:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from small_models import lora, opened, product, random, write_adapter, write_model
+from small_models import lora, opened, product, random
 
 from mergepipe.checkpoints.adapted_tensors import Adapted, LowRankDelta
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
@@ -20,6 +20,7 @@ from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFou
 from mergepipe.runs.inputs import open_model
 from mergepipe.storage.location import Location
 from support.fetching import fetched
+from support.model_folders import write_adapter, write_model
 from support.named_models import named
 from support.refusals import refuses
 from support.stores import MetadataStore

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from small_models import write_adapter, write_model
 from small_models import write_recipe as recipe
 
 import mergepipe
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.options import MergeOptions
+from support.model_folders import write_adapter, write_model
 
 Tensors = dict[str, NDArray[Any]]
 NO_CATALOG = MergeOptions(catalog=False, block_elements=16384)

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from small_models import opened, random, write_model
+from small_models import opened, random
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.embedding_rows import embedding_ending
 from mergepipe.checkpoints.stacked_experts import Stacked, in_layout_of, pieces_of
 from mergepipe.core.blocks import F32, Span
 from support.fetching import fetched
+from support.model_folders import write_model
 
 EXPERTS, INNER, HIDDEN = 3, 5, 4
 Tensors = dict[str, NDArray[np.float32]]

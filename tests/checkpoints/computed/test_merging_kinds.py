@@ -13,11 +13,12 @@ import pytest
 import yaml
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from small_models import lora, product, random, write_adapter, write_model, write_recipe
+from small_models import lora, product, random, write_recipe
 
 import mergepipe
 from mergepipe.errors import UnsupportedError
 from mergepipe.options import MergeOptions
+from support.model_folders import write_adapter, write_model
 from support.refusals import refuses
 from support.torch_bytes import View, torch_bytes
 

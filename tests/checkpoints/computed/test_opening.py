@@ -8,13 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from small_models import opened, random, write_composite_manifest, write_model
+from small_models import opened, random, write_composite_manifest
 
 from mergepipe.checkpoints.contract import CheckpointKind
 from mergepipe.checkpoints.torch_file import SUFFIXES, WRAPPERS
 from mergepipe.errors import UnsupportedError
 from mergepipe.runs.inputs import open_model
 from mergepipe.storage.location import Location
+from support.model_folders import write_model
 from support.named_models import named
 from support.places import DOCS
 from support.refusals import refuses

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from small_models import write_adapter, write_model
 from small_models import write_recipe as recipe
 
 import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.options import MergeOptions, OutputOptions
+from support.model_folders import write_adapter, write_model
 from support.rounding import NUMPY_DTYPES
 
 NO_CATALOG = MergeOptions(catalog=False)
@@ -316,7 +316,7 @@ def test_like_base__is_loaded_by_transformers(tmp_path: Path) -> None:
                 tensors[name] = (values * 40).astype(ml_dtypes.float8_e4m3fn)
             else:
                 tensors[name] = values.astype(ml_dtypes.bfloat16)
-        write_model(tmp_path / model, tensors, {"format": "pt"})
+        write_model(tmp_path / model, tensors)
         (tmp_path / model / "config.json").write_text(json.dumps(written))
     path = recipe(tmp_path, "task_arithmetic", tmp_path / "one", base_model=str(tmp_path / "base"))
     path.write_text(json.dumps({**json.loads(path.read_text()), "out_dtype": "like_base"}))
