@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.reproduce.pages import Table
 from benchmarks.reproduce.results import Results
-from benchmarks.reproduce.trained import TRAINED as PART
+from benchmarks.reproduce.trained import PART
 
 DOMAINS = ("prose", "headers", "legal", "internet")
 SCHEDULE = {"steps": 40, "batch": 2, "window_tokens": 256, "peak_rate": 2e-5}
