@@ -5,8 +5,6 @@ A ratio below 1 means that the disk, or the read-ahead, was faster.
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import os
 import subprocess
@@ -42,9 +40,9 @@ def _files(paths: Iterable[Path]) -> Iterator[Path]:
 
 def floor_seconds(inputs: Sequence[Path], scratch: Path, output_bytes: int, read_bytes: int | None = None) -> float:
     """Measure the floor in a process of its own, so that its buffers do not count as anybody's memory."""
-    sizes = [f"--output-bytes={output_bytes}", *([] if read_bytes is None else [f"--read-bytes={read_bytes}"])]
-    command = [sys.executable, "-m", "benchmarks.floor", f"--scratch={scratch}", *sizes, "--", *map(str, inputs)]
-    return float(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)["seconds"])
+    command = [sys.executable, "-m", "benchmarks.floor", str(scratch), str(output_bytes), str(read_bytes or "all")]
+    done = subprocess.run([*command, *map(str, inputs)], stdout=subprocess.PIPE, check=True)
+    return float(done.stdout)
 
 
 def measure_floor(
@@ -107,16 +105,11 @@ def _write_chunks(descriptor: int, offsets: Iterator[int], nbytes: int) -> None:
                 raise OSError(f"short write: {written} of {aligned_bytes} bytes at {offset}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("inputs", type=Path, nargs="+")
-    parser.add_argument("--scratch", type=Path, required=True, help="file to write and delete")
-    parser.add_argument("--output-bytes", type=int, required=True)
-    parser.add_argument("--read-bytes", type=int, help="default: all of the inputs")
-    options = parser.parse_args()
-    seconds, read_bytes = measure_floor(options.inputs, options.scratch, options.output_bytes, options.read_bytes)
-    print(json.dumps({"seconds": seconds, "read_bytes": read_bytes}))
+def main(scratch: str, output_bytes: str, read_bytes: str, *inputs: str) -> None:
+    """Print the seconds of a floor."""
+    limit = None if read_bytes == "all" else int(read_bytes)
+    print(measure_floor(list(map(Path, inputs)), Path(scratch), int(output_bytes), limit)[0])
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,19 +1,20 @@
 """Command that loads one checkpoint as a framework does, and tells the seconds without those of imports.
 
-Run with the interpreter of requirements/train.txt and PYTHONPATH=src:. `python -m benchmarks.load_one WAY DIRECTORY`:
+Run by the part `compose` with the interpreter of requirements/train.txt, by a way, a checkpoint, its size in GB, a
+number of ranks and a JSON file to write:
 
     torch           torch.load of every file in turn, in one process
-    deepspeed-save  ranks that write a ZeRO-3 checkpoint of --size-gb, as `benchmarks.tailor_tree` writes without them
+    deepspeed-save  ranks that write a ZeRO-3 checkpoint of that size, as `benchmarks.tailor_tree` writes without them
     deepspeed       ranks with an engine of that size, which loads it
     zero_to_fp32    DeepSpeed's script, which turns it into a file of weights
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -23,7 +24,6 @@ from typing import Any
 from benchmarks import deepspeed_cpu
 from benchmarks.tailor_tree import scaled_shapes
 
-WAYS = ("torch", "deepspeed-save", "deepspeed", "zero_to_fp32")
 _TAG = "global_step100"
 _STAGE = 3
 
@@ -55,26 +55,26 @@ def _engine(size_bytes: int) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def _rank(options: argparse.Namespace) -> None:
+def _rank(way: str, directory: Path, size_gb: float, result: Path) -> None:
     distributed: Any = import_module("torch.distributed")
     torch: Any = import_module("torch")
-    engine = _engine(int(options.size_gb * 1e9))
-    if options.way == "deepspeed-save":
+    engine = _engine(int(size_gb * 1e9))
+    if way == "deepspeed-save":
         engine.backward(engine())
         engine.step()  # the moments are there after the first
-        engine.save_checkpoint(str(options.directory), tag=_TAG)
+        engine.save_checkpoint(str(directory), tag=_TAG)
         deepspeed_cpu.leave()
 
     def load() -> None:
         distributed.barrier()
-        engine.load_checkpoint(str(options.directory), tag=_TAG)
+        engine.load_checkpoint(str(directory), tag=_TAG)
         distributed.barrier()
 
     loaded = _timed(load)
     cpu_seconds = torch.tensor(loaded["cpu_seconds"])
     distributed.all_reduce(cpu_seconds)
     if distributed.get_rank() == 0:
-        _tell({**loaded, "cpu_seconds": float(cpu_seconds)}, options.result)
+        _tell({**loaded, "cpu_seconds": float(cpu_seconds)}, result)
     deepspeed_cpu.leave()
 
 
@@ -82,28 +82,21 @@ def _tell(loaded: dict[str, float], result: Path) -> None:
     result.write_text(json.dumps(loaded))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("way", choices=WAYS)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--result", type=Path, help="a JSON file to write")
-    parser.add_argument("--size-gb", type=float, default=1.0, help="bytes of the checkpoint")
-    parser.add_argument("--ranks", type=int, default=4)
-    options = parser.parse_args()
-    if options.way == "torch":
+def main(way: str, folder: str, size_gb: str, n_ranks: str, out: str) -> None:
+    directory, result = Path(folder), Path(out)
+    if way == "torch":
         import_module("deepspeed.runtime.zero.config")  # whose classes the files name
-        _tell(_timed(lambda: _torch_load(options.directory)), options.result)
-    elif options.way == "zero_to_fp32":
+        _tell(_timed(lambda: _torch_load(directory)), result)
+    elif way == "zero_to_fp32":
         script: Any = import_module("deepspeed.utils.zero_to_fp32")
-        out = options.directory / "weights"
-        _tell(_timed(lambda: script.convert_zero_checkpoint_to_fp32_state_dict(options.directory, out)), options.result)
-        shutil.rmtree(out)
+        weights = directory / "weights"
+        _tell(_timed(lambda: script.convert_zero_checkpoint_to_fp32_state_dict(directory, weights)), result)
+        shutil.rmtree(weights)
     elif "RANK" in os.environ:
-        _rank(options)
+        _rank(way, directory, float(size_gb), result)
     else:
-        arguments = (options.way, options.directory, f"--size-gb={options.size_gb}", f"--result={options.result}")
-        deepspeed_cpu.run_ranks(options.ranks, "benchmarks.load_one", *arguments)
+        deepspeed_cpu.run_ranks(int(n_ranks), "benchmarks.load_one", way, folder, size_gb, n_ranks, out)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

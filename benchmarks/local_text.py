@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +39,6 @@ class Domain:
     heldout: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    name: str
-    documents: Callable[[], Iterable[Document]]
-
-
 def gather(n_domains: int, max_characters: int = 1_500_000, general_characters: int = 12_000_000) -> tuple[Domain, ...]:
     """Return `GENERAL` text, then the first `n_domains` domains of which this machine has enough.
 
@@ -56,16 +50,16 @@ def gather(n_domains: int, max_characters: int = 1_500_000, general_characters: 
     seen: set[bytes] = set()
     chosen: list[Domain] = []
     taken: set[str] = set()
-    for source in _SOURCES:
-        documents = _limited(source.documents(), max_characters)
+    for name, source in _SOURCES.items():
+        documents = _limited(source(), max_characters)
         if len(chosen) == n_domains or sum(len(document.text) for document in documents) < _MIN_TRAINING_CHARACTERS:
             continue
         seen_after = set(seen)
-        domain = _split(source.name, documents, seen_after)
+        domain = _split(name, documents, seen_after)
         if len(domain.training) >= _MIN_TRAINING_CHARACTERS:
             seen = seen_after
             chosen.append(domain)
-            taken |= {document.name for document in source.documents()}
+            taken |= {document.name for document in source()}
     if len(chosen) < n_domains:
         raise TextError(f"{n_domains} domains needed, this machine has text for {len(chosen)}")
     rest = (document for document in _python_files("**/*.py") if document.name not in taken)
@@ -163,18 +157,18 @@ def _library(*patterns: str) -> Callable[[], Iterable[Document]]:
     return lambda: _python_files(*patterns)
 
 
-_SOURCES = (
-    _Source("prose", _prose),
-    _Source("headers", _headers),
-    _Source("legal", _legal),
-    _Source("tables", _library("encodings/cp*.py", "encodings/iso*.py", "encodings/mac*.py", "encodings/koi*.py")),
-    _Source("tests", _library("test/test_*.py")),
-    _Source("windows", _library("idlelib/**/*.py", "tkinter/**/*.py", "turtledemo/*.py", "turtle.py")),
-    _Source("concurrency", _library("asyncio/*.py", "concurrent/**/*.py", "multiprocessing/**/*.py", "threading.py")),
-    _Source("internet", _library("email/**/*.py", "http/*.py", "urllib/*.py", "html/*.py", "*lib.py", "xmlrpc/*.py")),
+_SOURCES: Mapping[str, Callable[[], Iterable[Document]]] = {
+    "prose": _prose,
+    "headers": _headers,
+    "legal": _legal,
+    "tables": _library("encodings/cp*.py", "encodings/iso*.py", "encodings/mac*.py", "encodings/koi*.py"),
+    "tests": _library("test/test_*.py"),
+    "windows": _library("idlelib/**/*.py", "tkinter/**/*.py", "turtledemo/*.py", "turtle.py"),
+    "concurrency": _library("asyncio/*.py", "concurrent/**/*.py", "multiprocessing/**/*.py", "threading.py"),
+    "internet": _library("email/**/*.py", "http/*.py", "urllib/*.py", "html/*.py", "*lib.py", "xmlrpc/*.py"),
     # the rest is for machines that lack some of the above
-    _Source("checking", _library("unittest/**/*.py", "doctest.py", "pdb.py", "bdb.py", "trace*.py", "pydoc.py")),
-    _Source("numbers", _library("_pydecimal.py", "fractions.py", "statistics.py", "random.py", "*datetime.py")),
-    _Source("language", _library("importlib/**/*.py", "ast.py", "dis.py", "inspect.py", "token*.py", "typing.py")),
-    _Source("formats", _library("xml/**/*.py", "json/*.py", "csv.py", "pickle*.py", "tarfile.py", "zipfile*/**/*.py")),
-)
+    "checking": _library("unittest/**/*.py", "doctest.py", "pdb.py", "bdb.py", "trace*.py", "pydoc.py"),
+    "numbers": _library("_pydecimal.py", "fractions.py", "statistics.py", "random.py", "*datetime.py"),
+    "language": _library("importlib/**/*.py", "ast.py", "dis.py", "inspect.py", "token*.py", "typing.py"),
+    "formats": _library("xml/**/*.py", "json/*.py", "csv.py", "pickle*.py", "tarfile.py", "zipfile*/**/*.py"),
+}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 OURS = (sys.executable, "-m", "mergepipe")
 _SAMPLE_SECONDS = 0.05
@@ -95,6 +96,23 @@ def measure_checked(command: Sequence[str], *, log: Path, environment: Mapping[s
         tail = log.read_text(errors="replace")[-2000:]
         raise BenchmarkError(f"{' '.join(command)}: exit code {cost.exit_code}\n{tail}")
     return cost
+
+
+def run_quietly(command: Sequence[str], failure: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Run a command that is not measured.
+
+    Raises:
+        BenchmarkError: it failed, by which it is told as `failure`.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    if done.returncode:
+        raise BenchmarkError(f"{failure}:\n{done.stderr[-1000:]}")
+
+
+def pip(command: str, *arguments: str) -> None:
+    """Download or install wheels without what they require, the last argument among them."""
+    options = ("--quiet", "--no-deps", "--only-binary=:all:")
+    run_quietly([sys.executable, "-m", "pip", command, *options, *arguments], f"{arguments[-1]} could not be had")
 
 
 def available_memory_bytes(meminfo: str) -> int:

@@ -112,5 +112,5 @@ def files_of(directory: Path) -> list[Path]:
 
 def make_tree(scratch: Path, size_gb: float, n_checkpoints: int, ranks: int) -> None:
     """Write the checkpoints in another process: a child's peak memory begins with its parent's."""
-    command = [sys.executable, "-m", "benchmarks.tailor_tree", str(scratch), f"--size-gb={size_gb}"]
-    subprocess.run([*command, f"--checkpoints={n_checkpoints}", f"--ranks={ranks}"], check=True)
+    command = [sys.executable, "-m", "benchmarks.tailor_tree", *map(str, (scratch, size_gb, n_checkpoints, ranks))]
+    subprocess.run(command, check=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,26 +125,22 @@ def _from_pool(pool: Path, nbytes: int, seed: int) -> Iterator[CopyRange]:
         nbytes, start = nbytes - take, 0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--size-gb", type=float, required=True, help="bytes of one checkpoint")
-    parser.add_argument("--checkpoints", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=4)
-    options = parser.parse_args()
-    options.directory.mkdir(parents=True, exist_ok=True)
-    pool: Path = options.directory / "pool"
+def main(folder: str, size_gb: str, n_checkpoints: str, ranks: str) -> None:
+    """Write so many checkpoints of `size_gb` each into a folder."""
+    directory = Path(folder)
+    directory.mkdir(parents=True, exist_ok=True)
+    pool = directory / "pool"
     values = np.random.default_rng(0).standard_normal(_POOL_BYTES // 4).astype(np.float32)
     pool.write_bytes(values.tobytes())
-    shapes = scaled_shapes(int(options.size_gb * 1e9))
+    shapes = scaled_shapes(int(float(size_gb) * 1e9))
     vocabulary, width = shapes["lm_head.weight"]
     config = {"model_type": "llama", "hidden_size": width, "num_hidden_layers": LAYERS, "vocab_size": vocabulary}
-    (options.directory / "config.json").write_text(json.dumps(config))
-    for index in range(options.checkpoints):
+    (directory / "config.json").write_text(json.dumps(config))
+    for index in range(int(n_checkpoints)):
         step = 100 * (index + 1)
-        write_checkpoint(options.directory / checkpoint_name(index), shapes, options.ranks, step, pool)
+        write_checkpoint(directory / checkpoint_name(index), shapes, int(ranks), step, pool)
     pool.unlink()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -125,8 +125,7 @@ class _Tree:
     def _framework(self, way: str, directory: Path) -> dict[str, Any]:
         result = self.scratch / "loaded.json"
         result.write_text("{}")
-        options = (f"--result={result}", f"--size-gb={self.size_gb}", f"--ranks={_RANKS}")
-        command = [training_python(), "-m", "benchmarks.load_one", way, directory, *options]
+        command = [training_python(), "-m", "benchmarks.load_one", way, directory, self.size_gb, _RANKS, result]
         if subprocess.run([*map(str, command)], check=False).returncode:
             raise BenchmarkError(f"{way} of {directory} failed; what it printed is above")
         loaded: dict[str, Any] = json.loads(result.read_text())

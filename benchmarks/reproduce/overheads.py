@@ -19,10 +19,11 @@ from benchmarks.reproduce.family_recipes import (
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
-from benchmarks.reproduce.sizes import Size
+from benchmarks.reproduce.sizes import Size, k_at_most
 from benchmarks.reproduce.workplace import Workplace, weight_files
 from support.families import FamilyPaths
 
+_K = 16
 _SHARE = 30  # % of the expert bytes; the papers' overheads are at a budget that reads about as much
 _BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # Ki elements
 _PAPER_BLOCKS = {
@@ -41,13 +42,8 @@ _ABLATION = {
 }
 
 
-def overheads_k(size: Size) -> int:
-    """Return 16 experts, or as many as a smaller family has."""
-    return size.k_at_most(16)
-
-
 def _needs(size: Size) -> Needs:
-    k = overheads_k(size)
+    k = k_at_most(size.ks, _K)
     read = (len(_BLOCKS) * 2 + 2 + len(_ABLATION)) * k * size.model_bytes + len(
         _STABLE_KS
     ) * _REPEATS * 3 * size.model_bytes
@@ -56,7 +52,7 @@ def _needs(size: Size) -> Needs:
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
     family = place.family(size.shape, size.n_experts)
-    k = overheads_k(size)
+    k = k_at_most(size.ks, _K)
     first = FamilyPaths(family.base, family.experts[:k])
     results.measure("analyze", partial(_analyze, place, first))
     results.measure("merge", partial(_phases, place, family, k))
@@ -139,7 +135,7 @@ def _page(results: Results) -> Page:
 
 def overheads_table(results: Results) -> Table:
     """Return what is beside the expert bytes of a merge, with the papers' figures."""
-    analyze, merge, k = results["analyze"], results["merge"], overheads_k_of(results)
+    analyze, merge, k = results["analyze"], results["merge"], k_at_most(results.size["ks"], _K)
     phases, total = merge["phases"], merge["seconds"]
     planned, executed = merge["planned_bytes"], merge["expert_bytes"]
     rows = (
@@ -161,12 +157,6 @@ def overheads_table(results: Results) -> Table:
         ("merge", f"{total:.2f} s", "116.6 s"),
     )
     return Table((f"TIES, K = {k}, budget of {_SHARE} %", "measured", "papers (Qwen3-0.6B, K = 16)"), rows)
-
-
-def overheads_k_of(results: Results) -> int:
-    """Return the number of experts that results were measured with."""
-    ks = [int(k) for k in results.size["ks"]]
-    return max(k for k in ks if k <= max(16, min(ks)))
 
 
 def _catalog_of_io(results: Results) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,18 +29,12 @@ def _paper_order(_problem: PlanningProblem, candidates: Candidates, *_: object) 
     return ItemOrder(candidates, items, descending_order(score_I / np.maximum(items.cost_I, 1)))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the plan to the file PLAN."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("budget")
-    parser.add_argument("plan", type=Path)
-    parser.add_argument("--home", type=Path, required=True)
-    chosen = parser.parse_args(arguments)
+def main(recipe: str, budget: str, out: str, home: str) -> None:
+    """Write the plan to the file `out`."""
     setattr(planner, "_order", _paper_order)  # noqa: B010 - a process of its own, in which nothing else is planned
-    plan = mergepipe.plan(chosen.recipe, budget=chosen.budget, home=chosen.home, options=PlanOptions(select="norm"))
-    chosen.plan.write_bytes(plan.to_json())
+    plan = mergepipe.plan(Path(recipe), budget=budget, home=Path(home), options=PlanOptions(select="norm"))
+    Path(out).write_bytes(plan.to_json())
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -19,12 +19,12 @@ from benchmarks.reproduce.family_recipes import (
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
-from benchmarks.reproduce.sizes import Size
+from benchmarks.reproduce.sizes import Size, k_at_most
 from benchmarks.reproduce.workplace import Workplace, weight_files
 from support.families import FamilyPaths
 
 _RATES: Mapping[str, float | None] = {"100 MB/s": 100e6, "1 GB/s": 1e9, "local disk": None}
-_ASSUMED_RATE = 1.5e9  # of the local disk, where its time has to be computed
+_K = 8
 _BUDGET = "25%"
 _OPERATOR = "ties"
 _MOST_MERGES = 10
@@ -38,20 +38,15 @@ _STRATEGIES = {
 }
 
 
-def payoff_k(size: Size) -> int:
-    """Return 8 experts, or as many as a smaller family has."""
-    return size.k_at_most(8)
-
-
 def _needs(size: Size) -> Needs:
-    family_bytes = (payoff_k(size) + 1) * size.model_bytes
+    family_bytes = (k_at_most(size.ks, _K) + 1) * size.model_bytes
     disk_bytes = size.family_bytes + 2 * size.model_bytes + family_bytes // 3
     return Needs(disk_bytes, (3.5 * family_bytes / 100e6 + 10 * family_bytes / 1e9) / 60 + size.family_bytes / 4e9)
 
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
     family = place.family(size.shape, size.n_experts)
-    k = payoff_k(size)
+    k = k_at_most(size.ks, _K)
     work = _Work(place, FamilyPaths(family.base, family.experts[:k]))
     for name, rate in _RATES.items() if not size.is_toy else [("local disk", None)]:
         for step in ("full", "sampled", "analyze", "analyzed", "pack", "packed"):
@@ -121,13 +116,7 @@ def _cost(cost: ProcessCost) -> dict[str, Any]:
 
 
 def step_seconds(results: Results, rate: str, step: str) -> float:
-    """Return how long a step takes: as measured, or on a busy machine what its bytes or its processor time take."""
-    entry = results[f"{rate}/{step}"]
-    if not results.is_busy:
-        return float(entry["seconds"])
-    requested = entry["expert_bytes"] + results.size["model_bytes"] if "expert_bytes" in entry else 0
-    reading = max(requested, entry["kernel_read_bytes"]) / (_RATES[rate] or _ASSUMED_RATE)
-    return float(max(reading, entry["cpu_seconds"] / results.machine["cores"]))
+    return float(results[f"{rate}/{step}"]["seconds"])
 
 
 def total_seconds(results: Results, rate: str, strategy: str, n_merges: int) -> float:
@@ -171,12 +160,6 @@ def _page(results: Results) -> Page:
         " first merge beyond `(1 + 1/K) / (1 - s)` where reading takes all the time (with 8 experts the second at 25 %,"
         " the third at 50 %), later where processors do."
     )
-    computed = (
-        "The machine was busy: these times are computed, the larger of what the bytes take at the storage's speed"
-        f" (local: {_ASSUMED_RATE / 1e9:.1f} GB/s) and what the processor seconds take on all processors; each step's"
-        " own measurements are in the stored results."
-    )
-    rule += f"\n\n{computed}" if results.is_busy else ""
     body = (
         SYNTHETIC_TEXT,
         rule,

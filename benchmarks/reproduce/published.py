@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save_file
 
 from benchmarks.deltas import delta_size, merge_errors
-from benchmarks.process import BenchmarkError
+from benchmarks.process import pip
 from benchmarks.recipes import recipe_text
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, percent
 from benchmarks.reproduce.parts import Needs, Part
@@ -129,12 +127,7 @@ class _PairWork:
         wheels = []
         for requirement in self._pair.requirements:
             folder = self.place.folder / "wheels" / requirement.partition("==")[0]
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-            done = subprocess.run(
-                [*command, "-d", str(folder), requirement], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                raise BenchmarkError(f"{requirement} could not be downloaded:\n{done.stderr[-1000:]}")
+            pip("download", "--dest", str(folder), requirement)
             wheels.append(zipfile.ZipFile(next(folder.glob("*.whl"))))
         return wheels
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -55,9 +55,10 @@ class Size:
     def to_json(self) -> Mapping[str, Any]:
         return {**asdict(self), "ks": list(self.ks), "model_bytes": self.model_bytes}
 
-    def k_at_most(self, wanted: int) -> int:
-        """Return the largest number of experts up to `wanted`; the smallest there is if none is so small."""
-        return max((k for k in self.ks if k <= wanted), default=min(self.ks))
+
+def k_at_most(ks: Sequence[int], wanted: int) -> int:
+    """Return the largest number of experts up to `wanted`; the smallest there is if none is so small."""
+    return max((k for k in ks if k <= wanted), default=min(ks))
 
 
 SIZES: Mapping[str, Size] = {

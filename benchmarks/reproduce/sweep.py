@@ -68,7 +68,7 @@ def _point(place: Workplace, family: FamilyPaths, k: int, order: str, share: int
     if order == "paper":
         log = place.folder / "log.txt"
         script = (sys.executable, "-m", "benchmarks.reproduce.paper_score")
-        measure_checked([*script, str(recipe), f"{share}%", str(plan), "--home", str(home)], log=log)
+        measure_checked([*script, str(recipe), f"{share}%", str(plan), str(home)], log=log)
     else:
         options = ("--budget", f"{share}%", "--select", order, "--home", home)
         place.ours("plan", recipe, *options, "--out", plan)

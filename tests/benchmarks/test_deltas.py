@@ -57,4 +57,3 @@ def test_merge_errors__are_over_what_merging_changed_and_over_the_weights(tmp_pa
     )
     errors = merge_errors(merged, full, base)
     assert (errors.error, errors.relative_l2) == (0.75, 0.6)
-    assert errors.p95_block == pytest.approx(0.6)

@@ -207,7 +207,7 @@ def test_models_page__tells_what_is_measured_so_far() -> None:
     assert "2.000 GB each (12.5 %)" in text
     assert "TIES of" not in text
     for k, seconds in ((2, 20.0), (4, 21.0)):
-        judged = {"error": 0.25, "relative_l2": 1e-3, "p95_block": 2e-3, "seconds": seconds}
+        judged = {"error": 0.25, "relative_l2": 1e-3, "seconds": seconds}
         entries[f"8b/ties/{k}/budget"] = {**entries["8b/ties/2/full"], **judged}
     meaning = models.PART.page(results_with(entries)).meaning
     assert "8b: TIES of 4 experts takes 1.05 times the seconds of 2, errors 0.250 and 0.250." in meaning
