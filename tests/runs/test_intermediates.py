@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import mergepipe
 from mergepipe.errors import MergePipeError, RecipeError
+from support.model_folders import write_model
 
 LAMBDA = "merge_method: task_arithmetic\nbase_model: base\nparameters: {lambda: 0.7}\nmodels:\n"
 SUM = LAMBDA + "  - {model: first, parameters: {weight: 0.5}}\n  - {model: second, parameters: {weight: 0.25}}\n"
@@ -36,14 +37,12 @@ def make_folder(tmp_path: Path) -> Path:
     shapes = {"embed.weight": (700, 130), "layers.0.weight": (300, 300), "norm.weight": (77,)}
     base = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     for model in ("base", "first", "second", "third"):
-        (tmp_path / model).mkdir()
         scale = 0.0 if model == "base" else 0.02
         tensors: dict[str, NDArray[Any]] = {
             n: (a + scale * rng.standard_normal(a.shape)).astype(np.float32) for n, a in base.items()
         }
         tensors["ids"] = np.arange(5)
-        save_file(tensors, tmp_path / model / "model.safetensors")
-        (tmp_path / model / "config.json").write_text(json.dumps({"model_type": "test"}))
+        write_model(tmp_path / model, tensors, {"model_type": "test"})
     return tmp_path
 
 

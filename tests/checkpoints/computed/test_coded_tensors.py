@@ -170,10 +170,8 @@ SCHEMES: Mapping[str, Callable[[int], tuple[Tensors, NDArray[np.float64]]]] = {
 
 
 def model(folder: Path, tensors: Tensors, method: str = "gptq", **more: Any) -> Path:
-    path = write_model(folder, tensors | {"norm.weight": np.ones(COLUMNS, ml_dtypes.bfloat16)})
     config = {"model_type": "x", "quantization_config": {"quant_method": method, "bits": 4} | more}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    return write_model(folder, tensors | {"norm.weight": np.ones(COLUMNS, ml_dtypes.bfloat16)}, config)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

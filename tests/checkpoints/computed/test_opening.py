@@ -78,8 +78,8 @@ def test_open_model__refuses_codes_that_the_configuration_declares(tmp_path: Pat
 
 def test_open_model__plain_weights_may_use_such_names(tmp_path: Path) -> None:
     names = ("l.weight", "l.weight_scale", "logit_scale", "a.scales", "b.blocks", "c_blocks", "position.scale")
-    path = write_model(tmp_path / "m", dict.fromkeys(names, W))
-    (path / "config.json").write_text('{"quantization_config": {"quant_method": "left over"}}')
+    config = {"quantization_config": {"quant_method": "left over"}}
+    path = write_model(tmp_path / "m", dict.fromkeys(names, W), config)
     assert opened(path).tensors.keys() == set(names)
 
 

@@ -56,8 +56,7 @@ def quantised_model(folder: Path, kind: str, seed: int = 0) -> Path:
         "l.weight": codes(seed), f"l.{name}": scales(shape, seed + 1), "l.input_scale": np.float32(0.5).reshape(1),
         "norm.weight": np.ones(300, ml_dtypes.bfloat16),
     }  # fmt: skip
-    path = write_model(folder, tensors)
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    path = write_model(folder, tensors, CONFIG)
     (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')  # vLLM would follow it
     return path
 
@@ -146,12 +145,9 @@ def test_plan__charges_a_block_for_the_scales_of_its_rows(tmp_path: Path) -> Non
     models = []
     for name in ("base", "one"):
         code = (rng.normal(size=(4096, 1024)) * 40).astype(ml_dtypes.float8_e4m3fn)
-        model = write_model(
-            tmp_path / name, {"l.weight": code, "l.weight_scale_inv": rng.random((256, 64), np.float32)}
-        )
         config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
-        (model / "config.json").write_text(json.dumps(config))
-        models.append(model)
+        tensors = {"l.weight": code, "l.weight_scale_inv": rng.random((256, 64), np.float32)}
+        models.append(write_model(tmp_path / name, tensors, config))
     path = recipe(tmp_path, "task_arithmetic", models[1], base_model=str(models[0]))
     report = mergepipe.merge(path, tmp_path / "out", budget="100%", options=NO_CATALOG)
     stored = 4096 * 1024 + 4 * 256 * 64
@@ -163,15 +159,13 @@ def test_merge__reads_the_configuration_of_a_quantised_component(tmp_path: Path)
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}
     for name in ("one", "two"):
         unet = {"l.weight": codes(0), "l.weight_scale_inv": scales((4, 5), 1)}
-        write_model(tmp_path / name / "unet", unet)
-        (tmp_path / name / "unet" / "config.json").write_text(json.dumps(config))
+        write_model(tmp_path / name / "unet", unet, config)
         (tmp_path / name / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "UNet"]}))
     path = recipe(tmp_path, "linear", tmp_path / "one", tmp_path / "two")
     mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
     assert json.loads((tmp_path / "out" / "unet" / "config.json").read_text()) == {}
     for name in ("one", "two"):
-        write_model(tmp_path / name / "unet", {"l.weight": codes(0)})
-        (tmp_path / name / "unet" / "config.json").write_text(json.dumps(config))
+        write_model(tmp_path / name / "unet", {"l.weight": codes(0)}, config)
     with pytest.raises(UnsupportedError, match=r"unet/config\.json declares the quantisation 'fp8'"):
         mergepipe.check(path)
 
@@ -316,8 +310,7 @@ def test_like_base__is_loaded_by_transformers(tmp_path: Path) -> None:
                 tensors[name] = (values * 40).astype(ml_dtypes.float8_e4m3fn)
             else:
                 tensors[name] = values.astype(ml_dtypes.bfloat16)
-        write_model(tmp_path / model, tensors)
-        (tmp_path / model / "config.json").write_text(json.dumps(written))
+        write_model(tmp_path / model, tensors, written)
     path = recipe(tmp_path, "task_arithmetic", tmp_path / "one", base_model=str(tmp_path / "base"))
     path.write_text(json.dumps({**json.loads(path.read_text()), "out_dtype": "like_base"}))
     mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
