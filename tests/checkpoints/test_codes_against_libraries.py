@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -24,10 +23,8 @@ def test_merge__of_codes_has_the_bits_of_their_libraries(tmp_path: Path) -> None
     subprocess.run([str(PYTHON), str(HERE / "write_codes.py"), str(tmp_path)], check=True, timeout=600)
     for name in NAMES:
         theirs = load_file(tmp_path / f"{name}.safetensors")["l.weight"]
-        recipe = tmp_path / f"{name}.yml"
         dtype = str(theirs.dtype)
-        stated = {"merge_method": "passthrough", "dtype": dtype, "models": [{"model": str(tmp_path / name)}]}
-        recipe.write_text(json.dumps(stated))
+        recipe = {"merge_method": "passthrough", "dtype": dtype, "models": [{"model": str(tmp_path / name)}]}
         mergepipe.merge(recipe, tmp_path / f"{name}-out", catalog=False)
         merged = load_file(tmp_path / f"{name}-out" / "model.safetensors")
         assert merged.keys() == {"l.weight"}, name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -27,7 +26,6 @@ def test_merge__of_models_with_components_loads_in_their_libraries(tmp_path: Pat
     run("save", tmp_path)
     for name in ("sentences", "pipeline", "folders"):
         models = [{"model": str(tmp_path / f"{name}-{which}"), "parameters": {"weight": 1}} for which in (1, 2)]
-        recipe = tmp_path / f"{name}.yml"
-        recipe.write_text(json.dumps({"merge_method": "linear", "models": models}))
+        recipe = {"merge_method": "linear", "models": models}
         mergepipe.merge(recipe, tmp_path / name, options=MergeOptions(catalog=False))
     assert all(float(difference) < 1e-7 for difference in run("load", tmp_path).split()[-3:])

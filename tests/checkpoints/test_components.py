@@ -110,9 +110,8 @@ def test_filter__names_a_component_by_its_folder(tmp_path: Path) -> None:
     base, one = sentence_model(tmp_path / "base", 0.0, 0.0), sentence_model(tmp_path / "one", 4.0, 8.0)
     weight = [{"filter": "2_Dense/", "value": 0.5}, {"value": 1.0}]
     models = [{"model": str(one), "parameters": {"weight": weight}}]
-    path = tmp_path / "recipe.yml"
-    path.write_text(json.dumps({"merge_method": "task_arithmetic", "base_model": str(base), "models": models}))
-    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    stated = {"merge_method": "task_arithmetic", "base_model": str(base), "models": models}
+    mergepipe.merge(stated, tmp_path / "out", options=NO_CATALOG)
     assert rows(tmp_path / "out" / "model.safetensors")["encoder.layer.0.weight"] == [4.0, 1.0]
     assert rows(tmp_path / "out" / "2_Dense" / "model.safetensors")["linear.bias"] == [4.0]
 
@@ -221,9 +220,8 @@ def test_merge__slices_are_of_the_model_itself_and_not_of_its_components(tmp_pat
         return write_model(folder, weights, {"config.json": {"num_hidden_layers": 1}})
 
     sources = [{"model": str(write(tmp_path / f"m{number}", number)), "layer_range": [0, 1]} for number in (1.0, 2.0)]
-    path = tmp_path / "recipe.yml"
-    path.write_text(json.dumps({"merge_method": "passthrough", "slices": [{"sources": [each]} for each in sources]}))
-    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    stated = {"merge_method": "passthrough", "slices": [{"sources": [each]} for each in sources]}
+    mergepipe.merge(stated, tmp_path / "out", options=NO_CATALOG)
     stacked = {"model.layers.0.weight": [1.0], "model.layers.1.weight": [2.0]}
     assert rows(tmp_path / "out" / "model.safetensors") == stacked
     assert len(rows(tmp_path / "out" / "tower" / "model.safetensors")) == 3

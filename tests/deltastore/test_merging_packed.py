@@ -266,11 +266,8 @@ def test_merge__of_slices_of_packed_experts_gives_the_bytes_of_the_originals(
         recipe: dict[str, object] = {"merge_method": name, "slices": [{"sources": sources} for sources in slices]}
         if name != "passthrough":
             recipe["base_model"] = str(base)
-        (folder / "recipe.yml").write_text(json.dumps(recipe))
         shutil.rmtree(folder / "out", ignore_errors=True)
-        mergepipe.merge(
-            folder / "recipe.yml", folder / "out", options=MergeOptions(catalog=False, allow_dropped=("*",))
-        )
+        mergepipe.merge(recipe, folder / "out", options=MergeOptions(catalog=False, allow_dropped=("*",)))
         digests.append(weights_digest(folder / "out"))
     assert digests[0] == digests[1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -86,11 +85,9 @@ def test_merge__of_packed_experts_in_other_dtypes_gives_what_raw_ones_give(tmp_p
     assert [expert.blocks.keys() for expert in report.experts] == [{"bytes"}, {"bytes"}, {"bands"}]
     outputs = []
     for number, models in enumerate([raw, [tmp_path / "stores" / name for name in dtypes]]):
-        recipe = tmp_path / f"{number}.yml"
         weighted = [{"model": str(model), "parameters": {"weight": 0.5, "density": 0.2}} for model in models]
         document = {"merge_method": "ties", "base_model": str(tmp_path / "base.safetensors"), "models": weighted}
-        recipe.write_text(json.dumps({**document, "dtype": "float32"}))
-        mergepipe.merge(recipe, tmp_path / f"out-{number}")
+        mergepipe.merge({**document, "dtype": "float32"}, tmp_path / f"out-{number}")
         outputs.append((tmp_path / f"out-{number}" / "model.safetensors").read_bytes())
     assert outputs[0] == outputs[1]
     for name in dtypes:

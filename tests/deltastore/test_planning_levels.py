@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -232,9 +231,7 @@ def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None
     digests = []
     for first in (family.places[1], store):
         models = [{"model": str(place), "parameters": {"weight": 0.3}} for place in (first, family.places[2], adapter)]
-        document = {"merge_method": "task_arithmetic", "base_model": str(family.places[0]), "models": models}
-        recipe = tmp_path / "recipe.yml"
-        recipe.write_text(json.dumps(document))
+        recipe = {"merge_method": "task_arithmetic", "base_model": str(family.places[0]), "models": models}
         mergepipe.analyze(
             family.places[0], [first, family.places[2], adapter], options=RunOptions(home=tmp_path / "home")
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -88,13 +87,11 @@ def test_merge__a_packed_base_and_experts_without_a_base_give_what_raw_ones_give
     mergepipe.pack(None, models, tmp_path / "stores")
     outputs = []
     for number, places in enumerate([models, [tmp_path / "stores" / model.name for model in models]]):
-        document = {
+        recipe = {
             "merge_method": "linear",
             "models": [{"model": str(place), "parameters": {"weight": 0.25}} for place in places],
             "dtype": "bfloat16",
         }
-        recipe = tmp_path / f"{number}.yml"
-        recipe.write_text(json.dumps(document))
         mergepipe.merge(recipe, tmp_path / f"out-{number}")
         outputs.append((tmp_path / f"out-{number}" / "model.safetensors").read_bytes())
     assert outputs[0] == outputs[1]

@@ -124,9 +124,8 @@ def test_merge__keeps_the_same_elements_however_it_is_run(case: Case) -> None:
 
 
 def in_parts(case: Case) -> Iterator[Path]:
-    recipe, out = case.folder / "recipe.yml", case.folder / "parts"
-    recipe.write_text(json.dumps(case.recipe()))
-    plan = mergepipe.plan(recipe, everything=True, home=case.folder / "home")
+    out = case.folder / "parts"
+    plan = mergepipe.plan(case.recipe(), everything=True, home=case.folder / "home")
     for number in (2, 1):
         mergepipe.run_part(plan, out, (number, 2), options=OutputOptions(catalog=False, shard_bytes=5000))
     yield out

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,9 +115,7 @@ def test_merge__of_several_stages_does_not_depend_on_memory_and_threads(name: st
     each = {"weight": 0.4, "density": 0.5} if name not in ("sce", "model_stock", "ramplus_tl") else {}
     each = {"weight": 0.4} if name == "multislerp" else each
     listed = [{"model": str(expert), "parameters": each} for expert in family.places[1:]]
-    recipe = tmp_path / "recipe.yml"
-    content = {"merge_method": name, "base_model": str(family.places[0]), "models": listed, "parameters": RECIPES[name]}
-    recipe.write_text(yaml.safe_dump(content))
+    recipe = {"merge_method": name, "base_model": str(family.places[0]), "models": listed, "parameters": RECIPES[name]}
     reread = {}
     for memory_bytes, threads in ((14 << 20, 3), (1 << 30, 1)):
         out = tmp_path / f"out-{threads}"

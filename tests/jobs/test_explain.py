@@ -65,8 +65,7 @@ def test_masks__restore_what_is_nearest_to_each_expert(tmp_path: Path, snapshot:
                 "merge_method": "fisher", "base_model": str(tmp_path / "base"), "parameters": {"normalize": False},
                 "models": [{"model": str(snapshot), "parameters": weight}],
             }  # fmt: skip
-            (tmp_path / "restore.yml").write_text(json.dumps(recipe), encoding="utf-8")
-            made = mergepipe.merge(tmp_path / "restore.yml", out, home=tmp_path / "home")
+            made = mergepipe.merge(recipe, out, home=tmp_path / "home")
             assert not made.notices
             for tensor, values in load_file(out / "model.safetensors").items():
                 wanted = base[tensor] + scale * is_set[tensor] * (merged[tensor] - base[tensor])

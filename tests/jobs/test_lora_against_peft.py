@@ -239,8 +239,7 @@ def test_lora_apply__takes_a_base_whose_layers_are_repeated_as_in_training(tmp_p
     base = base_of(tmp_path, "llama")
     adapted = trained(base, tmp_path / "adapter", Case("llama", {"layer_replication": [[0, 2], [1, 2]]}))
     slices = [{"sources": [{"model": str(base), "layer_range": ends}]} for ends in ([0, 2], [1, 2])]
-    recipe = tmp_path / "recipe.yml"
-    recipe.write_text(json.dumps({"merge_method": "passthrough", "slices": slices}))
+    recipe = {"merge_method": "passthrough", "slices": slices}
     mergepipe.merge(recipe, tmp_path / "repeated", options=MergeOptions(catalog=False))
     applied(tmp_path / "repeated", tmp_path / "adapter", tmp_path / "out")
     torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(adapted), rtol=1e-4, atol=2e-5)

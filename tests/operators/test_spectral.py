@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +83,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_of(models: Path, operator: str, post: object, base: str = "base", **parameters: float) -> Path:
-    path = models / f"{len(list(models.iterdir()))}.json"
+def recipe_of(models: Path, operator: str, post: object, base: str = "base", **parameters: float) -> dict[str, object]:
     listed = [{"model": str(models / m), "parameters": {"weight": 0.7, **parameters}} for m in "abc"]
     content = {"merge_method": operator, "models": listed, "post": post, "base_model": base and str(models / base)}
-    path.write_text(json.dumps({key: value for key, value in content.items() if value}), encoding="utf-8")
-    return path
+    return {key: value for key, value in content.items() if value}
 
 
 def tensors_of(folder: Path) -> dict[str, Array]:
     return load_file(folder / "model.safetensors")
 
 
-def merged(recipe: Path, out: Path, **options: Any) -> dict[str, Array]:
+def merged(recipe: dict[str, object], out: Path, **options: Any) -> dict[str, Array]:
     mergepipe.merge(recipe, out, home=out.parent / "home", **options)
     return tensors_of(out)
 

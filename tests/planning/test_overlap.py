@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from itertools import combinations
@@ -120,8 +119,7 @@ def test_explain__tells_what_analyze_told_once_experts_are_analyzed(
 ) -> None:
     base, *experts = map(str, family.places)
     models = [{"model": expert, "parameters": {"weight": 0.3}} for expert in experts]
-    recipe = tmp_path / "r.yml"
-    recipe.write_text(json.dumps({"merge_method": "linear", "base_model": base, "models": models}), encoding="utf-8")
+    recipe = {"merge_method": "linear", "base_model": base, "models": models}
     mergepipe.merge(recipe, tmp_path / "before", home=tmp_path / "home")
     assert mergepipe.explain(tmp_path / "before", home=tmp_path / "home").overlaps == ()
     told = mergepipe.analyze(base, experts, home=tmp_path / "home", block_elements=GRAIN, threads=2)

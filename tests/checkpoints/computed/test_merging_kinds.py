@@ -41,9 +41,7 @@ def merged(root: Path, experts: Mapping[str, float], method: str = "task_arithme
     """Merge directories of `root` into the float32 result."""
     density = {} if method == "task_arithmetic" else {"density": 0.4}
     weights = [{"model": str(root / n), "parameters": {"weight": w, **density}} for n, w in experts.items()]
-    recipe = root / "recipe.yml"
-    content = {"merge_method": method, "base_model": str(root / "base"), "models": weights, "dtype": "float32"}
-    recipe.write_text(yaml.safe_dump(content))
+    recipe = {"merge_method": method, "base_model": str(root / "base"), "models": weights, "dtype": "float32"}
     out = root / "-".join([*experts, method])
     mergepipe.merge(recipe, out, force=True)
     return dict(load_file(out / "model.safetensors"))
@@ -218,6 +216,6 @@ def test_merge__slices_of_a_bare_adapter_are_refused(
 ) -> None:
     write_adapter(root / "part", lora("model.layers.1.q", *MODULES["model.layers.1.q"]))
     monkeypatch.chdir(root)
-    (root / "bare.yml").write_text(yaml.safe_dump(sliced("passthrough", [("base", 0, 1)], [("part", 0, 2)], pieces)))
+    recipe = sliced("passthrough", [("base", 0, 1)], [("part", 0, 2)], pieces)
     with refuses(UnsupportedError, "model.unsupported"):
-        mergepipe.merge(root / "bare.yml", root / "out", options=MergeOptions(catalog=False))
+        mergepipe.merge(recipe, root / "out", options=MergeOptions(catalog=False))

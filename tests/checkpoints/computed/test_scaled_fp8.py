@@ -88,9 +88,7 @@ def test_merge__takes_quantised_differences_for_such(tmp_path: Path) -> None:
 
 def test_merge__writes_a_quantised_base_in_bf16_where_no_dtype_is_stated(tmp_path: Path) -> None:
     base = quantised_model(tmp_path / "base", "blocks")
-    path = tmp_path / "recipe.yml"
-    path.write_text(json.dumps({"merge_method": "passthrough", "models": [{"model": str(base)}]}))
-    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    mergepipe.merge(recipe(tmp_path, "passthrough", base), tmp_path / "out", options=NO_CATALOG)
     written = load_file(tmp_path / "out" / "model.safetensors")["l.weight"]
     expected = numbers(codes(0), scales((2, 3), 1)).astype(ml_dtypes.bfloat16)
     assert written.dtype == ml_dtypes.bfloat16
