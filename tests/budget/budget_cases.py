@@ -11,7 +11,6 @@ import numpy as np
 
 import mergepipe
 from mergepipe.errors import LimitError
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, forget_statistics, make_budget_models
 from support.disk_families import DiskFamily, write_family, write_recipe
@@ -44,11 +43,7 @@ class Setting:
         """Fill the catalog with all that the case needs."""
         base, *experts = self.family.places
         mergepipe.analyze(
-            base,
-            experts,
-            block_elements=block_elements,
-            densities=sorted(set(self.case.densities)),
-            options=RunOptions(home=self.home),
+            base, experts, block_elements=block_elements, densities=sorted(set(self.case.densities)), home=self.home
         )
 
     def plan(
@@ -60,20 +55,22 @@ class Setting:
             budget,
             seed=seed,
             home=self.home,
-            options=PlanOptions(select=select, where_omitted=on_omit, block_elements=block_elements),
+            select=select,
+            where_omitted=on_omit,
+            block_elements=block_elements,
         )
 
     def run(self, plan: Plan | Path, name: str, memory_bytes: int | None = None) -> Path:
         """Run a plan; where its output is."""
         out = self.folder / name
-        mergepipe.run(plan, out, options=RunOptions(home=self.home, memory_bytes=memory_bytes, threads=2))
+        mergepipe.run(plan, out, home=self.home, memory_bytes=memory_bytes, threads=2)
         return out
 
     def full(self, seed: int = 0) -> Path:
         """The merge without a budget."""
         out = self.folder / f"full-{seed}"
         if not out.exists():
-            mergepipe.merge(self.recipe, out, seed=seed, options=MergeOptions(catalog=False, threads=2))
+            mergepipe.merge(self.recipe, out, seed=seed, catalog=False, threads=2)
         return out
 
     def with_home(self, name: str) -> Setting:

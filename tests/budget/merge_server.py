@@ -11,7 +11,6 @@ from typing import Any
 
 import mergepipe
 from mergepipe.errors import MergePipeError
-from mergepipe.options import RunOptions
 from support.faults import Fault, drop_from_page_cache, replaced
 
 MARKER = "/nowhere/mergepipe-trace"
@@ -38,7 +37,9 @@ def _answer(order: dict[str, Any]) -> dict[str, Any]:
             report = mergepipe.run(
                 Path(order["plan"]),
                 Path(order["out"]),
-                options=RunOptions(memory_bytes=order["memory_bytes"], home=order["home"], threads=2),
+                memory_bytes=order["memory_bytes"],
+                home=order["home"],
+                threads=2,
             )
     except MergePipeError as error:
         return {"error": error.code, "fired": fault.fired}

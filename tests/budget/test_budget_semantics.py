@@ -14,7 +14,6 @@ from budget_cases import CASES, POLICIES, make_setting
 import mergepipe
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.work import FREE, OMITTED, level_of_blocks
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from support.budgets import GRAIN, planned_tensor
 from support.disk_families import Model, read_snapshot, weights_digest
@@ -77,21 +76,13 @@ def test_budget__that_holds_everything_gives_the_full_merge(tmp_path: Path, name
 def test_merge__with_a_budget_does_what_plan_and_run_do(tmp_path: Path, name: str) -> None:
     setting = make_setting(tmp_path, CASES[name])
     wanted = weights_digest(setting.full(seed=4))
-    report = mergepipe.merge(
-        setting.recipe, tmp_path / "all", seed=4, budget="100%", options=MergeOptions(home=setting.home)
-    )
+    report = mergepipe.merge(setting.recipe, tmp_path / "all", seed=4, budget="100%", home=setting.home)
     assert weights_digest(tmp_path / "all") == wanted
     assert report.planned_bytes is not None
     assert report.expert_bytes + report.analysis_bytes <= report.planned_bytes
-    mergepipe.merge(
-        setting.recipe,
-        tmp_path / "some",
-        seed=4,
-        budget="30%",
-        options=MergeOptions(home=setting.home, select="random"),
-    )
-    plan = mergepipe.plan(setting.recipe, "30%", seed=4, home=setting.home, options=PlanOptions(select="random"))
-    mergepipe.run(plan, tmp_path / "planned", options=RunOptions(home=setting.home))
+    mergepipe.merge(setting.recipe, tmp_path / "some", seed=4, budget="30%", home=setting.home, select="random")
+    plan = mergepipe.plan(setting.recipe, "30%", seed=4, home=setting.home, select="random")
+    mergepipe.run(plan, tmp_path / "planned", home=setting.home)
     assert weights_digest(tmp_path / "some") == weights_digest(tmp_path / "planned")
 
 
@@ -160,7 +151,7 @@ def test_manifest__says_what_was_planned_and_covered(tmp_path: Path, name: str, 
     setting.analyze()
     plan = setting.plan("45%", policy)
     out = tmp_path / "out"
-    report = mergepipe.run(plan, out, options=RunOptions(home=setting.home))
+    report = mergepipe.run(plan, out, home=setting.home)
     manifest = json.loads((out / "mergepipe.json").read_text())
     assert manifest["plan_digest"] == plan.digest == manifest["plan"]["digest"]
     planned = json.loads(plan.to_json())

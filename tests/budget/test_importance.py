@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 import mergepipe
 from mergepipe.core.blocks import F32
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
-from mergepipe.options import PlanOptions, RunOptions
+from mergepipe.options import PlanOptions
 from mergepipe.planning.plan import Plan, parse_plan
 from support.budgets import GRAIN, TensorPlanOf
 from support.training_trees import known_states, write_dcp, write_hf, write_zero12
@@ -115,7 +115,7 @@ def test_importance__is_stated_by_plan_and_manifest_without_paths_of_this_machin
     assert planned(setting, moved).digest == plan.digest
     assert planned(setting, write_json(tmp_path / "elsewhere", TOTALS | {"layers.0.wide": 11})).digest != plan.digest
     out = tmp_path / "out"
-    mergepipe.run(plan, out, options=RunOptions(home=setting.home))
+    mergepipe.run(plan, out, home=setting.home)
     manifest = (out / "mergepipe.json").read_text()
     assert json.loads(manifest)["plan"]["importance"] == {
         "path": "../importance.json", "digest": plan.importance.digest,
@@ -125,7 +125,7 @@ def test_importance__is_stated_by_plan_and_manifest_without_paths_of_this_machin
     assert sampling is not None
     assert sampling.importance == str(path)
     path.unlink()
-    mergepipe.replay(out, tmp_path / "again", options=RunOptions(home=setting.home))
+    mergepipe.replay(out, tmp_path / "again", home=setting.home)
 
 
 def without(name: str) -> dict[str, float]:

@@ -27,16 +27,13 @@ import mergepipe
 from mergepipe import PlanOptions
 recipe, home, *policies = sys.argv[1:]
 for policy in policies:
-    options = PlanOptions(select=policy, block_elements=16384)
-    print(mergepipe.plan(recipe, "35%", home=home, options=options).digest)
+    print(mergepipe.plan(recipe, "35%", home=home, select=policy, block_elements=16384).digest)
 """
 
 
 def is_within(setting: Setting, plan_budget: str, name: str) -> bool:
     """Whether a merge under a budget keeps to it, whatever is known."""
-    report = mergepipe.merge(
-        setting.recipe, setting.folder / name, budget=plan_budget, options=MergeOptions(home=setting.home)
-    )
+    report = mergepipe.merge(setting.recipe, setting.folder / name, budget=plan_budget, home=setting.home)
     assert report.planned_bytes is not None
     assert report.budget_bytes is not None
     return report.expert_bytes + report.analysis_bytes <= report.planned_bytes <= report.budget_bytes
@@ -66,7 +63,7 @@ def test_plan__without_statistics_records_it_and_is_sound(tmp_path: Path, name: 
     for budget in ("25%", "75%"):
         plan = poor.plan(budget)
         assert any("no statistics" in fallback.reason for fallback in plan.fallbacks)
-        report = mergepipe.run(plan, tmp_path / f"out-{budget}", options=RunOptions(home=poor.home))
+        report = mergepipe.run(plan, tmp_path / f"out-{budget}", home=poor.home)
         assert 0 < report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
 
 
@@ -79,7 +76,7 @@ def test_plan__of_a_file_changed_since_its_analysis_does_not_use_its_statistics(
     plan = setting.plan("40%")
     assert known.fallbacks == ()
     assert [f.where for f in plan.fallbacks if "no statistics" in f.reason] == ["expert './models/expert1'"]
-    report = mergepipe.run(plan, tmp_path / "out", options=RunOptions(home=setting.home))
+    report = mergepipe.run(plan, tmp_path / "out", home=setting.home)
     assert report.expert_bytes <= plan.planned_bytes <= plan.budget_bytes
 
 
@@ -119,7 +116,7 @@ def test_run__of_a_plan_whose_inputs_changed_is_refused(
     plan = setting.plan("40%")
     change(setting.family.places[victim])
     with pytest.raises(kinds) as caught:
-        mergepipe.run(plan, tmp_path / "results" / "out", options=RunOptions(home=setting.home))
+        mergepipe.run(plan, tmp_path / "results" / "out", home=setting.home)
     assert not isinstance(caught.value, ConflictError) or caught.value.code == "input.changed"
     assert not (tmp_path / "results").exists()
 
@@ -132,10 +129,10 @@ def test_catalog__that_cannot_be_used_stops_plans_but_not_merges(tmp_path: Path)
     setting.home.write_text("a file where the folder should be")
     with refuses(MergePipeError, "catalog.io"):
         setting.plan("40%")
-    report = mergepipe.merge(setting.recipe, tmp_path / "merged", options=MergeOptions(home=setting.home))
+    report = mergepipe.merge(setting.recipe, tmp_path / "merged", home=setting.home)
     assert any("catalog is not used" in notice for notice in report.notices)
     assert weights_digest(tmp_path / "merged") == weights_digest(setting.full())
-    report = mergepipe.run(plan, tmp_path / "planned", options=RunOptions(home=setting.home))
+    report = mergepipe.run(plan, tmp_path / "planned", home=setting.home)
     assert report.notices
     assert report.expert_bytes <= plan.planned_bytes
     assert is_within(setting, "30%", "budgeted")
@@ -161,7 +158,7 @@ def test_plan__of_tensors_above_the_memory_cap_reads_nothing_twice(tmp_path: Pat
     small = RunOptions(memory_bytes=smallest_memory(plan, refused), home=setting.home)
     reports = [
         mergepipe.run(plan, tmp_path / "small", options=small),
-        mergepipe.run(plan, tmp_path / "large", options=RunOptions(home=setting.home)),
+        mergepipe.run(plan, tmp_path / "large", home=setting.home),
     ]
     for report in reports:
         assert report.analysis_bytes == 0

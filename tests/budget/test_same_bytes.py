@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mergepipe
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from support.disk_families import write_single
 
 GRAIN = 16_384
@@ -49,8 +48,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def merge(recipe: Path, out: Path, home: Path, budget: str | None, **plan: Any) -> Any:
-    options = MergeOptions(home=home, threads=2, block_elements=GRAIN, **plan)
-    return mergepipe.merge(recipe, out, budget=budget, options=options)
+    return mergepipe.merge(recipe, out, budget=budget, home=home, threads=2, block_elements=GRAIN, **plan)
 
 
 def published(out: Path) -> tuple[str, str]:
@@ -71,12 +69,12 @@ def happen(event: str, family: Path, operator: str, place: Path, number: int) ->
         case "other operator":
             merge(family / "dare_linear-other.yml", out, home, None)
         case "sweep":
-            mergepipe.sweep(recipe, ["25%", "50%"], work=place, options=RunOptions(home=home, threads=2))
+            mergepipe.sweep(recipe, ["25%", "50%"], work=place, home=home, threads=2)
         case "explain":
             merge(recipe, out, home, "30%")
             mergepipe.explain(out, home=home)
         case "plan":
-            mergepipe.plan(recipe, "35%", home=home, options=PlanOptions(block_elements=GRAIN))
+            mergepipe.plan(recipe, "35%", home=home, block_elements=GRAIN)
         case "same":
             merge(recipe, out, home, "25%")
 

@@ -17,7 +17,6 @@ import mergepipe
 from mergepipe.core.blocks import BF16, F32, DType
 from mergepipe.errors import LimitError, UnsupportedError
 from mergepipe.operators.statistics import Cut
-from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.planning.plan import Plan, PlannedTensor, parse_plan
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, as_float32, planned_tensor, smallest_memory
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
@@ -115,7 +114,7 @@ def test_sample__cuts_magnitudes_among_what_it_read(tmp_path: Path) -> None:
     parts = [{WIDE[0].name: model[WIDE[0].name][inside_N]} for model in setting.family.models]
     family = write_family(tmp_path / "part", parts)
     recipe = write_recipe(tmp_path / "part.yml", setting.case, family, "float32")
-    mergepipe.merge(recipe, tmp_path / "part-full", options=MergeOptions(catalog=False))
+    mergepipe.merge(recipe, tmp_path / "part-full", catalog=False)
     of_part = load_weights(tmp_path / "part-full")[WIDE[0].name]
     out_N = load_weights(setting.run(plan, "out"))[WIDE[0].name]
     base_N = parts[0][WIDE[0].name]
@@ -140,7 +139,7 @@ def test_sample__is_the_same_whatever_the_threads_the_memory_and_the_run(tmp_pat
     memory_bytes = smallest_memory(plan, tmp_path / "refused")
     for threads, memory in ((1, None), (3, memory_bytes)):
         out = tmp_path / f"out-{threads}"
-        mergepipe.run(plan, out, options=RunOptions(home=setting.home, threads=threads, memory_bytes=memory))
+        mergepipe.run(plan, out, home=setting.home, threads=threads, memory_bytes=memory)
         assert weights_digest(out) == digest
     again = setting.with_home("another")
     assert sampled(again, "35%", GRAIN).digest == plan.digest
@@ -151,14 +150,14 @@ def test_sample__is_repaired_and_replayed_to_the_same_bytes(tmp_path: Path) -> N
     setting = make_setting(tmp_path, CASES["ties"], plans=WIDE)
     out = setting.run(sampled(setting, "40%"), "out")
     digest = weights_digest(out)
-    mergepipe.replay(out, tmp_path / "again", options=RunOptions(home=setting.home))
+    mergepipe.replay(out, tmp_path / "again", home=setting.home)
     assert weights_digest(tmp_path / "again") == digest
     file = next(out.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-200_000:-100_000:997] = bytes(len(content[-200_000:-100_000:997]))
     file.write_bytes(content)
     assert weights_digest(out) != digest
-    mergepipe.repair(out, options=RunOptions(home=setting.home))
+    mergepipe.repair(out, home=setting.home)
     assert weights_digest(out) == digest
 
 

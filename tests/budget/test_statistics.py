@@ -23,7 +23,6 @@ from mergepipe.core.blocks import BF16, F32
 from mergepipe.engine.pipeline import Pipeline
 from mergepipe.errors import MergePipeError
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics, rank_of_density
-from mergepipe.options import MergeOptions
 from support.budgets import GRAIN, TensorPlanOf, as_float32, make_budget_models, tensor_plans
 from support.disk_families import DiskFamily, Model, make_models, write_family, write_recipe
 from support.faults import Fault, replaced
@@ -197,7 +196,7 @@ def test_merge__records_no_statistics_that_a_plan_would_depend_on(tmp_path: Path
     recipe = write_recipe(tmp_path / "recipe.yml", case, family)
     home = tmp_path / "merged"
     for number, budget in enumerate((None, "40%")):
-        mergepipe.merge(recipe, tmp_path / f"out-{number}", budget=budget, options=MergeOptions(home=home, threads=2))
+        mergepipe.merge(recipe, tmp_path / f"out-{number}", budget=budget, home=home, threads=2)
     stats = Catalog(home).stats()
     assert (stats.snapshots, stats.digests, stats.statistics) == (2, 0, 0)
 

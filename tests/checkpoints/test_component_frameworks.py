@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe.options import MergeOptions
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
@@ -27,5 +26,5 @@ def test_merge__of_models_with_components_loads_in_their_libraries(tmp_path: Pat
     for name in ("sentences", "pipeline", "folders"):
         models = [{"model": str(tmp_path / f"{name}-{which}"), "parameters": {"weight": 1}} for which in (1, 2)]
         recipe = {"merge_method": "linear", "models": models}
-        mergepipe.merge(recipe, tmp_path / name, options=MergeOptions(catalog=False))
+        mergepipe.merge(recipe, tmp_path / name, catalog=False)
     assert all(float(difference) < 1e-7 for difference in run("load", tmp_path).split()[-3:])

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import mergepipe
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, OutputError
-from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.options import MergeOptions
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
 NO_CATALOG = MergeOptions(catalog=False)
@@ -77,7 +77,7 @@ def test_merge__weights_of_modules_are_merged_where_the_base_has_them(tmp_path: 
     dense = rows(tmp_path / "out" / "2_Dense" / "model.safetensors")
     assert dense == {"linear.weight": [11.5, 2.0], "linear.bias": [11.5]}
     assert {"2_Dense/config.json", "1_Pooling/config.json", "modules.json"} <= files_of(tmp_path / "out")
-    assert mergepipe.verify(tmp_path / "out", deep_fraction=1.0, options=RunOptions(catalog=False)).is_sound
+    assert mergepipe.verify(tmp_path / "out", deep_fraction=1.0, catalog=False).is_sound
 
 
 def test_merge__components_of_a_pipeline_keep_their_file_names(tmp_path: Path) -> None:
@@ -96,12 +96,12 @@ def test_merge__components_of_a_pipeline_keep_their_file_names(tmp_path: Path) -
 def test_merge__shards_of_a_component_have_an_index_in_its_folder(tmp_path: Path) -> None:
     one, two = sentence_model(tmp_path / "one", 5.0, 11.0), sentence_model(tmp_path / "two", 7.0, 12.0)
     out = tmp_path / "out"
-    mergepipe.merge(recipe(tmp_path, one, two), out, options=MergeOptions(catalog=False, shard_bytes=8))
+    mergepipe.merge(recipe(tmp_path, one, two), out, catalog=False, shard_bytes=8)
     index = json.loads((out / "2_Dense" / "model.safetensors.index.json").read_text())
     assert sorted(index["weight_map"]) == ["linear.bias", "linear.weight"]
     assert all((out / "2_Dense" / file).exists() for file in index["weight_map"].values())
     assert not (out / "model.safetensors.index.json").exists()
-    assert mergepipe.verify(out, options=RunOptions(catalog=False)).is_sound
+    assert mergepipe.verify(out, catalog=False).is_sound
     mergepipe.merge(recipe(tmp_path, out, one), tmp_path / "again", options=NO_CATALOG)
     assert rows(tmp_path / "again" / "2_Dense" / "model.safetensors")["linear.weight"] == [11.25, 2.0]
 
@@ -131,8 +131,8 @@ def test_repair__makes_a_component_again(tmp_path: Path) -> None:
     mergepipe.merge(recipe(tmp_path, one, two), out, options=NO_CATALOG)
     before = (out / "2_Dense" / "model.safetensors").read_bytes()
     shutil.rmtree(out / "2_Dense")
-    assert not mergepipe.verify(out, options=RunOptions(catalog=False)).is_sound
-    mergepipe.repair(out, options=RunOptions(catalog=False))
+    assert not mergepipe.verify(out, catalog=False).is_sound
+    mergepipe.repair(out, catalog=False)
     assert (out / "2_Dense" / "model.safetensors").read_bytes() == before
 
 
@@ -281,5 +281,5 @@ def test_repair__makes_no_folder_behind_a_link(tmp_path: Path) -> None:
     elsewhere.mkdir()
     (out / "a").symlink_to(elsewhere)
     with pytest.raises(OutputError, match="link"):
-        mergepipe.repair(out, options=RunOptions(catalog=False))
+        mergepipe.repair(out, catalog=False)
     assert list(elsewhere.iterdir()) == []

@@ -15,7 +15,6 @@ import mergepipe
 from mergepipe.deltastore import checkpoint, job
 from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError, UnsupportedError
-from mergepipe.options import MergeOptions
 
 N_STEPS = 5
 LENGTH = 3
@@ -118,11 +117,11 @@ def test_chain__takes_the_one_before_unpacked_as_a_base_too(run: PackFamily, pac
         "merge_method": "linear", "base_model": str(run.experts[0]), "dtype": "bfloat16",
         "models": [{"model": str(packed / "step-1"), "parameters": {"weight": 1.0}}],
     }  # fmt: skip
-    mergepipe.merge(recipe, tmp_path / "merged", options=MergeOptions(catalog=False))
+    mergepipe.merge(recipe, tmp_path / "merged", catalog=False)
     wanted = mergepipe.load_file(run.experts[1])
     assert mergepipe.load_file(tmp_path / "merged")["a.wide"].tobytes() == wanted["a.wide"].tobytes()
     with pytest.raises(MismatchError) as caught:
-        mergepipe.merge({**recipe, "base_model": str(run.base)}, tmp_path / "no", options=MergeOptions(catalog=False))
+        mergepipe.merge({**recipe, "base_model": str(run.base)}, tmp_path / "no", catalog=False)
     assert caught.value.code == "base.mismatch"
 
 
@@ -164,7 +163,7 @@ OPERATIONS: dict[str, Callable[[Path, PackFamily, Path], object]] = {
     "merge": lambda store, _, out: mergepipe.merge(
         {"merge_method": "linear", "base_model": str(store),
          "models": [{"model": str(store), "parameters": {"weight": 1}}]},
-        out / "model", options=MergeOptions(catalog=False),
+        out / "model", catalog=False
     ),
 }  # fmt: skip
 

@@ -30,7 +30,6 @@ from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import ConflictError, CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.problem import sufficient_levels
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.inputs import open_inputs, open_path
@@ -131,11 +130,11 @@ def test_plan__with_unknown_cuts_needs_no_tensor_whole_in_memory(pair: Pair, fol
     case = CASES.get(name, BREADCRUMBS)
     recipe = write_recipe(folder / "recipe.yml", case, pair.packed)
     for budget in ("80%", "100%"):
-        plan = mergepipe.plan(recipe, budget, home=folder / "home", options=PlanOptions(block_elements=BLOCK_ELEMENTS))
+        plan = mergepipe.plan(recipe, budget, home=folder / "home", block_elements=BLOCK_ELEMENTS)
         outs = (folder / f"{budget}-small", folder / f"{budget}-large")
         memories = (smallest_memory(plan, folder / "refused"), LARGE)
         small, large = (
-            mergepipe.run(plan, out, options=RunOptions(catalog=False, memory_bytes=memory))
+            mergepipe.run(plan, out, catalog=False, memory_bytes=memory)
             for out, memory in zip(outs, memories, strict=True)
         )
         assert max(small.expert_bytes, large.expert_bytes) <= plan.planned_bytes
@@ -168,12 +167,12 @@ def test_plan__of_a_tensor_far_above_the_memory_cap_keeps_the_process_small(fold
         stores = pack(family.places[0], family.places[1:], place / "stores", threads=2)
         packed = replace(family, places=(family.places[0], *(expert.folder for expert in stores.experts)))
         recipe = write_recipe(place / "recipe.yml", MergeCase("ties", (0.6, 0.4), (0.3, 0.1)), packed)
-        plan = mergepipe.plan(recipe, "100%", home=place / "home", options=PlanOptions(block_elements=BLOCK_ELEMENTS))
+        plan = mergepipe.plan(recipe, "100%", home=place / "home", block_elements=BLOCK_ELEMENTS)
         (place / "plan.json").write_bytes(plan.to_json())
         command = [sys.executable, "-c", PEAK_OF, f"{place}/plan.json", f"{place}/out", str(SMALL)]
         answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         peaks.append(int(answer) << 10)
-        mergepipe.run(plan, place / "large", options=RunOptions(catalog=False, memory_bytes=2 << 30))
+        mergepipe.run(plan, place / "large", catalog=False, memory_bytes=2 << 30)
         assert weights_digest(place / "out") == weights_digest(place / "large")
         shutil.rmtree(place)
     assert peaks[1] < peaks[0] + (64 << 20)  # held, the tensor would take 240 MiB
@@ -181,7 +180,7 @@ def test_plan__of_a_tensor_far_above_the_memory_cap_keeps_the_process_small(fold
 
 def test_merge__in_full_reads_what_the_stores_hold(pair: Pair, folder: Path) -> None:
     recipe = write_recipe(folder / "recipe.yml", CASES["task_arithmetic"], pair.packed)
-    report = mergepipe.merge(recipe, folder / "out", options=MergeOptions(catalog=False, memory_bytes=LARGE))
+    report = mergepipe.merge(recipe, folder / "out", catalog=False, memory_bytes=LARGE)
     inputs = open_inputs(Location.local(recipe), LocalStore())
     used = [source for task in inputs.resolution.tasks for source in task.experts]
     exact = sum(entry.nbytes for source in used for entry in source.stored)
@@ -198,7 +197,7 @@ def head_bytes(store: Path) -> int:
 
 def test_merge__of_the_largest_deltas_reads_nothing_else(pair: Pair, folder: Path) -> None:
     recipe = write_recipe(folder / "recipe.yml", CASES["ties"], pair.packed)
-    report = mergepipe.merge(recipe, folder / "out", options=MergeOptions(catalog=False, memory_bytes=LARGE))
+    report = mergepipe.merge(recipe, folder / "out", catalog=False, memory_bytes=LARGE)
     tensor = open_inputs(Location.local(recipe), LocalStore()).checkpoints[1].tensors[WIDE]
     assert isinstance(tensor, PackedTensor)
     assert tensor.at_level(Level.HEAD).nbytes < 0.7 * tensor.nbytes
@@ -233,7 +232,7 @@ def test_analyze__of_packed_experts_records_what_it_records_of_the_originals(pai
     found = []
     for name, family in (("raw", pair.raw), ("packed", pair.packed)):
         home = folder / name
-        mergepipe.analyze(family.places[0], family.places[1:], options=RunOptions(home=home))
+        mergepipe.analyze(family.places[0], family.places[1:], home=home)
         for place in family.places[1:]:
             file = statistics_on_record(home, family.places[0], place)
             assert file is not None
@@ -267,7 +266,7 @@ def test_merge__of_slices_of_packed_experts_gives_the_bytes_of_the_originals(
         if name != "passthrough":
             recipe["base_model"] = str(base)
         shutil.rmtree(folder / "out", ignore_errors=True)
-        mergepipe.merge(recipe, folder / "out", options=MergeOptions(catalog=False, allow_dropped=("*",)))
+        mergepipe.merge(recipe, folder / "out", catalog=False, allow_dropped=("*",))
         digests.append(weights_digest(folder / "out"))
     assert digests[0] == digests[1]
 

@@ -17,7 +17,6 @@ from mergepipe.checkpoints.contract import TensorEntry, files_of
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME
-from mergepipe.options import MergeOptions
 from mergepipe.runs.inputs import open_path
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -74,9 +73,9 @@ def test_passing_content_id__does_not_depend_on_how_bytes_pass_by(family: PackFa
 def test_merge__of_packed_experts_at_random_samples_nothing(
     family: PackFamily, tmp_path: Path, budget: str | None
 ) -> None:
-    raw = mergepipe.merge(family.recipe("dare_ties"), tmp_path / "raw", options=MergeOptions(home=tmp_path / "h1"))
+    raw = mergepipe.merge(family.recipe("dare_ties"), tmp_path / "raw", home=tmp_path / "h1")
     recipe = family.recipe("dare_ties", stores(family))
-    report = mergepipe.merge(recipe, tmp_path / "out", budget=budget, options=MergeOptions(home=tmp_path / "h2"))
+    report = mergepipe.merge(recipe, tmp_path / "out", budget=budget, home=tmp_path / "h2")
     assert report.analysis_bytes == 0
     assert raw.analysis_bytes > 0
     if budget != "40%":

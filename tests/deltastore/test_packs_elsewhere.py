@@ -14,7 +14,6 @@ import mergepipe
 from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME, INDEX_NAME, PIECE_NAMES, StoreIndex
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
 from mergepipe.errors import MergePipeError, NotFoundError, OutputError, RecipeError, StorageError, UnsupportedError
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import PackReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -194,7 +193,7 @@ def packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packs]:
 
 
 def merged(packs: Packs, place: str, out: str) -> dict[str, bytes]:
-    mergepipe.merge(packs.recipe(place), packs.folder / out, options=MergeOptions(catalog=False, threads=2))
+    mergepipe.merge(packs.recipe(place), packs.folder / out, catalog=False, threads=2)
     return {path.name: path.read_bytes() for path in sorted((packs.folder / out).glob("*.safetensors"))}
 
 
@@ -204,10 +203,9 @@ def test_merge__of_remote_packs_is_that_of_packs_here(packs: Packs) -> None:
 
 @pytest.mark.parametrize("budget", ["30%", "60%"])
 def test_run__of_remote_packs_asks_for_headers_index_and_planned_levels_alone(packs: Packs, budget: str) -> None:
-    options = PlanOptions(block_elements=BLOCK_ELEMENTS)
-    decided = mergepipe.plan(packs.recipe(BUCKET), budget, home=packs.folder / "home", options=options)
+    decided = mergepipe.plan(packs.recipe(BUCKET), budget, home=packs.folder / "home", block_elements=BLOCK_ELEMENTS)
     packs.server.requests.clear()
-    mergepipe.run(decided, packs.folder / "out", options=RunOptions(home=packs.folder / "home", threads=2))
+    mergepipe.run(decided, packs.folder / "out", home=packs.folder / "home", threads=2)
     sent = 0
     for e, name in enumerate(("expert-1", "expert-2")):
         allowed = planned_pages(packs.folder / "packs" / name, decided, e)
@@ -269,14 +267,14 @@ def test_unpack__of_a_pack_here_finds_a_base_in_a_bucket(packs: Packs) -> None:
 
 
 def test_verify__of_a_remote_pack_names_the_tensor_that_is_damaged(packs: Packs) -> None:
-    report = mergepipe.verify(f"{BUCKET}/expert-1", base=packs.folder / "base", options=RunOptions(threads=2))
+    report = mergepipe.verify(f"{BUCKET}/expert-1", base=packs.folder / "base", threads=2)
     assert (report.is_sound, report.tensors, str(report.path)) == (True, 4, f"{BUCKET}/expert-1")
     file = f"bucket/expert-1/{PIECE_NAMES[Piece.HEAD]}"
     content = bytearray(packs.server.files[file])
     content[len(content) // 2] ^= 1
     packs.server.put(file, bytes(content))
     packs.server.put("bucket/expert-1/notes.txt", b"about expert-2")
-    report = mergepipe.verify(f"{BUCKET}/expert-1", base=packs.folder / "base", options=RunOptions(threads=2))
+    report = mergepipe.verify(f"{BUCKET}/expert-1", base=packs.folder / "base", threads=2)
     assert [each.kind for each in report.damages] == ["pack", "pack"]
     assert [each.tensor or each.file for each in report.damages] == ["a.wide", "notes.txt"]
     with pytest.raises(RecipeError, match="is no packed expert"):

@@ -15,7 +15,7 @@ from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.index import INDEX_NAME
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
 from mergepipe.errors import LimitError
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions, PlanOptions
 from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.storage.ledger import Ledger, Purpose
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
@@ -106,7 +106,7 @@ def test_run__of_a_stored_plan_reads_the_index_again_and_within_the_plan(
     plan = plan_of(family, "100%", tmp_path)
     assert len(index_reads(charges)) == 2
     charges.clear()
-    report = mergepipe.run(plan, tmp_path / "out", options=RunOptions(catalog=False))
+    report = mergepipe.run(plan, tmp_path / "out", catalog=False)
     assert len(index_reads(charges)) == 2
     assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes
 
@@ -134,7 +134,7 @@ def test_plan__leaves_an_expert_alone_whose_index_the_budget_does_not_hold(
     assert (tmp_path / named).resolve() == family.places[2]  # as the recipe would name it, from where it lies
     assert "index" in notice.reason
     charges.clear()
-    report = mergepipe.run(plan, tmp_path / "out", options=RunOptions(catalog=False))
+    report = mergepipe.run(plan, tmp_path / "out", catalog=False)
     read = {file for file, purpose, _ in charges if purpose in (Purpose.EXPERT, Purpose.ANALYSIS)}
     assert not any(file.startswith(str(family.places[2])) for file in read)
     assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= int(BETWEEN[:-1])
@@ -160,9 +160,7 @@ def test_merge__under_a_budget_that_holds_no_index_is_the_base_and_reads_no_inde
     family: DiskFamily, tmp_path: Path, charges: list[tuple[str, Purpose, int]], budget: str
 ) -> None:
     out = tmp_path / "out"
-    report = mergepipe.merge(
-        recipe_of(family, "average", tmp_path), out, budget=budget, options=MergeOptions(home=tmp_path)
-    )
+    report = mergepipe.merge(recipe_of(family, "average", tmp_path), out, budget=budget, home=tmp_path)
     assert index_reads(charges) == []
     assert report.expert_bytes + report.analysis_bytes == 0
     assert (weights_digest(out) == weights_digest(family.places[0])) or report.planned_bytes == 0

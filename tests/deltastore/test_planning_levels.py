@@ -19,7 +19,7 @@ from mergepipe import pack
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Level
 from mergepipe.engine.work import level_of_blocks
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import PlanOptions
 from mergepipe.planning.plan import ALL, Plan, parse_plan
 from mergepipe.planning.problem import Ladder, ladder_steps
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
@@ -68,7 +68,7 @@ def make_place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     packed = (raw.places[0], *(expert.folder for expert in stores.experts))
     home = folder / "home"
     home.mkdir()
-    mergepipe.analyze(raw.places[0], [*packed[1:3], *raw.places[1:]], options=RunOptions(home=home))
+    mergepipe.analyze(raw.places[0], [*packed[1:3], *raw.places[1:]], home=home)
     return Place(raw, replace(raw, places=packed), replace(raw, places=(*packed[:3], raw.places[3])), home)
 
 
@@ -80,7 +80,7 @@ def make_folder() -> Iterator[Path]:
 
 
 def plan_of(place: Place, case: MergeCase, budget: str, policy: str = "norm") -> Plan:
-    return mergepipe.plan(place.recipe(case), budget, home=place.home, options=PlanOptions(select=policy))
+    return mergepipe.plan(place.recipe(case), budget, home=place.home, select=policy)
 
 
 def levels_EB(plan: Plan) -> NDArray[np.int16]:
@@ -110,8 +110,8 @@ def test_plan__reads_levels_within_every_budget(place: Place, case: MergeCase, p
 
 @pytest.mark.parametrize("case", [AVERAGE, TIES], ids=["average", "ties"])
 def test_plan__of_everything_gives_the_bytes_of_the_merge_in_full(place: Place, folder: Path, case: MergeCase) -> None:
-    report = mergepipe.run(plan_of(place, case, "100%"), folder / "planned", options=RunOptions(home=place.home))
-    mergepipe.merge(place.recipe(case, "raw"), folder / "full", options=MergeOptions(catalog=False))
+    report = mergepipe.run(plan_of(place, case, "100%"), folder / "planned", home=place.home)
+    mergepipe.merge(place.recipe(case, "raw"), folder / "full", catalog=False)
     assert weights_digest(folder / "planned") == weights_digest(folder / "full")
     assert report.expert_bytes + report.analysis_bytes <= plan_of(place, case, "100%").planned_bytes
     if case is TIES:
@@ -128,17 +128,15 @@ def test_run__of_levels_reads_no_more_than_planned_whatever_the_run(
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         plan = plan_of(place, case, f"{share}%", policy)
-        report = mergepipe.run(
-            plan, Path(name) / "out", options=RunOptions(catalog=False, threads=threads, memory_bytes=memory)
-        )
-        again = mergepipe.run(plan, Path(name) / "again", options=RunOptions(catalog=False))
+        report = mergepipe.run(plan, Path(name) / "out", catalog=False, threads=threads, memory_bytes=memory)
+        again = mergepipe.run(plan, Path(name) / "again", catalog=False)
         assert weights_digest(Path(name) / "out") == weights_digest(Path(name) / "again")
         for each in (report, again):
             assert each.expert_bytes + each.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
 
 
 def float32_error(place: Place, plan: Plan, folder: Path) -> float:
-    mergepipe.run(plan, folder / "out", force=True, options=RunOptions(catalog=False))
+    mergepipe.run(plan, folder / "out", force=True, catalog=False)
     found, models = read_snapshot(folder / "out"), place.raw.models
     left = whole = 0.0
     for name in SIZES:
@@ -196,8 +194,8 @@ def test_explain__tells_levels_by_expert(place: Place, folder: Path) -> None:
 
 
 def test_verify__makes_a_merge_of_levels_again(place: Place, folder: Path) -> None:
-    mergepipe.run(plan_of(place, AVERAGE, "20%"), folder / "out", options=RunOptions(home=place.home))
-    report = mergepipe.verify(folder / "out", deep_fraction=1.0, options=RunOptions(home=place.home))
+    mergepipe.run(plan_of(place, AVERAGE, "20%"), folder / "out", home=place.home)
+    report = mergepipe.verify(folder / "out", deep_fraction=1.0, home=place.home)
     assert report.is_sound
     assert set(report.replayed) == set(SIZES)
 
@@ -207,10 +205,7 @@ def test_plan__of_packed_experts_alone_needs_no_analysis_and_takes_larger_blocks
     plan = mergepipe.plan(place.recipe(AVERAGE, "packed", "float32"), "15%", home=folder / "empty", options=by_norm)
     assert plan.block_elements == 8 * BLOCK_ELEMENTS
     fine = mergepipe.plan(
-        place.recipe(AVERAGE, "packed"),
-        "15%",
-        home=folder / "empty",
-        options=PlanOptions(select="norm", block_elements=BLOCK_ELEMENTS),
+        place.recipe(AVERAGE, "packed"), "15%", home=folder / "empty", select="norm", block_elements=BLOCK_ELEMENTS
     )
     assert plan.full_cost_bytes < fine.full_cost_bytes
 
@@ -232,14 +227,12 @@ def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None
     for first in (family.places[1], store):
         models = [{"model": str(place), "parameters": {"weight": 0.3}} for place in (first, family.places[2], adapter)]
         recipe = {"merge_method": "task_arithmetic", "base_model": str(family.places[0]), "models": models}
-        mergepipe.analyze(
-            family.places[0], [first, family.places[2], adapter], options=RunOptions(home=tmp_path / "home")
-        )
+        mergepipe.analyze(family.places[0], [first, family.places[2], adapter], home=tmp_path / "home")
         mergepipe.run(mergepipe.plan(recipe, "100%", home=tmp_path / "home"), tmp_path / "out", force=True)
         digests.append(weights_digest(tmp_path / "out"))
     assert digests[0] == digests[1]
-    plan = mergepipe.plan(recipe, "20%", home=tmp_path / "home", options=PlanOptions(select="norm"))
+    plan = mergepipe.plan(recipe, "20%", home=tmp_path / "home", select="norm")
     assert plan.tensors[0].access[0].levels
     assert plan.tensors[0].access[2].blocks
-    report = mergepipe.run(plan, tmp_path / "some", options=RunOptions(catalog=False))
+    report = mergepipe.run(plan, tmp_path / "some", catalog=False)
     assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import mergepipe
 from mergepipe.core.blocks import BF16, F8_E4M3, F16, F32, DType
 from mergepipe.operators.sparse import band_ranks
-from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions, PlanOptions
 from mergepipe.storage.output import CHUNK_BYTES
 from support.disk_families import read_snapshot, weights_digest, write_sharded, write_single
 from support.oracle import order_of_ranks
@@ -127,7 +127,7 @@ def in_parts(case: Case) -> Iterator[Path]:
     out = case.folder / "parts"
     plan = mergepipe.plan(case.recipe(), everything=True, home=case.folder / "home")
     for number in (2, 1):
-        mergepipe.run_part(plan, out, (number, 2), options=OutputOptions(catalog=False, shard_bytes=5000))
+        mergepipe.run_part(plan, out, (number, 2), catalog=False, shard_bytes=5000)
     yield out
 
 
@@ -148,7 +148,7 @@ def under_a_full_budget(case: Case) -> Iterator[Path]:
         mergepipe.merge(case.recipe(), out, budget="100%", options=merge_options)
         yield out
         experts = [case.folder / "one", case.folder / "two"]
-        mergepipe.analyze(case.folder / "base", experts, block_elements=GRAIN, options=RunOptions(home=home))
+        mergepipe.analyze(case.folder / "base", experts, block_elements=GRAIN, home=home)
 
 
 def test_merge__states_the_share_kept_of_each_expert(tmp_path: Path) -> None:

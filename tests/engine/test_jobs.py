@@ -25,7 +25,6 @@ from mergepipe.engine.segments import (
     SegmentShape,
 )
 from mergepipe.operators.base import NOTHING_REDUCED, Reduced
-from mergepipe.options import MergeOptions
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.location import Location
 from support.disk_families import write_family
@@ -119,9 +118,7 @@ def test_merge__of_several_stages_does_not_depend_on_memory_and_threads(name: st
     reread = {}
     for memory_bytes, threads in ((14 << 20, 3), (1 << 30, 1)):
         out = tmp_path / f"out-{threads}"
-        report = mergepipe.merge(
-            recipe, out, options=MergeOptions(memory_bytes=memory_bytes, threads=threads, catalog=False)
-        )
+        report = mergepipe.merge(recipe, out, memory_bytes=memory_bytes, threads=threads, catalog=False)
         reread[threads] = report.analysis_bytes
     merged = [next((tmp_path / f"out-{threads}").glob("*.safetensors")).read_bytes() for threads in (3, 1)]
     assert merged[0] == merged[1]

@@ -15,7 +15,6 @@ import mergepipe
 from mergepipe.engine.segments import choose_buffer_sizes
 from mergepipe.engine.work import plan_output
 from mergepipe.errors import LimitError
-from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
 from mergepipe.runs.inputs import open_inputs
 from mergepipe.storage.local import LocalStore
@@ -82,7 +81,7 @@ def test_merge__agrees_with_the_oracle(tmp_path: Path, name: str, out_dtype: str
     family = family_for(case, tmp_path)
     recipe = write_recipe(tmp_path / "recipe.yml", case, family, out_dtype)
     before = tree_digest(*family.places)
-    report = mergepipe.merge(recipe, tmp_path / "out", seed=5, options=MergeOptions(catalog=catalog))
+    report = mergepipe.merge(recipe, tmp_path / "out", seed=5, catalog=catalog)
     assert wrong_elements(case, family, tmp_path / "out", 5, out_dtype) == {}
     assert tree_digest(*family.places) == before
     assert (report.merged_tensors, report.copied_tensors) == (11, 3)
@@ -96,15 +95,11 @@ def test_merge__in_the_smallest_memory_is_right_too(tmp_path: Path, name: str, t
     family = family_for(case, tmp_path, layout=1)
     recipe = write_recipe(tmp_path / "recipe.yml", case, family)
     memory = smallest_memory(recipe)
-    report = mergepipe.merge(
-        recipe, tmp_path / "out", options=MergeOptions(threads=threads, memory_bytes=memory, catalog=False)
-    )
+    report = mergepipe.merge(recipe, tmp_path / "out", threads=threads, memory_bytes=memory, catalog=False)
     assert wrong_elements(case, family, tmp_path / "out", 0, None) == {}
     assert (report.analysis_bytes > 0) == (name != "linear")
     with refuses(LimitError, "memory.too-small"):
-        mergepipe.merge(
-            recipe, tmp_path / "out2", options=MergeOptions(threads=threads, memory_bytes=memory - 1, catalog=False)
-        )
+        mergepipe.merge(recipe, tmp_path / "out2", threads=threads, memory_bytes=memory - 1, catalog=False)
     assert not (tmp_path / "out2").exists()
 
 
@@ -126,10 +121,7 @@ def test_merge__makes_the_same_bytes_however_it_is_run(tmp_path: Path, name: str
         for number, (threads, memory, shard_bytes, catalog) in enumerate(runs):
             out = folder / f"out{number}"
             report = mergepipe.merge(
-                recipe,
-                out,
-                seed=11,
-                options=MergeOptions(threads=threads, memory_bytes=memory, shard_bytes=shard_bytes, catalog=catalog),
+                recipe, out, seed=11, threads=threads, memory_bytes=memory, shard_bytes=shard_bytes, catalog=catalog
             )
             digests.add(weights_digest(out))
             streamed += report.analysis_bytes > 0 and name in WITH_REDUCTION
@@ -165,7 +157,7 @@ def test_merge__takes_an_expert_with_a_file_of_nothing_but_dropped_tensors(tmp_p
     places = (write_bare(tmp_path / "base.safetensors", model), write_sharded(tmp_path / "expert", expert, 2))
     family = DiskFamily((model, expert), places)
     recipe = write_recipe(tmp_path / "recipe.yml", case, family)
-    report = mergepipe.merge(recipe, tmp_path / "out", seed=3, options=MergeOptions(allow_dropped=("extra",)))
+    report = mergepipe.merge(recipe, tmp_path / "out", seed=3, allow_dropped=("extra",))
     assert wrong_elements(case, family, tmp_path / "out", 3, None) == {}
     assert report.dropped_tensors == 1
 
@@ -186,7 +178,7 @@ def test_merge__of_small_tensors_alone_runs_in_the_smallest_memory(tmp_path: Pat
     models = tuple({f"t{i}": rng.standard_normal(1250).astype(np.float32) for i in range(40)} for _ in range(2))
     family = write_family(tmp_path, models)
     recipe = write_recipe(tmp_path / "recipe.yml", case, family)
-    mergepipe.merge(recipe, tmp_path / "out", options=MergeOptions(memory_bytes=smallest_memory(recipe), catalog=False))
+    mergepipe.merge(recipe, tmp_path / "out", memory_bytes=smallest_memory(recipe), catalog=False)
     assert wrong_elements(case, family, tmp_path / "out", 0, None) == {}
 
 

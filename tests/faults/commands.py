@@ -171,7 +171,7 @@ def merge_command(
     old = root / "old" if force else None
     if old is not None:
         (root / "other.yml").write_text((root / "recipe.yml").read_text().replace("0.6", "0.1"))
-        mergepipe.merge(root / "other.yml", old / name, options=MergeOptions(catalog=False))
+        mergepipe.merge(root / "other.yml", old / name, catalog=False)
     run = partial(mergepipe.merge, root / "recipe.yml", root / "results" / name, options=options)
     return Command(root, run, {}, old=old)
 

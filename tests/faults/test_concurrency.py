@@ -14,7 +14,6 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import ConflictError, MergePipeError
-from mergepipe.options import MergeOptions, RunOptions
 from support.families import TINY, write_family
 
 WORKERS = 16
@@ -32,35 +31,26 @@ def make_place(root: Path) -> Path:
             "- {model: family/expert-2, parameters: {weight: 0.4}}\n"
         )
     (root / "results").mkdir()
-    mergepipe.merge(
-        root / "recipe-0.yml", root / "first", options=MergeOptions(home=root / "elsewhere")
-    )  # load what is needed, once
-    mergepipe.analyze(root / "family/base", [root / "family/expert-1"], options=RunOptions(home=root / "elsewhere"))
+    mergepipe.merge(root / "recipe-0.yml", root / "first", home=root / "elsewhere")  # load what is needed, once
+    mergepipe.analyze(root / "family/base", [root / "family/expert-1"], home=root / "elsewhere")
     return root
 
 
 def merge_own(root: Path, worker: int, turn: int, published: list[str]) -> None:
     out = root / "results" / f"own-{worker}-{turn}"
-    mergepipe.merge(
-        root / f"recipe-{turn % 4}.yml",
-        out,
-        budget="60%" if turn % 2 else None,
-        options=MergeOptions(home=root / "home"),
-    )
+    mergepipe.merge(root / f"recipe-{turn % 4}.yml", out, budget="60%" if turn % 2 else None, home=root / "home")
     published.append(out.name)
 
 
 def merge_same(root: Path, _worker: int, turn: int, published: list[str]) -> None:
     """To the same place as others: one wins, the others are told so."""
     out = root / "results" / f"same-{turn % 3}"
-    mergepipe.merge(root / f"recipe-{turn % 4}.yml", out, force=True, options=MergeOptions(home=root / "home"))
+    mergepipe.merge(root / f"recipe-{turn % 4}.yml", out, force=True, home=root / "home")
     published.append(out.name)
 
 
 def analyze(root: Path, _worker: int, turn: int, _published: list[str]) -> None:
-    mergepipe.analyze(
-        root / "family/base", [root / f"family/expert-{turn % 2 + 1}"], options=RunOptions(home=root / "home")
-    )
+    mergepipe.analyze(root / "family/base", [root / f"family/expert-{turn % 2 + 1}"], home=root / "home")
 
 
 def list_all(root: Path, _worker: int, _turn: int, _published: list[str]) -> None:

@@ -27,7 +27,7 @@ from commands import (
 import mergepipe
 from mergepipe.cli.printing import report_text
 from mergepipe.errors import NotFoundError
-from mergepipe.options import MergeOptions, OutputOptions
+from mergepipe.options import OutputOptions
 from mergepipe.runs import parts as worker_module
 from mergepipe.snapshots import work_log
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -144,7 +144,7 @@ def test_upload__killed_at_any_request_is_finished_by_the_same_command(
         objects = {name: raw for name, raw in objects_below(place).items() if not name.startswith(".mergepipe-")}
         assert MANIFEST_NAME in objects
         assert made(objects) == upload.wanted
-        assert mergepipe.verify(place, options=OutputOptions(home=tmp_path / "home", threads=2)).is_sound
+        assert mergepipe.verify(place, home=tmp_path / "home", threads=2).is_sound
 
 
 # --- what a killed merge tells ---
@@ -160,7 +160,7 @@ def test_merge__resuming_where_there_is_nothing_says_so(tmp_path: Path) -> None:
 def test_merge__killed_counts_what_it_read_and_says_why_it_starts_over(tmp_path: Path) -> None:
     work_log.UNIT_BYTES = 1 << 30  # as a user has it, not as the tests above do; `recording_often` sets it back
     job = merge_command(tmp_path).undisturbed()
-    full = mergepipe.merge(tmp_path / "recipe.yml", tmp_path / "full", options=MergeOptions(catalog=False))
+    full = mergepipe.merge(tmp_path / "recipe.yml", tmp_path / "full", catalog=False)
     operations = count_operations(job.run)
     last = len(operations) - 1 - operations[::-1].index("ftruncate")  # every expert is read by then, or nearly
     job.prepare()

@@ -20,7 +20,7 @@ from commands import SHARD_BYTES, Command, is_resumed, merge_command, recording_
 import mergepipe
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, StorageError
 from mergepipe.jobs.snapshots import read_manifest_value
-from mergepipe.options import MergeOptions, OutputOptions
+from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport, Progress
 from mergepipe.runs import progress
 from mergepipe.snapshots import staging
@@ -85,9 +85,7 @@ def test_merge__stopped_goes_on_where_it_was(job: Command, error: BaseException)
     assert is_resumed(report)
     job.check_whole()
     assert report.base_bytes > sum(n for (_, purpose), n in before.items() if purpose is Purpose.BASE)
-    full = mergepipe.merge(
-        job.root / "recipe.yml", job.root / "again", options=MergeOptions(shard_bytes=30_000, catalog=False)
-    )
+    full = mergepipe.merge(job.root / "recipe.yml", job.root / "again", shard_bytes=30_000, catalog=False)
     assert report.expert_bytes < 2 * full.expert_bytes
     assert 0 < held < full.output_bytes
 
@@ -262,7 +260,7 @@ def test_merge__that_fails_twice_under_a_budget_tells_every_read(tmp_path: Path)
     (tmp_path / "plan.json").write_bytes(plan.to_json())
 
     def run() -> MergeReport:
-        return mergepipe.run(tmp_path / "plan.json", job.out, options=OutputOptions(threads=2, home=job.home))
+        return mergepipe.run(tmp_path / "plan.json", job.out, threads=2, home=job.home)
 
     for at in (5, 3):
         fault = Fault(at, system_error(errno.EIO), afterwards=True)

@@ -19,7 +19,6 @@ from mergepipe.jobs.evaluate import (
     tasks_of_lm_eval,
     write_text_importance,
 )
-from mergepipe.options import PlanOptions
 from mergepipe.storage.location import Location
 from support.families import TINY, write_family
 
@@ -89,8 +88,7 @@ def test_text__analyze_writes_a_file_that_is_an_importance(family: Path) -> None
     experts, out = [family / "expert-1", family / "expert-2"], family / "importance.json"
     mergepipe.analyze(family / "base", experts, text=family / "text.txt", importance_out=out)
     (family / "recipe.yml").write_text(RECIPE)
-    options = PlanOptions(select="sample", block_elements=16384, importance=out)
-    plan = mergepipe.plan(family / "recipe.yml", "50%", options=options)
+    plan = mergepipe.plan(family / "recipe.yml", "50%", select="sample", block_elements=16384, importance=out)
     assert plan.importance is not None
     assert plan.importance.path == str(out)
 

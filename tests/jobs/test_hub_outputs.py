@@ -19,7 +19,7 @@ import pytest
 import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import MergePipeError, NotFoundError, OutputError, StorageError
-from mergepipe.options import MergeOptions, OutputOptions, RunOptions
+from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.snapshots.staging import SPARE_BYTES
 from support.bucket_outputs import files_below
 from support.families import FamilyShape, write_family
@@ -93,7 +93,7 @@ def test_merge__to_the_hub_is_the_local_merge_in_one_commit(family: Path, hub: H
     assert (str(report.out), hub.n_commits(MODEL)) == (f"hf://{MODEL}", 2)
     check_same(hub, family / "local")
     assert list((tmp_path / "uploads").rglob("*.safetensors")) == []
-    assert mergepipe.verify(f"hf://{MODEL}", options=RunOptions(home=tmp_path, threads=2)).is_sound
+    assert mergepipe.verify(f"hf://{MODEL}", home=tmp_path, threads=2).is_sound
 
 
 @pytest.mark.parametrize("n_shards", [1, 2])
@@ -178,8 +178,7 @@ def test_merge__replaces_an_output_on_the_hub_with_force_alone(family: Path, hub
     mergepipe.push(family / "local", f"hf://{MODEL}", home=tmp_path)
     with refuses(OutputError, "output.exists"):
         merge(family, f"hf://{MODEL}", tmp_path)
-    options = MergeOptions(home=tmp_path, threads=2, force=True)
-    mergepipe.merge(family / "recipe.yml", f"hf://{MODEL}", options=options)
+    mergepipe.merge(family / "recipe.yml", f"hf://{MODEL}", home=tmp_path, threads=2, force=True)
     assert [name for name in hub.model_files(MODEL) if "safetensors" in name] == ["model.safetensors"]
 
 

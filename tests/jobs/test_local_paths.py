@@ -11,7 +11,7 @@ import pytest
 
 import mergepipe
 from mergepipe import tailor
-from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.options import RunOptions
 from mergepipe.snapshots.manifest import file_without_paths
 from support.bucket_outputs import files_below, objects_below, served_bucket
 from support.families import FamilyShape, write_family
@@ -68,8 +68,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outputs(root: Path) -> Path:
     out = root / "out"
-    options = MergeOptions(home=root / "home", threads=2)
-    mergepipe.merge(root / "recipe.yml", out / "merged", options=options)
+    mergepipe.merge(root / "recipe.yml", out / "merged", home=root / "home", threads=2)
     mergepipe.pack(root / "base", [root / "expert-1"], out / "packs", threads=2)
     mergepipe.extract_lora(root / "base", root / "expert-1", out / "lora", rank=2)
     tailor.compose(root / "mixed.yml", out / "mixed")

@@ -15,7 +15,6 @@ import mergepipe
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError
 from mergepipe.jobs.extract_lora import EXACT_SIDE, truncated_svd
 from mergepipe.jobs.merge_lora import common_bases, core_of
-from mergepipe.options import OutputOptions
 from mergepipe.runs.adapters import target_modules
 from support.model_folders import PREFIX, write_adapter, write_model
 
@@ -86,7 +85,7 @@ def write_base(folder: Path) -> Path:
 
 def applied(base: Path, out: Path, *adapters: Path, weights: tuple[float, ...] = ()) -> dict[str, NDArray[np.float32]]:
     """The tensors of the base with adapters applied."""
-    mergepipe.apply_lora(base, adapters, out, weights=weights, options=OutputOptions(catalog=False))
+    mergepipe.apply_lora(base, adapters, out, weights=weights, catalog=False)
     return load_file(out / "model.safetensors")
 
 

@@ -17,7 +17,6 @@ from safetensors.numpy import load_file, save_file
 
 import mergepipe
 from mergepipe.errors import MismatchError, UnsupportedError
-from mergepipe.options import MergeOptions, OutputOptions
 from support.model_folders import write_adapter
 
 pytestmark = [
@@ -189,7 +188,7 @@ def loaded(path: Path) -> Any:
 
 
 def applied(base: Path, adapter: Path, out: Path, **options: Any) -> mergepipe.MergeReport:
-    return mergepipe.apply_lora(base, [adapter], out, options=OutputOptions(catalog=False), **options)
+    return mergepipe.apply_lora(base, [adapter], out, catalog=False, **options)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -240,7 +239,7 @@ def test_lora_apply__takes_a_base_whose_layers_are_repeated_as_in_training(tmp_p
     adapted = trained(base, tmp_path / "adapter", Case("llama", {"layer_replication": [[0, 2], [1, 2]]}))
     slices = [{"sources": [{"model": str(base), "layer_range": ends}]} for ends in ([0, 2], [1, 2])]
     recipe = {"merge_method": "passthrough", "slices": slices}
-    mergepipe.merge(recipe, tmp_path / "repeated", options=MergeOptions(catalog=False))
+    mergepipe.merge(recipe, tmp_path / "repeated", catalog=False)
     applied(tmp_path / "repeated", tmp_path / "adapter", tmp_path / "out")
     torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(adapted), rtol=1e-4, atol=2e-5)
     with pytest.raises(MismatchError, match=r"slices of layer_range \[0, 2\], \[1, 2\] by passthrough"):
@@ -254,9 +253,7 @@ def test_lora_apply__weighs_adapters_as_float64_does(tmp_path: Path) -> None:
         trained(base, tmp_path / name, Case("llama", {"r": 3 + number}))
     weights = (0.75, -0.5)
     out = tmp_path / "out"
-    mergepipe.apply_lora(
-        base, [tmp_path / "a", tmp_path / "b"], out, weights=weights, options=OutputOptions(catalog=False)
-    )
+    mergepipe.apply_lora(base, [tmp_path / "a", tmp_path / "b"], out, weights=weights, catalog=False)
     start, made = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
     assert start.keys() == made.keys()
     for key, values in start.items():
@@ -281,9 +278,7 @@ def test_lora_merge__is_loaded_by_peft_and_is_the_model_with_both(tmp_path: Path
     second = tmp_path / "b"
     trained(base, second, replace(case, options={**case.options, case.alpha: 3}))
     mergepipe.merge_lora([tmp_path / "a", second], tmp_path / "merged", weights=(0.5, 0.75))
-    mergepipe.apply_lora(
-        base, [tmp_path / "a", second], tmp_path / "out", weights=(0.5, 0.75), options=OutputOptions(catalog=False)
-    )
+    mergepipe.apply_lora(base, [tmp_path / "a", second], tmp_path / "out", weights=(0.5, 0.75), catalog=False)
     model = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "merged").eval()
     assert (logits(model) - logits(first)).abs().max() > 1e-4
     torch.testing.assert_close(logits(model), logits(loaded(tmp_path / "out")), rtol=1e-4, atol=2e-5)

@@ -35,7 +35,7 @@ from mergepipe.errors import (
     UnsupportedError,
 )
 from mergepipe.jobs import parts
-from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
+from mergepipe.options import OutputOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport
 from mergepipe.runs import parts as worker_module
@@ -114,13 +114,12 @@ def made_by_one(root: Path, family: DiskFamily, key: Key) -> Case:
     recipe.write_text(yaml.safe_dump({"merge_method": operator, "base_model": str(family.places[0]), "models": models}))
     plan = mergepipe.plan(
         recipe, budget, everything=budget is None, home=root / "home", allow_dropped=("*",),
-        options=PlanOptions(block_elements=16384),
+        block_elements=16384
     )  # fmt: skip
     report = mergepipe.run(plan, out, options=OPTIONS)
     if budget is None:
         full = root / f"{name}-full"
-        options = MergeOptions(catalog=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",), threads=2)
-        mergepipe.merge(recipe, full, options=options)
+        mergepipe.merge(recipe, full, catalog=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",), threads=2)
         assert weights(files_below(full)) == weights(files_below(out))
     return Case(plan, report, made(files_below(out)))
 

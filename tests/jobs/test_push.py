@@ -23,7 +23,7 @@ from mergepipe.errors import (
     OutputError,
     StorageError,
 )
-from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.options import MergeOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.storage.remote import objects
 from mergepipe.tailor.composition import _recipe_without_paths
@@ -94,10 +94,10 @@ def test_push__to_the_hub_is_one_commit(snapshot: Path, hub: HubServer, tmp_path
     for name, content in files.items():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes(content)
-    assert mergepipe.verify(copy, options=RunOptions(home=tmp_path / "home", threads=2)).is_sound
+    assert mergepipe.verify(copy, home=tmp_path / "home", threads=2).is_sound
     for name in ("base", "expert-1"):
         (tmp_path / name).symlink_to(snapshot.parent / name)
-    assert mergepipe.verify(copy, deep_fraction=1.0, options=RunOptions(catalog=False, threads=2)).is_sound
+    assert mergepipe.verify(copy, deep_fraction=1.0, catalog=False, threads=2).is_sound
 
 
 def test_push__to_a_hub_that_failed_names_it_and_uploads_nothing_again(snapshot: Path, hub: HubServer) -> None:
@@ -287,7 +287,7 @@ def test_push__to_a_bucket_resumes_and_shows_nothing_early(
         assert not set(there) & set(requests.made("create") + requests.made("overwrite"))
         assert report.kept_bytes > 0
         check_copy(snapshot, objects_below(out))
-        assert mergepipe.verify(out, options=RunOptions(home=tmp_path / "home", threads=2)).is_sound
+        assert mergepipe.verify(out, home=tmp_path / "home", threads=2).is_sound
         with pytest.raises(OutputError):
             push(snapshot, out)
 

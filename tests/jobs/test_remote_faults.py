@@ -17,7 +17,7 @@ import mergepipe
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import MergePipeError, NotFoundError
-from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.options import MergeOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote import retry
@@ -171,7 +171,7 @@ def test_budget__that_the_plan_spends_covers_one_cut_body(kind: str, remote: Rem
         return cut(nbytes // 10)(request, answer)
 
     server.faults = [cut_most_of_one] * 10_000
-    report = mergepipe.run(plan, tmp_path / "out", options=RunOptions(home=tmp_path / "home", threads=1))
+    report = mergepipe.run(plan, tmp_path / "out", home=tmp_path / "home", threads=1)
     server.faults = []
     assert report.traffic.counts.retries == 1 == len(lost)
     assert report.expert_bytes + report.analysis_bytes == plan.planned_bytes + lost[0] <= plan.budget_bytes

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mergepipe
-from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.options import MergeOptions
 from support.families import TINY, write_family
 
 RANDOM = ("dare_linear", "dare_ties", "della")
@@ -98,10 +98,10 @@ def test_run__in_parts_and_by_a_plan_gives_the_same_bytes(family: Path, operator
     plan = mergepipe.plan(path, everything=True)
     mergepipe.store_plan(plan, family / "plan.json")
     for number in (1, 2):
-        mergepipe.run_part(family / "plan.json", family / "parts", (number, 2), options=RunOptions(catalog=False))
+        mergepipe.run_part(family / "plan.json", family / "parts", (number, 2), catalog=False)
     assert weights(family / "parts") == whole
     budgeted = mergepipe.plan(path, "60%")
-    mergepipe.run(budgeted, family / "run", options=RunOptions(catalog=False))
+    mergepipe.run(budgeted, family / "run", catalog=False)
     assert weights(family / "run") == merged(path, "budgeted", budget="60%")
 
 

@@ -21,7 +21,7 @@ from mergepipe.cli.printing import report_text
 from mergepipe.errors import MismatchError, RecipeError
 from mergepipe.jobs import diff as distances
 from mergepipe.jobs.diff import distance, norm
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions, home_of
+from mergepipe.options import MergeOptions, PlanOptions, home_of
 from mergepipe.reports import Progress, SweepReport
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -200,7 +200,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
         models = "".join(f"- model: expert-{e}\n" for e in experts)
         (folder / f"{name}.yml").write_text(f"{rest}base_model: base\nmodels:\n{models}")
     places = [folder / f"expert-{e}" for e in range(N_EXPERTS)]
-    mergepipe.analyze(folder / "base", places, block_elements=GRAIN, options=RunOptions(home=folder / "home"))
+    mergepipe.analyze(folder / "base", places, block_elements=GRAIN, home=folder / "home")
     return folder
 
 
@@ -240,7 +240,7 @@ def test_verdict__states_policy_share_and_where_gains_were_measured(family: Path
 def test_sweep__names_experts_of_which_nothing_is_read(family: Path) -> None:
     report = mergepipe.sweep(
         family / "sum.yml", ["25%"], select="norm", block_elements=GRAIN,
-        options=RunOptions(home=family / "home", threads=2),
+        home=family / "home", threads=2
     )  # fmt: skip
     for text in (report_text(report), sweep_page(report)):
         assert "25%: nothing of expert-7 is in the merge" in text

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import mergepipe
-from mergepipe.options import MergeOptions
 from support.oracle import order_of_ranks
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
@@ -140,7 +139,7 @@ def logits(model: Any) -> Any:
 def test_merge__transformers_loads_the_output_and_computes_the_same(
     saved: Saved, operator: str, tmp_path: Path
 ) -> None:
-    mergepipe.merge(saved.recipe(operator), tmp_path / "out", options=MergeOptions(shard_bytes=50_000))
+    mergepipe.merge(saved.recipe(operator), tmp_path / "out", shard_bytes=50_000)
     loaded, notes = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert {key: value for key, value in notes.items() if value} == {}
     assert loaded.dtype == torch.bfloat16

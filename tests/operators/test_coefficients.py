@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import mergepipe
 from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_specs
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions
 from support.disk_families import weights_digest
 from support.model_folders import write_model
 from support.training_trees import known_states, write_dcp, write_hf, write_zero12
@@ -87,23 +87,23 @@ def test_weight_nan__is_the_inverse_norm_of_each_tensors_delta(tmp_path: Path, f
 @pytest.mark.parametrize("method", ["linear", "ties"])
 def test_weight_nan__with_norms_on_record_and_under_a_budget(tmp_path: Path, family: Path, method: str) -> None:
     home, recipe = tmp_path / "home", write_recipe(tmp_path / "nan.yml", family, method, lambda _: "nan")
-    mergepipe.merge(recipe, tmp_path / "plain", options=MergeOptions(home=home))
-    sampled = mergepipe.merge(recipe, tmp_path / "half", budget="50%", options=MergeOptions(home=home))
+    mergepipe.merge(recipe, tmp_path / "plain", home=home)
+    sampled = mergepipe.merge(recipe, tmp_path / "half", budget="50%", home=home)
     assert 0 < sampled.expert_bytes <= (sampled.budget_bytes or 0)
     experts = [family / str(e) for e in range(1, N_EXPERTS + 1)]
-    mergepipe.analyze(family / "0", experts, options=RunOptions(home=home))
-    recorded = mergepipe.merge(recipe, tmp_path / "recorded", options=MergeOptions(home=home))
+    mergepipe.analyze(family / "0", experts, home=home)
+    recorded = mergepipe.merge(recipe, tmp_path / "recorded", home=home)
     assert weights_digest(tmp_path / "recorded") == weights_digest(tmp_path / "plain")
     assert recorded.expert_bytes == N_EXPERTS * sum(tensor.nbytes for tensor in read(family, 1).values())
-    plan = mergepipe.plan(recipe, "100%", home=home, options=PlanOptions(select="norm"))
-    mergepipe.run(plan, tmp_path / "planned", options=RunOptions(home=home))
+    plan = mergepipe.plan(recipe, "100%", home=home, select="norm")
+    mergepipe.run(plan, tmp_path / "planned", home=home)
     assert weights_digest(tmp_path / "planned") == weights_digest(tmp_path / "plain")
 
 
 def test_lambda_lines__grows_from_the_first_layer_to_the_last(tmp_path: Path, family: Path) -> None:
     shared = {"lambda": {"lines": [0.3, 0.6]}}
     recipe = write_recipe(tmp_path / "recipe.yml", family, "task_arithmetic", lambda e: 0.2 * e, shared)
-    made = mergepipe.merge(recipe, tmp_path / "out", options=MergeOptions(home=tmp_path / "home"))
+    made = mergepipe.merge(recipe, tmp_path / "out", home=tmp_path / "home")
     base, found = read(family, 0), load_file(tmp_path / "out" / "model.safetensors")
     assert made.expert_bytes == N_EXPERTS * sum(tensor.nbytes for tensor in base.values())
     for name, tensor in base.items():
@@ -145,7 +145,7 @@ def test_weight_file__weighs_each_element_within_the_budget(
     mergepipe.merge(recipe, tmp_path / "all", budget="100%", options=options)
     assert weights_digest(tmp_path / "all") == weights_digest(tmp_path / "full")
     with pytest.raises(UnsupportedError, match="weights by element are read with the elements they weigh"):
-        mergepipe.plan(recipe, "50%", home=tmp_path, options=PlanOptions(select="norm"))
+        mergepipe.plan(recipe, "50%", home=tmp_path, select="norm")
 
 
 def test_weight_file__is_refused_where_it_does_not_fit(tmp_path: Path, family: Path, importances: list[Path]) -> None:
@@ -179,7 +179,7 @@ def test_weight_file__with_one_number_a_tensor_goes_with_any_rule(
     weights: dict[str, Any] = {"file": {"file": str(path), "value": 0.5}, "filter": [*cases, {"value": 0.5}]}
     for name in weights:
         recipe = write_recipe(tmp_path / f"{name}.yml", family, method, [0.5, 0.5, weights[name], 0.5].__getitem__)
-        mergepipe.merge(recipe, tmp_path / name, options=MergeOptions(home=tmp_path / "home"))
+        mergepipe.merge(recipe, tmp_path / name, home=tmp_path / "home")
     assert weights_digest(tmp_path / "file") == weights_digest(tmp_path / "filter")
     mergepipe.replay(tmp_path / "file", tmp_path / "again")
     (tmp_path / "lacking.json").write_text(json.dumps({"norm.weight": 1.0}), encoding="utf-8")
@@ -214,7 +214,7 @@ def test_weight_file__may_be_the_second_moments_of_a_training_checkpoint(tmp_pat
     recipe = write_recipe(tmp_path / "recipe.yml", tmp_path, "fisher", weight)
     content = json.loads(recipe.read_text())
     recipe.write_text(json.dumps({**content, "models": content["models"][:2]}))
-    mergepipe.merge(recipe, tmp_path / "out", options=MergeOptions(home=tmp_path / "home"))
+    mergepipe.merge(recipe, tmp_path / "out", home=tmp_path / "home")
     found = load_file(tmp_path / "out" / "model.safetensors")
     for name, moment in moments.items():
         base, *deltas = (models[0][name].astype(float), *(m[name] - models[0][name].astype(float) for m in models[1:]))

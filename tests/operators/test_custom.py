@@ -34,7 +34,6 @@ from mergepipe.operators.custom import Given, load_entry_points, operator, param
 from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.operators.registry import add_operator, operator_named, operator_specs, remove_operator
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.testing import StoredTensor, check_operator, make_family
 from support.families import TINY, write_family
 from support.merge_in_memory import apply_operator
@@ -253,12 +252,12 @@ def test_operator__of_one_file_is_checked_merged_planned_and_explained(tmp_path:
     recipe = write_recipe(tmp_path / "recipe.yml", name, {"share": 0.5}, {})
     reference = write_recipe(tmp_path / "sum.yml", "task_arithmetic", {"lambda": 0.5}, {"weight": 1.0})
 
-    mergepipe.merge(recipe, tmp_path / "merged", options=MergeOptions(home=home))
-    mergepipe.merge(reference, tmp_path / "reference", options=MergeOptions(home=home))
+    mergepipe.merge(recipe, tmp_path / "merged", home=home)
+    mergepipe.merge(reference, tmp_path / "reference", home=home)
     assert shard(tmp_path / "merged") == shard(tmp_path / "reference")
 
-    mergepipe.analyze(paths.base, paths.experts, block_elements=BLOCK_ELEMENTS, options=RunOptions(home=home))
-    plan = mergepipe.plan(recipe, "40%", home=home, options=PlanOptions(select="norm", block_elements=BLOCK_ELEMENTS))
+    mergepipe.analyze(paths.base, paths.experts, block_elements=BLOCK_ELEMENTS, home=home)
+    plan = mergepipe.plan(recipe, "40%", home=home, select="norm", block_elements=BLOCK_ELEMENTS)
     explained = mergepipe.explain(plan, home=home)
     assert (plan.operator, explained.operator) == (name, name)
     assert 0 < plan.planned_bytes <= plan.budget_bytes
@@ -267,7 +266,7 @@ def test_operator__of_one_file_is_checked_merged_planned_and_explained(tmp_path:
         assert reasons == set()
     else:
         assert "the rule does not say what a part of a delta does" in reasons
-    report = mergepipe.run(plan, tmp_path / "planned", options=RunOptions(home=home))
+    report = mergepipe.run(plan, tmp_path / "planned", home=home)
     assert report.operator == name
 
 

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 import mergepipe
 from mergepipe.errors import ConflictError
 from mergepipe.jobs.snapshots import read_manifest_value
-from mergepipe.options import RunOptions
 from mergepipe.snapshots import work_log as work_log
 from mergepipe.storage.contract import version_of
 from mergepipe.storage.ledger import Purpose
@@ -89,9 +88,7 @@ def test_merge__reads_another_version_as_it_is_now(bench: Bench, change: str, mo
 @pytest.mark.parametrize("change", CHANGES)
 def test_merge__uses_no_statistics_of_another_version(bench: Bench, change: str) -> None:
     ties = RECIPES["ties"]
-    mergepipe.analyze(
-        bench.folder / "base", [bench.folder / f"expert{i}" for i in (1, 2)], options=RunOptions(home=bench.home)
-    )
+    mergepipe.analyze(bench.folder / "base", [bench.folder / f"expert{i}" for i in (1, 2)], home=bench.home)
     bench.merge(ties, "first")
     CHANGES[change](bench.only_file("expert1"))
     bench.merge(ties, "second")
@@ -119,7 +116,7 @@ def test_merge__refuses_an_edit_while_it_reads(bench: Bench, change: str, model:
         if plan is None:
             bench.scratch(SUM, "out")
         else:
-            mergepipe.run(plan, bench.folder / "out", options=RunOptions(home=bench.home))
+            mergepipe.run(plan, bench.folder / "out", home=bench.home)
     assert model in str(caught.value)
     assert not (bench.folder / "out").exists()
 
@@ -156,7 +153,7 @@ def test_records__hold_files_of_any_time(bench: Bench, time: int) -> None:
     path = bench.only_file("expert1")
     assert manifest.inputs[1].files[0].version == version_of(path, path.stat())
     plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home)
-    mergepipe.run(plan, bench.folder / "planned", options=RunOptions(home=bench.home))
+    mergepipe.run(plan, bench.folder / "planned", home=bench.home)
     assert mergepipe.verify(bench.folder / "planned").is_sound
     mergepipe.replay(bench.folder / "planned", bench.folder / "replayed")
     load_file(bench.only_file("replayed"))

@@ -13,7 +13,7 @@ import yaml
 import mergepipe
 from mergepipe.cli.printing import report_text
 from mergepipe.errors import NotFoundError, RecipeError
-from mergepipe.options import MergeOptions, OutputOptions, RunOptions
+from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.recipes.references import with_renamed
 from mergepipe.runs.model_card import InputCard, parse_base_model_ids, parse_card
 from mergepipe.runs.small_files import reason_of
@@ -102,21 +102,21 @@ def check_names_no_path(files: dict[str, bytes], folder: Path) -> None:
 def test_merge__into_a_bucket_names_inputs_as_if_beside_it(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(family)
     with served_bucket(monkeypatch, "cards"):
-        mergepipe.merge(recipe, "s3://cards/merged", options=MergeOptions(home=family / "home"))
+        mergepipe.merge(recipe, "s3://cards/merged", home=family / "home")
         files = objects_below("s3://cards/merged")
         check_names_no_path(files, family)
         manifest = json.loads(files["mergepipe.json"])
         places = [source["path"] for source in manifest["inputs"]]
         assert places == [f"../{COMMIT}", "../expert1", "../expert2-bare.safetensors"]
         with pytest.raises(NotFoundError, match=r"s3://cards/expert1.*is gone") as caught:
-            mergepipe.verify("s3://cards/merged", deep_fraction=1.0, options=RunOptions(catalog=False))
+            mergepipe.verify("s3://cards/merged", deep_fraction=1.0, catalog=False)
         assert "move both together" in str(caught.value)
     copy = family / "odd" / "copy"
     for name, content in files.items():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes(content)
     (family / "hub" / "models--org--base" / "snapshots" / COMMIT).rename(family / "odd" / COMMIT)
-    assert mergepipe.verify(copy, deep_fraction=1.0, options=RunOptions(catalog=False)).is_sound
+    assert mergepipe.verify(copy, deep_fraction=1.0, catalog=False).is_sound
 
 
 def test_merge__copies_or_lists_every_file_of_the_base(family: Path) -> None:
@@ -131,7 +131,7 @@ def test_merge__copies_or_lists_every_file_of_the_base(family: Path) -> None:
         (base / name).parent.mkdir(exist_ok=True)
         (base / name).write_text(content)
     out = family / "out"
-    report = mergepipe.merge(recipe_of(family), out, options=MergeOptions(catalog=False, tokenizer=False))
+    report = mergepipe.merge(recipe_of(family), out, catalog=False, tokenizer=False)
     assert {name: (out / name).read_text() for name in copied} == copied
     reasons = {file.name: file.reason for file in report.left_out}
     assert [name for name, reason in left.items() if reason not in reasons.get(name, "")] == []
@@ -149,7 +149,7 @@ def test_merge__copies_or_lists_every_file_of_the_base(family: Path) -> None:
 def test_merge__the_card_names_hub_ids_and_inherits_from_the_base(family: Path) -> None:
     out = family / "out"
     stated = f"{family}/odd/expert2-bare.safetensors=me/second"
-    mergepipe.merge(recipe_of(family), out, options=MergeOptions(catalog=False, base_model_ids=(stated, "me/third")))
+    mergepipe.merge(recipe_of(family), out, catalog=False, base_model_ids=(stated, "me/third"))
     card = (out / "README.md").read_text()
     metadata = yaml.safe_load(card.split("---\n")[1])
     assert metadata["base_model"] == ["org/base", "org/tuned", "me/second", "me/third"]
@@ -163,7 +163,7 @@ def test_merge__the_card_names_hub_ids_and_inherits_from_the_base(family: Path) 
     recipe = card.split("```yaml\n")[1].split("```")[0]
     assert yaml.safe_load(recipe)["base_model"] == f"org/base@{COMMIT}"
     assert (out / "mergekit_config.yml").read_text() == recipe
-    mergepipe.replay(out, family / "again", options=RunOptions(catalog=False))
+    mergepipe.replay(out, family / "again", catalog=False)
     assert (family / "again" / "README.md").read_text().split("---\n")[1] == card.split("---\n")[1]
 
 
@@ -205,7 +205,7 @@ def test_merge__takes_text_of_the_bases_card_as_text(family: Path) -> None:
 
 
 def test_merge__keeps_absolute_paths_where_they_are_wanted(family: Path) -> None:
-    mergepipe.merge(recipe_of(family), family / "out", options=MergeOptions(catalog=False, paths="absolute"))
+    mergepipe.merge(recipe_of(family), family / "out", catalog=False, paths="absolute")
     manifest = json.loads((family / "out" / "mergepipe.json").read_bytes())
     assert manifest["inputs"][1]["path"] == manifest["inputs"][1]["model"] == f"{family}/odd/expert1"
 
@@ -215,9 +215,9 @@ def test_run__of_a_plan_takes_the_path_style_and_hub_ids_of_a_merge(family: Path
     plan = mergepipe.plan(recipe_of(family), "50%")
     ids = ("me/whole", f"{family}/odd/expert1=me/tuned")
     if in_parts:
-        mergepipe.run_part(plan, family / "out", (1, 1), options=OutputOptions(paths="absolute", base_model_ids=ids))
+        mergepipe.run_part(plan, family / "out", (1, 1), paths="absolute", base_model_ids=ids)
     else:
-        mergepipe.run(plan, family / "out", options=OutputOptions(paths="absolute", base_model_ids=ids))
+        mergepipe.run(plan, family / "out", paths="absolute", base_model_ids=ids)
     manifest = json.loads((family / "out" / "mergepipe.json").read_bytes())
     assert str(family / "odd" / "expert1") in [source["path"] for source in manifest["inputs"]]
     card = yaml.safe_load((family / "out" / "README.md").read_text().split("---")[1])
@@ -240,7 +240,7 @@ def test_replay__finds_the_inputs_of_a_snapshot_that_was_moved_alone(family: Pat
     (family / "out").rename(family / "elsewhere" / "deep" / "out")
     assert mergepipe.verify(family / "elsewhere" / "deep" / "out", deep_fraction=1.0).is_sound
     with pytest.raises(NotFoundError, match="relative to its own folder, so move both together"):
-        mergepipe.replay(family / "elsewhere" / "deep" / "out", family / "again", options=RunOptions(catalog=False))
+        mergepipe.replay(family / "elsewhere" / "deep" / "out", family / "again", catalog=False)
 
 
 def test_relative_reference__absolute_reference_undoes_it(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 
 import mergepipe
 from mergepipe.core.strict_json import digest_of
-from mergepipe.options import MergeOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME, MANIFEST_VERSION
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -59,11 +58,7 @@ def main() -> None:
             write_model(root / name, number)
         (root / "recipe.yml").write_text(RECIPE)
         mergepipe.merge(
-            root / "recipe.yml",
-            root / "out",
-            budget="100%",
-            force=True,
-            options=MergeOptions(shard_bytes=SHARD_BYTES, catalog=False),
+            root / "recipe.yml", root / "out", budget="100%", force=True, shard_bytes=SHARD_BYTES, catalog=False
         )
         content = without_place(json.loads((root / "out" / MANIFEST_NAME).read_bytes()), str(root))
         assert isinstance(content, dict)

@@ -12,7 +12,6 @@ import pytest
 import mergepipe
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
 from mergepipe.jobs.snapshots import read_manifest_value
-from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.shards import BLOCKS_NAME
 from mergepipe.storage.local import LocalStore
@@ -35,13 +34,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     models = "".join(f"- {{model: family/expert-{i}, parameters: {{weight: 0.{i}{density}}}}}\n" for i in (1, 2))
     text = f"merge_method: {operator}\nbase_model: family/base\nmodels:\n{models}dtype: bfloat16\n"
     (root / "recipe.yml").write_text(text)
-    mergepipe.merge(
-        root / "recipe.yml",
-        root / "out",
-        budget=budget,
-        seed=5,
-        options=MergeOptions(shard_bytes=SHARD_BYTES, catalog=False),
-    )
+    mergepipe.merge(root / "recipe.yml", root / "out", budget=budget, seed=5, shard_bytes=SHARD_BYTES, catalog=False)
     return root
 
 
@@ -157,7 +150,7 @@ def test_repair__leaves_a_sound_snapshot_alone(copy: Path) -> None:
 
 
 def test_replay__gives_the_same_bytes(made: Path, tmp_path: Path) -> None:
-    report = mergepipe.replay(made / "out", tmp_path / "again", options=RunOptions(catalog=False))
+    report = mergepipe.replay(made / "out", tmp_path / "again", catalog=False)
     manifest = read_manifest_value(LocalStore(), Location.local(made / "out"))
     assert report.sid == manifest.sid
     for file in manifest.files:
@@ -171,16 +164,14 @@ def own(tmp_path: Path) -> Path:
     write_family(tmp_path / "family", TINY, 2)
     models = "".join(f"- {{model: family/expert-{i}, parameters: {{weight: 0.{i}}}}}\n" for i in (1, 2))
     (tmp_path / "recipe.yml").write_text(f"merge_method: linear\nbase_model: family/base\nmodels:\n{models}")
-    mergepipe.merge(
-        tmp_path / "recipe.yml", tmp_path / "out", options=MergeOptions(shard_bytes=SHARD_BYTES, catalog=False)
-    )
+    mergepipe.merge(tmp_path / "recipe.yml", tmp_path / "out", shard_bytes=SHARD_BYTES, catalog=False)
     return tmp_path
 
 
 def test_replay__says_which_input_is_gone(own: Path) -> None:
     (own / "family" / "expert-2").rename(own / "elsewhere")
     with pytest.raises(NotFoundError) as caught:
-        mergepipe.replay(own / "out", own / "again", options=RunOptions(catalog=False))
+        mergepipe.replay(own / "out", own / "again", catalog=False)
     assert caught.value.code == "input.not-found"
     assert "expert-2" in str(caught.value)
     assert "expert-1" not in str(caught.value)
@@ -190,7 +181,7 @@ def test_replay__says_which_input_has_other_files(own: Path) -> None:
     (file,) = (own / "family" / "expert-1").glob("*.safetensors")
     file.write_bytes((own / "out" / "model-00001-of-00003.safetensors").read_bytes())
     with pytest.raises(MergePipeError) as caught:
-        mergepipe.replay(own / "out", own / "again", options=RunOptions(catalog=False))
+        mergepipe.replay(own / "out", own / "again", catalog=False)
     assert "expert-1" in str(caught.value)
     assert not (own / "again").exists()
 
@@ -199,7 +190,7 @@ def test_replay__publishes_nothing_if_values_have_changed(own: Path) -> None:
     (file,) = (own / "family" / "expert-1").glob("*.safetensors")
     flip(file, -1, 3)
     with pytest.raises(ConflictError) as caught:
-        mergepipe.replay(own / "out", own / "again", options=RunOptions(catalog=False))
+        mergepipe.replay(own / "out", own / "again", catalog=False)
     assert [problem.code for problem in caught.value.problems] == ["input.changed", "input.changed"]
     assert str(file) in str(caught.value)
     assert not (own / "again").exists()
@@ -216,7 +207,7 @@ def test_replay__publishes_nothing_if_values_have_changed(own: Path) -> None:
 def test_diff__tells_what_differs_and_by_how_much(own: Path) -> None:
     other = own / "other.yml"
     other.write_text((own / "recipe.yml").read_text().replace("0.2", "0.5"))
-    mergepipe.merge(other, own / "other", budget="50%", options=MergeOptions(shard_bytes=SHARD_BYTES, catalog=False))
+    mergepipe.merge(other, own / "other", budget="50%", shard_bytes=SHARD_BYTES, catalog=False)
     found = mergepipe.diff(own / "out", own / "other")
     assert "-- {model: family/expert-2, parameters: {weight: 0.2}}" in found.recipe
     assert any(line.startswith("plan: none") for line in found.settings)

@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import mergepipe
 from mergepipe.errors import OutputError
-from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.reports import MergeReport
 from mergepipe.runs import progress
 from mergepipe.snapshots import work_log as work_log
@@ -104,10 +103,7 @@ class HomeMachine(RuleBasedStateMachine):
     def analyze(self, pick: int) -> None:
         name = self.experts[pick % len(self.experts)]
         report = mergepipe.analyze(
-            self.models / "base",
-            [self.models / name],
-            block_elements=BLOCK_ELEMENTS,
-            options=RunOptions(home=self.home, threads=2),
+            self.models / "base", [self.models / name], block_elements=BLOCK_ELEMENTS, home=self.home, threads=2
         )
         (found,) = report.experts
         assert found.analyzed_tensors == (0 if name in self.analyzed else found.comparable_tensors)
@@ -157,16 +153,13 @@ class HomeMachine(RuleBasedStateMachine):
     def plan_and_run(self, place: str, budget: str, operator: str, data: st.DataObject) -> None:
         wish = self._wish(place, operator, [0, 1], data)
         recipe = self._recipe(wish)
-        plan = mergepipe.plan(recipe, budget, home=self.home, options=PlanOptions(block_elements=BLOCK_ELEMENTS))
+        plan = mergepipe.plan(recipe, budget, home=self.home, block_elements=BLOCK_ELEMENTS)
         assert plan.planned_bytes <= plan.budget_bytes
-        mergepipe.run(plan, self.root / "again", options=RunOptions(home=self.home, catalog=False, threads=2))
+        mergepipe.run(plan, self.root / "again", home=self.home, catalog=False, threads=2)
         digest = weights_digest(self.root / "again")
         shutil.rmtree(self.root / "again")
         report = mergepipe.run(
-            plan,
-            self.outs / place,
-            force=place in self.visible,
-            options=OutputOptions(home=self.home, threads=2, shard_bytes=SHARD_BYTES),
+            plan, self.outs / place, force=place in self.visible, home=self.home, threads=2, shard_bytes=SHARD_BYTES
         )
         assert report.expert_bytes <= plan.planned_bytes
         if budget == "100%":
@@ -199,10 +192,7 @@ class HomeMachine(RuleBasedStateMachine):
 
     def _merge(self, wish: Wish, place: str, *, force: bool) -> MergeReport:
         return mergepipe.merge(
-            self._recipe(wish),
-            self.outs / place,
-            force=force,
-            options=MergeOptions(home=self.home, threads=2, shard_bytes=SHARD_BYTES),
+            self._recipe(wish), self.outs / place, force=force, home=self.home, threads=2, shard_bytes=SHARD_BYTES
         )
 
     def _wanted(self, wish: Wish) -> str:
@@ -211,7 +201,7 @@ class HomeMachine(RuleBasedStateMachine):
         key = (wish.operator, contents, wish.weights)
         if key not in self.wanted:
             out = self.root / "wanted"
-            mergepipe.merge(self._recipe(wish), out, options=MergeOptions(catalog=False, resume=False, threads=1))
+            mergepipe.merge(self._recipe(wish), out, catalog=False, resume=False, threads=1)
             self.wanted[key] = weights_digest(out)
             shutil.rmtree(out)
         return self.wanted[key]
@@ -238,7 +228,7 @@ class HomeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def verify(self, data: st.DataObject) -> None:
         place = data.draw(st.sampled_from(sorted(self.visible)))
-        report = mergepipe.verify(self.outs / place, options=RunOptions(threads=2, home=self.home))
+        report = mergepipe.verify(self.outs / place, threads=2, home=self.home)
         assert (report.damages, report.notices) == ((), ())
 
     @precondition(lambda self: self.visible)

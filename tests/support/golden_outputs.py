@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mergepipe
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions
 from support.disk_families import make_models
 from support.disk_families import write_family as write_odd_family
 from support.families import FamilyShape, write_family
@@ -143,21 +143,16 @@ def merges(root: Path) -> dict[str, dict[str, str]]:
 def plans(root: Path) -> dict[str, dict[str, str]]:
     """Plans of three methods under two budgets, with statistics, and the merges that they lead to."""
     home = root / "home"
-    mergepipe.analyze(
-        root / "family/base", [root / f"family/expert-{i}" for i in (1, 2, 3)], options=RunOptions(home=home)
-    )
+    mergepipe.analyze(root / "family/base", [root / f"family/expert-{i}" for i in (1, 2, 3)], home=home)
     results = {}
     for method in BUDGETED:
         for budget in ("20%", "55%"):
             plan = mergepipe.plan(
-                root / f"{method}.yml",
-                budget=budget,
-                home=home,
-                options=PlanOptions(select="norm", block_elements=BLOCK_ELEMENTS),
+                root / f"{method}.yml", budget=budget, home=home, select="norm", block_elements=BLOCK_ELEMENTS
             )
             text = json.dumps(without_identities(json.loads(plan.to_json())), sort_keys=True)
             out = root / "out" / f"{method}-{budget}"
-            mergepipe.run(plan, out, options=RunOptions(catalog=False))
+            mergepipe.run(plan, out, catalog=False)
             digest = hashlib.sha256(text.replace(str(root), "").encode()).hexdigest()[:32]
             results[f"plan {method} {budget}"] = {"plan": digest, **tree(out)}
     return results
@@ -171,7 +166,7 @@ def packs(root: Path) -> dict[str, dict[str, str]]:
     text = recipe_text("ties").replace("family/expert-1", "packed/expert-1")
     (root / "packed.yml").write_text(text.replace("family/expert-2", "packed/expert-2"))
     out = root / "out" / "packed"
-    mergepipe.merge(root / "packed.yml", out, options=MergeOptions(catalog=False))
+    mergepipe.merge(root / "packed.yml", out, catalog=False)
     found = {"pack": tree(root / "packed"), "unpack": tree(root / "unpacked"), "merge packed": tree(out)}
     if found["merge packed"] != tree(root / "out" / "merge-ties"):
         raise AssertionError("packed experts are merged to other bytes than the originals")

@@ -203,7 +203,7 @@ def test_merge__slices_of_an_adapted_base_are_those_of_its_weights(
     text = yaml.safe_dump(SLICED[case])
     for name, recipe in (("one", text), ("other", text.replace("base+part", "applied"))):
         (root / f"{name}.yml").write_text(recipe)
-        mergepipe.merge(root / f"{name}.yml", root / name, options=MergeOptions(catalog=False))
+        mergepipe.merge(root / f"{name}.yml", root / name, catalog=False)
     one, other = (load_file(root / name / "model.safetensors") for name in ("one", "other"))
     assert one.keys() == other.keys()
     for name in one:
@@ -218,4 +218,4 @@ def test_merge__slices_of_a_bare_adapter_are_refused(
     monkeypatch.chdir(root)
     recipe = sliced("passthrough", [("base", 0, 1)], [("part", 0, 2)], pieces)
     with refuses(UnsupportedError, "model.unsupported"):
-        mergepipe.merge(recipe, root / "out", options=MergeOptions(catalog=False))
+        mergepipe.merge(recipe, root / "out", catalog=False)

@@ -16,7 +16,7 @@ from small_models import write_recipe as recipe
 import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import CorruptError, UnsupportedError
-from mergepipe.options import MergeOptions, OutputOptions
+from mergepipe.options import MergeOptions
 from support.model_folders import write_adapter, write_model
 from support.rounding import NUMPY_DTYPES
 
@@ -243,7 +243,7 @@ def test_like_base__stores_what_changed_as_the_base_does_and_the_rest_bit_for_bi
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG
     assert "FP8" in (tmp_path / "out" / "hf_quant_config.json").read_text()
     assert mergepipe.verify(tmp_path / "out", deep_fraction=1.0, catalog=False).is_sound
-    mergepipe.replay(tmp_path / "out", tmp_path / "again", options=OutputOptions(catalog=False))
+    mergepipe.replay(tmp_path / "out", tmp_path / "again", catalog=False)
     first, second = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "again"))
     assert first == second
 
@@ -349,7 +349,7 @@ def test_lora_apply__adds_to_the_numbers_of_a_quantised_base(tmp_path: Path, *, 
     tensors = {"l.lora_A.weight": down, "l.lora_B.weight": up}
     more: dict[str, NDArray[np.float32]] = {"l.lora_magnitude_vector": magnitude} if is_dora else {}
     adapter = write_adapter(tmp_path / "adapter", {**tensors, **more}, use_dora=is_dora)
-    report = mergepipe.apply_lora(base, [adapter], tmp_path / "out", options=OutputOptions(catalog=False))
+    report = mergepipe.apply_lora(base, [adapter], tmp_path / "out", catalog=False)
     expected = numbers(codes(0), scales((2, 3), 1)).astype(np.float64) + 2 * (up.astype(np.float64) @ down)
     if is_dora:
         expected *= (magnitude / np.linalg.norm(expected, axis=1))[:, None]

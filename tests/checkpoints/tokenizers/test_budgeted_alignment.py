@@ -11,7 +11,6 @@ from vocabulary_cases import write_model
 
 import mergepipe
 from mergepipe.errors import ConflictError
-from mergepipe.options import MergeOptions, RunOptions
 
 N_TOKENS = 9000  # 8 columns each: several blocks
 
@@ -34,9 +33,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def merged(recipe: Path, out: Path, budget: str | None) -> tuple[bytes, mergepipe.MergeReport]:
-    report = mergepipe.merge(
-        recipe, out, budget=budget, options=MergeOptions(block_elements=None if budget is None else 16384)
-    )
+    report = mergepipe.merge(recipe, out, budget=budget, block_elements=None if budget is None else 16384)
     return (out / "model.safetensors").read_bytes(), report
 
 
@@ -66,7 +63,7 @@ def test_run__refuses_tokenizers_that_changed_since_the_plan_was_made(recipe: Pa
     text = tokenizer.read_text()
     tokenizer.write_text(text.replace('"token7"', '"token-7"'))
     with pytest.raises(ConflictError) as caught:
-        mergepipe.run(stored, tmp_path / "out", options=RunOptions(home=tmp_path / "home"))
+        mergepipe.run(stored, tmp_path / "out", home=tmp_path / "home")
     assert [problem.code for problem in caught.value.problems] == ["input.changed"]
     tokenizer.write_text(text)
-    mergepipe.run(stored, tmp_path / "out", options=RunOptions(home=tmp_path / "home"))
+    mergepipe.run(stored, tmp_path / "out", home=tmp_path / "home")

@@ -15,7 +15,6 @@ from vocabulary_cases import EMBED, HEAD, write_model
 import mergepipe
 from mergepipe.checkpoints.gathered_rows import pursued
 from mergepipe.errors import MergePipeError
-from mergepipe.options import MergeOptions, OutputOptions
 
 LETTERS = list("abcdefghijklmnopqrstuvwxyz")
 OWN, LENT = [*LETTERS, "ab", "own"], [*LETTERS[::-1], "abc", "lent", "ab", "zz"]
@@ -44,7 +43,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def merged(place: Path, tokenizer: dict[str, Any], **more: Any) -> dict[str, NDArray[Any]]:
     recipe = {"merge_method": "passthrough", "models": [{"model": "./model"}], **more, "tokenizer": tokenizer}
     (place / "recipe.yml").write_text(json.dumps(recipe))
-    mergepipe.merge(place / "recipe.yml", place / "out", options=MergeOptions(catalog=False))
+    mergepipe.merge(place / "recipe.yml", place / "out", catalog=False)
     return load_file(place / "out" / "model.safetensors")
 
 
@@ -96,7 +95,7 @@ def test_omp__combines_the_rows_of_common_tokens_as_the_donors_rows_make_up_its_
             assert np.count_nonzero(weights) == 3
             of_token[token] = weights @ np.array([of_token[other] for other in both])
         np.testing.assert_allclose(made[name], [of_token[token] for token in LENT], rtol=1e-5, atol=1e-6)
-    mergepipe.replay(place / "out", place / "again", options=OutputOptions(catalog=False))
+    mergepipe.replay(place / "out", place / "again", catalog=False)
     again = load_file(place / "again" / "model.safetensors")
     assert all(np.array_equal(again[name], values) for name, values in made.items())
 

@@ -17,7 +17,7 @@ from mergepipe.catalog.statistics_file import STATISTICS_NAME, parse_statistics,
 from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import ConflictError
 from mergepipe.jobs.snapshots import read_manifest_value
-from mergepipe.options import PlanOptions, RunOptions
+from mergepipe.options import RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import AnalyzeReport
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, store_plan, stored_plan
@@ -284,8 +284,7 @@ def test_stored_plan__is_none_where_any_byte_was_changed(tmp_path: Path) -> None
     recipe = tmp_path / "recipe.yml"
     models = f"[{{model: {family.places[1]}, parameters: {{weight: 1, density: 0.5}}}}]"
     recipe.write_text(f"merge_method: ties\nbase_model: {family.places[0]}\nmodels: {models}\n")
-    options = PlanOptions(block_elements=16384)
-    plan = mergepipe.plan(recipe, everything=True, home=tmp_path / "home", allow_dropped=("*",), options=options)
+    plan = mergepipe.plan(recipe, everything=True, home=tmp_path / "home", allow_dropped=("*",), block_elements=16384)
     store_plan(tmp_path, "key", plan)
     stored = tmp_path / STORED_PLAN_NAME
     content, random = stored.read_bytes(), Random(5)
