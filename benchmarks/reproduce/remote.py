@@ -25,7 +25,7 @@ _K = 6
 _CONNECTIONS = 32
 _LINK, _TOY_LINK = Link(0.03, 100e6), Link(0.002, 20e6)
 _MERGES: Mapping[str, tuple[str, ...]] = {"full": (), "budget 10 %": ("--budget", "10%")}
-_LEAST_SENT_BYTES, _MOST_SENT_BYTES = 64 << 10, 512 << 10
+_SENT_BYTES = 64 << 10
 _QUEUE_SECONDS = 0.005
 
 
@@ -47,28 +47,27 @@ class MappedServer(BucketServer):
         return f'"{len(self.files[path])}"'
 
     def _send_body(self, handler: Any, body: memoryview) -> None:
-        step = int(max(_LEAST_SENT_BYTES, min(_MOST_SENT_BYTES, self._link.bytes_per_second * _QUEUE_SECONDS / 8)))
-        for start in range(0, len(body), step):
-            part = body[start : start + step]
+        for start in range(0, len(body), _SENT_BYTES):
+            part = body[start : start + _SENT_BYTES]
             self._wait_for_link(len(part))
             handler.wfile.write(part)
         with self._lock:
             self.sent_bytes += len(body)
+        if isinstance(body.obj, mmap.mmap):  # a merge that this process starts inherits its peak memory
+            body.obj.madvise(mmap.MADV_DONTNEED)
 
     def _wait_for_link(self, nbytes: int) -> None:
         with self._lock:
             begins = max(self._link_free_at, time.monotonic())
             self._link_free_at = begins + nbytes / self._link.bytes_per_second
             sleep_seconds = self._link_free_at - time.monotonic() - _QUEUE_SECONDS
-        if sleep_seconds > 0:
-            time.sleep(sleep_seconds)
+        time.sleep(max(0.0, sleep_seconds))
 
 
 def _mapped(file: Path) -> bytes:
     """The content of a file, as far as a server asks for it: a memory map, which slices as bytes do."""
     with file.open("rb") as opened:
-        size_bytes = os.fstat(opened.fileno()).st_size
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size_bytes else b""  # type: ignore[return-value]
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)  # type: ignore[return-value]
 
 
 def _needs(size: Size) -> Needs:
