@@ -18,6 +18,7 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.model_folders import write_model as write_tensors
+from support.refusals import refuses
 
 
 @pytest.fixture(scope="module", name="family")
@@ -129,9 +130,8 @@ def test_pack__a_base_that_is_named_twice_is_one_candidate(family: PackFamily, t
 
 
 def test_pack__without_any_base_is_refused(family: PackFamily, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with refuses(RecipeError, "option.missing"):
         mergepipe.pack([], [family.experts[0]], tmp_path / "packed")
-    assert caught.value.code == "option.missing"
 
 
 def test_pack__of_integers_alone_tells_that_its_base_was_not_compared(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from mergepipe.snapshots.staging import Staging
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalFile
 from support.faults import open_descriptors
+from support.refusals import refuses
 
 TENSOR_BYTES = 2 * sum(int(np.prod(shape)) for shape in SHAPES.values())
 
@@ -86,9 +87,8 @@ def test_pack__of_an_expert_that_changes_meanwhile_publishes_the_others(
     def touch(_: Progress) -> None:
         os.utime(changing / "notes.txt", ns=(1, 1))
 
-    with pytest.raises(ConflictError) as caught:
+    with refuses(ConflictError, "input.changed") as caught:
         mergepipe.pack(family.base, experts, tmp_path / "stores", on_progress=touch)
-    assert caught.value.code == "input.changed"
     assert "notes.txt" in str(caught.value)
     assert [path.name for path in (tmp_path / "stores").iterdir()] == ["expert-2"]
     assert store_tree(tmp_path / "stores" / "expert-2") == {

@@ -18,6 +18,7 @@ from mergepipe.planning.budget import (
     parse_fraction,
     retry_reserve_bytes,
 )
+from support.refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -71,9 +72,8 @@ def test_parse_budget__reads_bytes_and_shares(text: str | float, expected: Budge
     ],
 )
 def test_parse_budget__refuses_with_the_right_code(text: str | float, code: str, part: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with refuses(RecipeError, code) as caught:
         parse_budget(text, "--budget")
-    assert caught.value.code == code
     assert str(caught.value).startswith("budget: ")
     assert part in str(caught.value)
 

@@ -28,6 +28,7 @@ from mergepipe.planning.problem import PlanningProblem, sample_cost_bytes
 from mergepipe.planning.selection import ItemOrder
 from support.oracle import order_of_ranks, reaching
 from support.planning_problems import BLOCK, DEFAULT_SIZES, Given, make, random_arrays
+from support.refusals import refuses
 
 OPERATORS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp")
 ALL = ShareBudget(Fraction(1))
@@ -155,9 +156,8 @@ def test_plan__with_the_full_cost_reads_everything(
 
 def test_usefulness__a_budget_that_reads_nothing_is_refused_and_the_smallest_useful_one_named() -> None:
     ranking = rank_blocks(make().problem, ByteBudget(4095), Policy.NORM, PlanningChoices())
-    with pytest.raises(LimitError) as caught:
+    with refuses(LimitError, "budget.too-small") as caught:
         ranking.check_usefulness(ranking.plan(4095))
-    assert caught.value.code == "budget.too-small"
     least = ranking.least_useful_bytes()
     assert least is not None
     assert f"{least}B" in str(caught.value)

@@ -20,6 +20,7 @@ from mergepipe.tailor import api
 from mergepipe.tailor.composition import compose
 from mergepipe.tailor.saving.unit_choice import SaveRecord
 from mergepipe.tailor.selection import unit_named
+from support.refusals import refuses
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3, write_zero12
 
 
@@ -159,6 +160,5 @@ def test_recipe__is_written_by_a_strategy_or_from_a_log(run: Path, tmp_path: Pat
     "options", [{}, {"strategy": "latest", "from_log": "log"}, {"from_log": "log"}, {"strategy": "newest"}]
 )
 def test_recipe__refuses_options_that_do_not_fit(run: Path, options: dict[str, str]) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with refuses(RecipeError, "option.invalid"):
         tailor.recipe(run, **options)  # type: ignore[arg-type]
-    assert caught.value.code == "option.invalid"

@@ -10,6 +10,7 @@ from composing import FORMATS, make_pair
 import mergepipe
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
+from support.refusals import refuses
 
 RECIPE = "default: old\ntake: [{from: new, units: [layers all]}]\n"
 
@@ -44,12 +45,10 @@ def test_verify__names_the_damaged_file_of_a_composite(composite: Path) -> None:
 def test_verify__believes_no_composite_manifest_that_was_edited(composite: Path) -> None:
     manifest = composite / MANIFEST_NAME
     manifest.write_text(manifest.read_text().replace("layers all", "layers 0-1"))
-    with pytest.raises(CorruptError) as caught:
+    with refuses(CorruptError, "format.damaged"):
         mergepipe.verify(composite)
-    assert caught.value.code == "format.damaged"
 
 
 def test_verify__cannot_make_a_composite_again(composite: Path) -> None:
-    with pytest.raises(UnsupportedError) as caught:
+    with refuses(UnsupportedError, "snapshot.composite"):
         mergepipe.verify(composite, deep_fraction=0.1)
-    assert caught.value.code == "snapshot.composite"
