@@ -16,7 +16,7 @@ from mergepipe.kernels.codec import TILE_ELEMENTS
 from mergepipe.kernels.merge import MARK_BYTES, MARK_ELEMENTS, keep_marked, mark_nonzero
 from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
 from mergepipe.kernels.ranked import drop_ranked
-from support.random_oracle import kept_by_dare, philox4x32, stream_key_of, words_of_elements
+from support.random_oracle import kept_by_dare, philox4x32, stream_key_of
 
 N = 1 << 18
 
@@ -51,12 +51,6 @@ def test_fill_random_words__gives_element_e_its_word(key: int, group: int, place
     counter = 16 * group + lane
     answer = philox4x32((counter & 0xFFFFFFFF, counter >> 32, 0, 0), (key & 0xFFFFFFFF, key >> 32))
     assert words_by_kernel(key, group, 1)[place] == answer[word]
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(1, 1000))
-def test_words_of_elements__agrees_with_the_kernel(key: int, n: int) -> None:
-    kernel_words = words_by_kernel(key, 0, -(-n // GROUP_ELEMENTS))[:n]
-    np.testing.assert_array_equal(words_of_elements(key, n), kernel_words)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40), st.data())

@@ -10,7 +10,7 @@ import pytest
 
 from mergepipe.cli.printing import report_json
 from mergepipe.storage.location import Location
-from mergepipe.tailor.reports import inspect_checkpoints
+from mergepipe.tailor.reports import InspectReport, inspect_checkpoints
 from support.stores import MetadataStore
 from support.training_trees import (
     decay_groups,
@@ -37,8 +37,12 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def inspected(run: Path, *names: str) -> InspectReport:
+    return inspect_checkpoints(MetadataStore(), [Location.local(run / name) for name in names])
+
+
 def test_inspect_checkpoints__counts_bytes_per_unit_and_kind(run: Path) -> None:
-    (report,) = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2")]).checkpoints
+    (report,) = inspected(run, "zero2").checkpoints
     layer = next(u for u in report.units if u.unit == "layer 1")
     n_elements = sum(KNOWN.arrays[n, "fp32"].size for n in SHAPES if ".layers.1." in n)
     assert (layer.parameters, layer.elements) == (9, n_elements)
@@ -48,16 +52,14 @@ def test_inspect_checkpoints__counts_bytes_per_unit_and_kind(run: Path) -> None:
 
 
 def test_inspect_checkpoints__says_where_a_step_counter_is_shared(run: Path) -> None:
-    report = inspect_checkpoints(
-        MetadataStore(), [Location.local(run / "zero2"), Location.local(run / "hf"), Location.local(run / "dcp")]
-    )
+    report = inspected(run, "zero2", "hf", "dcp")
     shared = [{u.shared_step for u in c.units} for c in report.checkpoints]
     steps = {step for c in report.checkpoints for u in c.units for step in u.adam_steps}
     assert (shared, steps) == ([{True}, {False}, {False}], {7.0})
 
 
 def test_inspect_checkpoints__accepts_two_of_one_run(run: Path) -> None:
-    report = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2"), Location.local(run / "zero2-later")])
+    report = inspected(run, "zero2", "zero2-later")
     assert (report.comparable, [c.step for c in report.checkpoints]) == (True, [7, 9])
 
 
@@ -69,12 +71,12 @@ def test_inspect_checkpoints__accepts_two_of_one_run(run: Path) -> None:
     ],
 )
 def test_inspect_checkpoints__says_why_two_do_not_fit(run: Path, other: str, reason: str) -> None:
-    report = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2"), Location.local(run / other)])
+    report = inspected(run, "zero2", other)
     assert any(reason in r for r in report.reasons)
 
 
 def test_to_json__is_json_and_complete(run: Path) -> None:
-    report = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2"), Location.local(run / "dcp")])
+    report = inspected(run, "zero2", "dcp")
     document = json.loads(report_json(report))
     assert [c["format"] for c in document["checkpoints"]] == ["deepspeed-zero", "torch-dcp"]
     assert [u["unit"] for u in document["checkpoints"][0]["units"]] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,19 +52,11 @@ def counters(pair: Pair) -> dict[str, float]:
     return {name: step.value for step in made.steps for name in step.parameters}
 
 
-def test_compose__writes_counters_of_optimizer_pt_that_are_numbers(tmp_path: Path) -> None:
-    pair = make_pair(tmp_path, write_hf_with_numbers)
+@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+def test_compose__writes_counters_of_optimizer_pt_and_of_fused_optimizers(tmp_path: Path, stage: int | None) -> None:
+    pair = make_pair(tmp_path, write_hf_with_numbers if stage is None else partial(write_fused, stage=stage))
     pair.compose(TAKE_NORMS)
     old = [name for name in pair.old.shapes if name != "lm_head.weight"]
     assert wrong_values(pair.out, pair, old) == []
-    assert counters(pair) == dict.fromkeys(old, 7.0) | {"lm_head.weight": 9.0}
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_compose__writes_counters_of_fused_optimizers(tmp_path: Path, stage: int) -> None:
-    pair = make_pair(tmp_path, lambda folder, known: write_fused(folder, known, stage))
-    pair.compose(TAKE_NORMS)
-    old = [name for name in pair.old.shapes if name != "lm_head.weight"]
-    assert wrong_values(pair.out, pair, old) == []
-    norms, others = 7.0, 9.0  # all norms are old, and lm_head shares its counter with old weights
-    assert counters(pair) == {name: norms if "norm" in name else others for name in pair.old.shapes}
+    taken = old if stage is None else [name for name in old if "norm" in name]  # others share a counter with lm_head
+    assert counters(pair) == {name: 7.0 if name in taken else 9.0 for name in pair.old.shapes}
