@@ -142,6 +142,17 @@ def test_failure_of__takes_the_exit_code_of_the_class(kind: type[MergePipeError]
     assert failure.lines() == ["error: where: what; do this [a.code]"]
 
 
+def test_failure_of__an_interrupt_while_a_class_was_being_made_is_one() -> None:
+    class Interrupted:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises((RuntimeError, KeyboardInterrupt)) as caught:
+        type("Made", (), {"field": Interrupted()})
+    failure = failure_of(caught.value, 143)
+    assert (failure.exit_code, failure.lines()) == (143, ["interrupted: nothing was published"])
+
+
 def test_failure_of__never_sends_control_characters_of_names_to_the_terminal() -> None:
     failure = failure_of(errors.CorruptError.of("c", "\x1b[2J\u202e\udcff", "name"), 130)
     assert failure.lines() == ["error: \\x1b[2J\\u202e\\udcff: name [c]"]

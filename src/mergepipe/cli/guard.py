@@ -126,6 +126,7 @@ def _forget_output(stream: TextIO) -> None:
 
 INTERNAL_EXIT_CODE = 70
 NOTHING_PUBLISHED = "nothing was published"
+_OF_PYTHON = "Error calling __set_name__"  # until 3.12 an error, caused by what was raised meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ class Failure:
 
 def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
     """Return the lines and the exit code of `error`; `interrupted_exit_code` is used if it is an interruption."""
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
         message = "; ".join((NOTHING_PUBLISHED, *_notes(error)))
         return Failure("interrupted", (Problem("run.interrupted", "", message),), interrupted_exit_code)
     if isinstance(error, InterruptedRunError):
@@ -179,8 +180,8 @@ def _kept(error: BaseException) -> tuple[Problem, ...]:
 
 
 def _notes(error: BaseException) -> tuple[str, ...]:
-    """Return the notes that are printed after the error."""
-    return tuple(getattr(error, "__notes__", ()))
+    """Return the notes that are printed after the error, but for what Python adds where a class was being made."""
+    return tuple(note for note in getattr(error, "__notes__", ()) if not note.startswith(_OF_PYTHON))
 
 
 def _is_lack_of_memory(error: BaseException) -> bool:
