@@ -213,6 +213,20 @@ def test_interrupts__one_that_foreign_code_swallowed_comes_back_at_the_next_repo
             interrupts.report()
 
 
+def test_interrupts__one_in_a_callback_of_python_is_not_printed_and_comes_back_at_the_next_report(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Dropped:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with Interrupts() as interrupts:
+        Dropped()
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.report()
+    assert capsys.readouterr().err == ""
+
+
 def test_interrupts__signals_ignored_from_outside_stay_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

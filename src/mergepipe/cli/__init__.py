@@ -84,15 +84,19 @@ class Interrupts:
         self._at_reports_only = False
         self._raised = False
         self._previous: dict[signal.Signals, object] = {}
+        self._tell_unraisable = sys.unraisablehook
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in (getattr(signal, name) for name in _NAMES if hasattr(signal, name)):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._previous[number] = signal.signal(number, self._handle)
+            self._tell_unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         return self
 
     def __exit__(self, *_: object) -> None:
+        if sys.unraisablehook == self._on_unraisable:
+            sys.unraisablehook = self._tell_unraisable
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
 
@@ -114,3 +118,8 @@ class Interrupts:
         if not (waits or self._raised):
             self._raised = True
             raise KeyboardInterrupt
+
+    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Print nothing of an interrupt that came in a callback of Python's: the next report raises it again."""
+        if unraisable.exc_type is not KeyboardInterrupt:
+            self._tell_unraisable(unraisable)
