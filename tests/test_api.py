@@ -88,7 +88,7 @@ def test_help__shows_the_example_and_every_name() -> None:
 def test_package__offers_tailor_as_the_command_line_does() -> None:
     code = (
         "import mergepipe; t = mergepipe.tailor; t.compose.__module__; import mergepipe.tailor.composition, "
-        "mergepipe.tailor.reports; print(dir(t), "
+        "mergepipe.tailor.inspection; print(dir(t), "
         "sorted({getattr(t, n).__module__ for n in dir(t)}))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

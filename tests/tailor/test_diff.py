@@ -40,7 +40,7 @@ def test_diff__is_the_relative_change_of_every_unit(tmp_path: Path, kind: str) -
 def test_diff__is_the_same_in_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pair(tmp_path, FORMATS["zero2"])
     whole = api.diff(tmp_path / "old", tmp_path / "new").to_json()["units"]
-    monkeypatch.setattr(modules["mergepipe.tailor.reports"], "BLOCK_ELEMENTS", 7)
+    monkeypatch.setattr(modules["mergepipe.tailor.inspection"], "BLOCK_ELEMENTS", 7)
     counted: list[int] = []
     pieces = api.diff(tmp_path / "old", tmp_path / "new", on_bytes=counted.append).to_json()["units"]
     assert str(pieces)[:20] == str(whole)[:20]

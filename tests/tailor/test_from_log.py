@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mergepipe.errors import NotFoundError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.run_recipes import compose_from_log, composition_from_log_file
+from mergepipe.tailor.inspection import compose_from_log, composition_from_log_file
 from mergepipe.tailor.saving.unit_choice import SaveRecord
 from mergepipe.tailor.selection import (
     EMBED,

@@ -10,7 +10,7 @@ import pytest
 
 from mergepipe.cli.printing import report_json
 from mergepipe.storage.location import Location
-from mergepipe.tailor.reports import InspectReport, inspect_checkpoints
+from mergepipe.tailor.inspection import InspectReport, inspect_checkpoints
 from support.stores import MetadataStore
 from support.training_trees import (
     decay_groups,

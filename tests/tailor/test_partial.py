@@ -17,7 +17,7 @@ from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32
 from mergepipe.tailor.formats import open_training_checkpoint
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, read_partial_manifest
-from mergepipe.tailor.reports import inspect_checkpoints
+from mergepipe.tailor.inspection import inspect_checkpoints
 from mergepipe.tailor.selection import EMBED, Unit, layer
 from support.engine_views import known_view, write_partial
 from support.stores import MetadataStore

@@ -18,7 +18,7 @@ from mergepipe.errors import ConflictError, MergePipeError, RecipeError, Storage
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.partial import ShardFile
-from mergepipe.tailor.run_recipes import composition_from_log_file
+from mergepipe.tailor.inspection import composition_from_log_file
 from mergepipe.tailor.saving import partial_run
 from mergepipe.tailor.saving.callback import save_partial
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from mergepipe.storage.contract import Store
     from mergepipe.tailor.composition import CompositionReport, OnProgress
+    from mergepipe.tailor.inspection import DiffReport, InspectReport
     from mergepipe.tailor.recipes import AverageRequest
-    from mergepipe.tailor.reports import DiffReport, InspectReport
 
 DEFAULT_ENDS = 2
 
@@ -30,7 +30,7 @@ def inspect(*paths: str | Path) -> InspectReport:
     Raises:
         MergePipeError: a path is no training checkpoint that can be read.
     """
-    from mergepipe.tailor.reports import inspect_checkpoints
+    from mergepipe.tailor.inspection import inspect_checkpoints
 
     store = _store()
     return inspect_checkpoints(store, [store.pin(absolute(path)) for path in paths])
@@ -128,7 +128,7 @@ def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], Non
         MergePipeError: one cannot be read, or they are of different models.
     """
     from mergepipe.tailor.formats import open_training_checkpoint
-    from mergepipe.tailor.reports import diff_checkpoints
+    from mergepipe.tailor.inspection import diff_checkpoints
 
     store = _store()
     a, b = (open_training_checkpoint(store, store.pin(absolute(path))) for path in (first, second))
@@ -161,7 +161,7 @@ def recipe(
     """
     from mergepipe.core.display import printable
     from mergepipe.core.units import shown_number
-    from mergepipe.tailor.run_recipes import STRATEGIES, composition_from_log_file, find_checkpoints, strategy_recipe
+    from mergepipe.tailor.inspection import STRATEGIES, composition_from_log_file, find_checkpoints, strategy_recipe
 
     if (strategy is None) == (from_log is None):
         raise invalid_option("--strategy", "give either --strategy or --from-log")
