@@ -48,31 +48,31 @@ def test_parse_budget__reads_bytes_and_shares(text: str | float, expected: Budge
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "part"),
+    ("text", "part"),
     [
-        ("", "option.invalid", "'' is not a budget"),
-        ("lots", "option.invalid", "4GiB"),
-        ("1e9", "option.invalid", "not a budget"),
-        ("nan", "option.invalid", "'nan'"),
-        ("٣", "option.invalid", "not a budget"),
-        ("4GiB 2", "option.invalid", "not a budget"),
-        ("-1", "option.invalid", "'-1' is negative"),
-        ("-5%", "option.invalid", "negative"),
-        ("4 parsecs", "option.invalid", "unknown unit 'parsecs'"),
-        ("4GBi", "option.invalid", "did you mean"),
-        ("25", "option.invalid", "did you mean 25%? (bytes are written 25B)"),
-        ("1", "option.invalid", "did you mean 1%?"),
-        ("5000", "option.invalid", "did you mean 5000kB or 5000MB?"),
-        (str((1 << 20) - 1), "option.invalid", "without a unit"),
-        ("1.9", "option.invalid", "did you mean 1.9%?"),
-        (25, "option.invalid", "did you mean 25%?"),
-        (math.nan, "option.invalid", "nan"),
-        ("101%", "option.invalid", "100% reads everything"),
-        ("9999999PB", "option.invalid", "more than"),
+        ("", "'' is not a budget"),
+        ("lots", "4GiB"),
+        ("1e9", "not a budget"),
+        ("nan", "'nan'"),
+        ("٣", "not a budget"),
+        ("4GiB 2", "not a budget"),
+        ("-1", "'-1' is negative"),
+        ("-5%", "negative"),
+        ("4 parsecs", "unknown unit 'parsecs'"),
+        ("4GBi", "did you mean"),
+        ("25", "did you mean 25%? (bytes are written 25B)"),
+        ("1", "did you mean 1%?"),
+        ("5000", "did you mean 5000kB or 5000MB?"),
+        (str((1 << 20) - 1), "without a unit"),
+        ("1.9", "did you mean 1.9%?"),
+        (25, "did you mean 25%?"),
+        (math.nan, "nan"),
+        ("101%", "100% reads everything"),
+        ("9999999PB", "more than"),
     ],
 )
-def test_parse_budget__refuses_with_the_right_code(text: str | float, code: str, part: str) -> None:
-    with refuses(RecipeError, code) as caught:
+def test_parse_budget__refuses_with_the_right_code(text: str | float, part: str) -> None:
+    with refuses(RecipeError, "option.invalid") as caught:
         parse_budget(text, "--budget")
     assert str(caught.value).startswith("budget: ")
     assert part in str(caught.value)

@@ -98,65 +98,50 @@ def test_read_vocabulary__nothing_to_read_is_none(tmp_path: Path) -> None:
 
 
 FAST = fast_tokenizer(["a", "b"])
-LIES: list[tuple[str, dict[str, File], str]] = [
-    ("tokenizer.damaged", {"tokenizer__json": "{"}, "not valid JSON"),
-    ("tokenizer.damaged", {"tokenizer__json": '{"model": {"vocab": {"a": 0, "a": 1}}}'}, "'a' occurs twice"),
-    ("tokenizer.damaged", {"tokenizer__json": {"model": {}}}, "'model' needs a 'vocab', found None"),
+LIES: list[tuple[dict[str, File], str]] = [
+    ({"tokenizer__json": "{"}, "not valid JSON"),
+    ({"tokenizer__json": '{"model": {"vocab": {"a": 0, "a": 1}}}'}, "'a' occurs twice"),
+    ({"tokenizer__json": {"model": {}}}, "'model' needs a 'vocab', found None"),
+    ({"tokenizer__json": {"model": {"vocab": [3]}}}, "a list of [piece, score] is needed, found 3"),
+    ({"tokenizer__json": {"model": {"vocab": {}}}}, "there is no token"),
+    ({"tokenizer__json": {"model": {"vocab": {"a": -1}}}}, "the id of 'a' must be between 0 and"),
+    ({"tokenizer__json": {"model": {"vocab": {"a": True}}}}, "found True"),
+    ({"tokenizer__json": {"model": {"vocab": {"a": 1 << 40}}}}, "found 1099511627776"),
+    ({"tokenizer__json": {"model": {"vocab": {"a": 3, "b": 3}}}}, "'a' and 'b' both have the id 3"),
+    ({"tokenizer__json": {**FAST, "added_tokens": [{"content": "a", "id": 9}]}}, "ids 0 and 9"),
+    ({"tokenizer__json": {**FAST, "added_tokens": [{"id": 9}]}}, "needs its 'content'"),
     (
-        "tokenizer.damaged",
-        {"tokenizer__json": {"model": {"vocab": [3]}}},
-        "a list of [piece, score] is needed, found 3",
-    ),
-    ("tokenizer.damaged", {"tokenizer__json": {"model": {"vocab": {}}}}, "there is no token"),
-    ("tokenizer.damaged", {"tokenizer__json": {"model": {"vocab": {"a": -1}}}}, "the id of 'a' must be between 0 and"),
-    ("tokenizer.damaged", {"tokenizer__json": {"model": {"vocab": {"a": True}}}}, "found True"),
-    ("tokenizer.damaged", {"tokenizer__json": {"model": {"vocab": {"a": 1 << 40}}}}, "found 1099511627776"),
-    (
-        "tokenizer.damaged",
-        {"tokenizer__json": {"model": {"vocab": {"a": 3, "b": 3}}}},
-        "'a' and 'b' both have the id 3",
-    ),
-    ("tokenizer.damaged", {"tokenizer__json": {**FAST, "added_tokens": [{"content": "a", "id": 9}]}}, "ids 0 and 9"),
-    ("tokenizer.damaged", {"tokenizer__json": {**FAST, "added_tokens": [{"id": 9}]}}, "needs its 'content'"),
-    (
-        "tokenizer.damaged",
         {"tokenizer__json": {**FAST, "added_tokens": [{"content": "x", "id": 9, "special": 1}]}},
         "'special' of 'x' must be true or false, found 1",
     ),
     (
-        "tokenizer.damaged",
         {"tokenizer__json": FAST, "tokenizer_config__json": {"added_tokens_decoder": {"7": {"content": "x"}}}},
         "tokenizer_config.json gives 'x', which tokenizer.json lacks, the id 7: it would get 2",
     ),
     (
-        "tokenizer.damaged",
         {"vocab__json": {"a": 0}, "tokenizer_config__json": {"added_tokens_decoder": {"-1": {"content": "x"}}}},
         "has the id '-1'",
     ),
-    (
-        "tokenizer.damaged",
-        {"vocab__json": {"a": 0}, "tokenizer_config__json": {"added_tokens_decoder": []}},
-        "an object",
-    ),
-    ("tokenizer.damaged", {"vocab__json": {"a": 0}, "added_tokens__json": {"a": 1}}, "'a' has the ids 0 and 1"),
-    ("tokenizer.damaged", {"vocab__txt": "a\na\n"}, "'a' has the ids 0 and 1"),
-    ("tokenizer.damaged", {"vocab__txt": b"a\n\xff\n"}, "found byte 0xff at 2"),
-    ("tokenizer.damaged", {"tokenizer__model": b""}, "is it a sentencepiece model?"),
-    ("tokenizer.damaged", {"tokenizer__model": pieces("a", "a")}, "'a' occurs twice"),
-    ("tokenizer.damaged", {"tokenizer__model": message(1, b"\x18\x01")}, "has no text"),
-    ("tokenizer.damaged", {"tokenizer__model": pieces("abc")[:4]}, "needs"),
-    ("tokenizer.damaged", {"tokenizer__model": b"\x0a" + varint(1 << 60) + b"x"}, "found 1"),
-    ("tokenizer.damaged", {"tokenizer__model": b"\xff" * 20}, "does not end"),
-    ("tokenizer.damaged", {"tokenizer__model": b"\x0b\x00"}, "wire type 3"),
-    ("tokenizer.damaged", {"tokenizer__model": b"\x02\x00"}, "field 0"),
-    ("tokenizer.damaged", {"tokenizer__model": b"\x08\x00"}, "must be a message"),
-    ("tokenizer.damaged", {"tokenizer__model": message(1, message(1, b"\xff"))}, "not UTF-8"),
+    ({"vocab__json": {"a": 0}, "tokenizer_config__json": {"added_tokens_decoder": []}}, "an object"),
+    ({"vocab__json": {"a": 0}, "added_tokens__json": {"a": 1}}, "'a' has the ids 0 and 1"),
+    ({"vocab__txt": "a\na\n"}, "'a' has the ids 0 and 1"),
+    ({"vocab__txt": b"a\n\xff\n"}, "found byte 0xff at 2"),
+    ({"tokenizer__model": b""}, "is it a sentencepiece model?"),
+    ({"tokenizer__model": pieces("a", "a")}, "'a' occurs twice"),
+    ({"tokenizer__model": message(1, b"\x18\x01")}, "has no text"),
+    ({"tokenizer__model": pieces("abc")[:4]}, "needs"),
+    ({"tokenizer__model": b"\x0a" + varint(1 << 60) + b"x"}, "found 1"),
+    ({"tokenizer__model": b"\xff" * 20}, "does not end"),
+    ({"tokenizer__model": b"\x0b\x00"}, "wire type 3"),
+    ({"tokenizer__model": b"\x02\x00"}, "field 0"),
+    ({"tokenizer__model": b"\x08\x00"}, "must be a message"),
+    ({"tokenizer__model": message(1, message(1, b"\xff"))}, "not UTF-8"),
 ]
 
 
-@pytest.mark.parametrize(("code", "files", "part"), LIES, ids=[f"{code}-{n}" for n, (code, *_) in enumerate(LIES)])
-def test_read_vocabulary__names_every_lie(code: str, files: dict[str, File], part: str, tmp_path: Path) -> None:
-    with refuses(CorruptError, code) as caught:
+@pytest.mark.parametrize(("files", "part"), LIES, ids=range(len(LIES)))
+def test_read_vocabulary__names_every_lie(files: dict[str, File], part: str, tmp_path: Path) -> None:
+    with refuses(CorruptError, "tokenizer.damaged") as caught:
         read_vocabulary(checkpoint(tmp_path, **files), LocalStore())
     assert part in str(caught.value)
     assert str(tmp_path) in str(caught.value)

@@ -95,19 +95,19 @@ def test_azure__signs_with_the_key_of_the_account(server: BucketServer, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "code"),
+    ("kind", "changes"),
     [
-        ("az", {"AZURE_STORAGE_ACCOUNT_NAME": ""}, "storage.settings"),
-        ("gs", {"GOOGLE_SKIP_SIGNATURE": "", "GOOGLE_SERVICE_ACCOUNT_KEY": "{secret-key"}, "storage.settings"),
-        ("az", {"AZURE_SKIP_SIGNATURE": "", "AZURE_STORAGE_ACCOUNT_KEY": "secret-key"}, "storage.settings"),
+        ("az", {"AZURE_STORAGE_ACCOUNT_NAME": ""}),
+        ("gs", {"GOOGLE_SKIP_SIGNATURE": "", "GOOGLE_SERVICE_ACCOUNT_KEY": "{secret-key"}),
+        ("az", {"AZURE_SKIP_SIGNATURE": "", "AZURE_STORAGE_ACCOUNT_KEY": "secret-key"}),
     ],
 )
 def test_settings__that_cannot_be_used_are_refused_without_showing_them(
-    kind: str, changes: dict[str, str], code: str, server: BucketServer, monkeypatch: pytest.MonkeyPatch
+    kind: str, changes: dict[str, str], server: BucketServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in changes.items():
         monkeypatch.setenv(name, value)
-    with refuses(MergePipeError, code) as caught:
+    with refuses(MergePipeError, "storage.settings") as caught:
         remote_store(kind).list(root_of(kind, server) / "m")
     assert "secret-key" not in "".join(traceback.format_exception(caught.value))
 
