@@ -1,16 +1,21 @@
-"""Part `remote`: merges of a bucket behind a link of given speed, against bytes / bandwidth."""
+"""Part `remote`: merges of a bucket, raw and packed, and plain reading behind a link of given speed."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
+from benchmarks.process import measure_checked
 from benchmarks.recipes import DENSITY, recipe_text
 from benchmarks.reproduce.family_recipes import SYNTHETIC_TEXT
 from benchmarks.reproduce.pages import Page, Table
@@ -18,13 +23,20 @@ from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.workplace import Workplace
+from mergepipe.storage.contract import RangeFile, RemoteSettings
+from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.location import Location
+from mergepipe.storage.remote.pinned_store import open_store
 from support.families import FamilyPaths
 from support.fault_server import BucketServer, Link
 
 _K = 6
 _CONNECTIONS = 32
-_LINK, _TOY_LINK = Link(0.03, 100e6), Link(0.002, 20e6)
+_LINK, _TOY_LINK = Link(0.02, 100e6), Link(0.002, 20e6)
+_FAST_LINK = Link(0.02, 1.25e9)
 _MERGES: Mapping[str, tuple[str, ...]] = {"full": (), "budget 10 %": ("--budget", "10%")}
+_PACKED, _READING = "full, packed", "reading alone, 10 Gbit/s"
+_PIECE_BYTES = 32 << 20
 _SENT_BYTES = 64 << 10
 _QUEUE_SECONDS = 0.005
 
@@ -71,13 +83,58 @@ def _mapped(file: Path) -> bytes:
 
 
 def _needs(size: Size) -> Needs:
-    return Needs((_K + 2) * size.model_bytes, 1.5 * (_K + 1) * size.model_bytes / _LINK.bytes_per_second / 60)
+    return Needs((2 * _K + 2) * size.model_bytes, 2.5 * (_K + 1) * size.model_bytes / _LINK.bytes_per_second / 60)
 
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
     family = place.family(size.shape, _K)
+    link, fast_link = (_TOY_LINK, _TOY_LINK) if size.is_toy else (_LINK, _FAST_LINK)
     for name, options in _MERGES.items():
-        results.measure(name, partial(_merge, place, family, _TOY_LINK if size.is_toy else _LINK, options))
+        results.measure(name, partial(_merge, place, family, link, options))
+    results.measure(_PACKED, partial(_merge_packed, place, family, link))
+    results.measure(_READING, partial(_read, place, family, fast_link))
+
+
+def _merge_packed(place: Workplace, family: FamilyPaths, link: Link) -> dict[str, Any]:
+    packs = place.folder / "packs"
+    shutil.rmtree(packs, ignore_errors=True)
+    place.ours("pack", *family.experts, "--base", family.base, "-o", packs)
+    packed = FamilyPaths(family.base, tuple(packs / expert.name for expert in family.experts))
+    return _merge(place, packed, link, ())
+
+
+def _read(place: Workplace, family: FamilyPaths, link: Link) -> dict[str, Any]:
+    """Read all weights through the store of web servers in another process, and throw them away."""
+    with MappedServer(family.models, link) as server:
+        files = [f"{server.url}/{name}" for name in server.files if name.endswith(".safetensors")]
+        code = f"from benchmarks.reproduce.remote import read_everything; read_everything({files!r})"
+        cost = measure_checked([sys.executable, "-c", code], log=place.folder / "log.txt")
+        sent_bytes = server.all_sent_bytes()
+    return {
+        "seconds": cost.wall_seconds, "cpu_seconds": cost.cpu_seconds, "peak_rss_bytes": cost.peak_rss_bytes,
+        "read_bytes": sent_bytes, "sent_bytes": sent_bytes, "link_seconds": sent_bytes / link.bytes_per_second,
+    }  # fmt: skip
+
+
+def read_everything(addresses: Sequence[str]) -> None:
+    """Read files of a web server in large pieces from a few threads, by as many connections as merges have."""
+    store = open_store(Ledger(), RemoteSettings(_CONNECTIONS))
+    files = [store.open(Location.parse(address)) for address in addresses]
+    pieces = SimpleQueue[tuple[RangeFile, int]]()
+    for file in files:
+        for offset in range(0, file.size_bytes, _PIECE_BYTES):
+            pieces.put((file, offset))
+
+    def read_some(_: int) -> None:
+        buffer = memoryview(bytearray(_PIECE_BYTES))
+        with contextlib.suppress(Empty):
+            while True:
+                file, offset = pieces.get_nowait()
+                file.read_into(offset, buffer, Purpose.EXPERT)
+
+    with ThreadPoolExecutor(_CONNECTIONS // 4) as threads:
+        list(threads.map(read_some, range(_CONNECTIONS // 4)))
+    store.close()
 
 
 def _merge(place: Workplace, family: FamilyPaths, link: Link, options: tuple[str, ...]) -> dict[str, Any]:
@@ -118,7 +175,8 @@ def _page(results: Results) -> Page:
     )
     rows = tuple(
         (
-            name, f"{entry['read_bytes'] / 1e6:.0f}", f"{entry['seconds']:.1f}", over[name], str(entry["requests"]),
+            name, f"{entry['read_bytes'] / 1e6:.0f}", f"{entry['seconds']:.1f}", over[name],
+            str(entry.get("requests", "")),
             f"{entry['peak_rss_bytes'] / 1e6:.0f}",
         )
         for name, entry in results.entries.items()
@@ -127,4 +185,10 @@ def _page(results: Results) -> Page:
     return Page("Remote experts", meaning, (about, Table(header, rows)))
 
 
-PART = Part("remote", "merges of a bucket over a link of 100 MB/s: bytes, requests, time", _needs, _measure, _page)
+PART = Part(
+    "remote",
+    "merges of a bucket over a link of 100 MB/s, raw and packed; reading at 10 Gbit/s",
+    _needs,
+    _measure,
+    _page,
+)

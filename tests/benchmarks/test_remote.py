@@ -23,14 +23,16 @@ pytestmark = pytest.mark.slow  # `make test-benchmarks`, which CI runs too
 def test_remote__counts_what_a_merge_reads_beside_what_is_sent(tmp_path: Path) -> None:
     folders = ("--work", str(tmp_path / "work"), "--results", str(tmp_path / "results"))
     assert main(["measure", "remote", "--size", "toy", "--keep", *folders]) == 0
-    full, budget = Results.read(tmp_path / "results/remote.json").entries.values()
-    for entry in (full, budget):
+    full, budget, packed, reading = Results.read(tmp_path / "results/remote.json").entries.values()
+    for entry in (full, budget, packed):
         assert entry["sent_bytes"] == pytest.approx(entry["read_bytes"], abs=20_000)  # listings are not charged
         assert entry["link_seconds"] == entry["sent_bytes"] / 20e6
         assert entry["requests"] > 0
     weights = sum(path.stat().st_size for path in tmp_path.glob("work/family-*/*/*.safetensors"))
     assert weights <= full["read_bytes"] <= family_bytes(TINY, 6)
     assert budget["read_bytes"] < full["read_bytes"] * 2 / 3
+    assert packed["read_bytes"] < full["read_bytes"]
+    assert weights <= reading["sent_bytes"] <= family_bytes(TINY, 6)
 
 
 def test_mapped_server__is_no_faster_than_its_link_and_counts_what_it_sends(tmp_path: Path) -> None:

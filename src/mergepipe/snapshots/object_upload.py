@@ -144,7 +144,7 @@ class ObjectUpload:
                 self._check_unpublished()  # another process may have published between the first look and the claim
         except BaseException as error:
             if self.completes_parts:
-                self._leave(error)
+                self.__exit__(type(error), error, None)
             _active.discard(self._marker.upload)
             raise
         return self
