@@ -79,6 +79,8 @@ class MappedServer(BucketServer):
 def _mapped(file: Path) -> bytes:
     """The content of a file, as far as a server asks for it: a memory map, which slices as bytes do."""
     with file.open("rb") as opened:
+        if not os.fstat(opened.fileno()).st_size:
+            return b""
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)  # type: ignore[return-value]
 
 
