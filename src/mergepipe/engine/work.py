@@ -35,8 +35,6 @@ from mergepipe.storage.ledger import Usage
 
 if TYPE_CHECKING:
     from mergepipe.checkpoints.open_files import PinnedFile
-    from mergepipe.operators.base import Operator
-    from mergepipe.recipes.tasks import MergeTask
 
 # --- answer requests for tensor-wide quantities from a plan or from statistics instead of looking at blocks ---
 

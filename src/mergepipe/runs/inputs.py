@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from mergepipe.planning.plan import Plan
     from mergepipe.recipes.yaml_source import RecipeText
     from mergepipe.runs.work import CatalogLink
-    from mergepipe.storage.contract import Store
 
 
 def open_model(

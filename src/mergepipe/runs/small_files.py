@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from mergepipe.planning.plan import Plan
     from mergepipe.recipes.vocabulary_alignment import Alignment
     from mergepipe.runs.inputs import Inputs
-    from mergepipe.storage.contract import Store
 
 
 MERGEKIT_CONFIG_NAME = "mergekit_config.yml"
