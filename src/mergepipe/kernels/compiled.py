@@ -96,12 +96,10 @@ class Kernel:
             return self._dispatcher
 
     def _make_dispatcher(self) -> Any:
-        from mergepipe.kernels.compiler import numba, register_kernels
-
+        numba = _numba()
         if getattr(numba.config, "DISABLE_JIT", 0):  # Python's integers do not wrap around: results would be others
             message = "it turns the compiler off, and kernels run only compiled"
             raise UnsupportedError.of("platform.unsupported", "NUMBA_DISABLE_JIT", message, "unset it")
-        register_kernels(Kernel)
         dispatcher: Any = numba.njit(**_SETTINGS)(self.function)
         dispatcher._cache = CodeCache(f"{self._source.stem}.{self.__name__}", self.sources, self._wait)
         _announce_compiling(dispatcher, self.before_compiling)
@@ -126,14 +124,28 @@ class Kernel:
         return self._elsewhere is not None
 
 
+@cache
+def _numba() -> Any:
+    """Import numba, if LLVM fits into the address space; no other function imports it."""
+    check_address_space(threads=1)  # loading LLVM would abort the process
+    import numba
+    from numba.core import types
+    from numba.extending import typeof_impl
+
+    @typeof_impl.register(Kernel)
+    def _dispatcher_type(value: Any, _context: Any) -> Any:
+        """Let compiled functions call kernels by their dispatchers."""
+        return types.Dispatcher(value.dispatcher)
+
+    return numba
+
+
 class Template(Kernel):
     """A function that is compiled into each kernel that calls it."""
 
     def _make_dispatcher(self) -> Any:
         """Make numba's dispatcher of the function, which is not cached itself: its callers are."""
-        from mergepipe.kernels.compiler import numba
-
-        return numba.njit(**_SETTINGS, forceinline=True)(self.function)
+        return _numba().njit(**_SETTINGS, forceinline=True)(self.function)
 
 
 def template(function: Callable[P, R]) -> Callable[P, R]:
@@ -269,32 +281,32 @@ class CodeCache:
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         """Return the kernel compiled for a signature; None if its code is not kept."""
-        from mergepipe.kernels.compiler import CompileResult
-
         target.refresh()
         key = self._key(signature, target.codegen())
         content = _read(self._kernel, key)
         if content is None and self._wait():
             content = _read(self._kernel, key)
         try:
-            return None if content is None else CompileResult._rebuild(target, *pickle.loads(content))
+            result = _numba().core.compiler.CompileResult
+            return None if content is None else result._rebuild(target, *pickle.loads(content))
         except ImportError:  # of a kernel whose module cannot be imported by its name
             return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
         """Keep a compiled kernel, where its code has no addresses of this process and a folder takes it."""
-        from mergepipe.kernels.compiler import dumps
-
         if not compiled.library.has_dynamic_globals:
-            _write(self._kernel, self._key(signature, compiled.codegen), dumps(compiled._reduce()))
+            _write(
+                self._kernel, self._key(signature, compiled.codegen), _numba().core.serialize.dumps(compiled._reduce())
+            )
 
     def _key(self, signature: Any, codegen: Any) -> bytes:
         """Return a digest of all that the code depends on; `codegen` knows the processor and its features."""
-        from mergepipe.kernels.compiler import VERSIONS
+        import llvmlite
 
+        versions = (_numba().__version__, llvmlite.__version__, np.__version__)
         names = sorted(name for name in os.environ if name.startswith("NUMBA_") and name not in _WITHOUT_EFFECT)
         settings = [(name, os.environ[name]) for name in names]
-        parts = (self._kernel, self._sources, signature, codegen.magic_tuple(), VERSIONS, sys.version, settings)
+        parts = (self._kernel, self._sources, signature, codegen.magic_tuple(), versions, sys.version, settings)
         return blake3(repr(parts).encode()).digest()
 
 

@@ -47,7 +47,7 @@ def test_kernel__has_one_dispatcher_whichever_threads_ask() -> None:
 
 
 def test_kernel__with_the_compiler_turned_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mergepipe.kernels.compiler import numba
+    import numba
 
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     with pytest.raises(UnsupportedError, match="NUMBA_DISABLE_JIT"):
