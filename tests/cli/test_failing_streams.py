@@ -142,7 +142,9 @@ def test_failure_of__takes_the_exit_code_of_the_class(kind: type[MergePipeError]
     assert failure.lines() == ["error: where: what; do this [a.code]"]
 
 
-def test_failure_of__an_interrupt_while_a_class_was_being_made_is_one() -> None:
+def test_failure_of__an_interrupt_while_a_class_was_being_made_is_one(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Interrupted:
         def __set_name__(self, owner: type, name: str) -> None:
             raise KeyboardInterrupt
@@ -151,6 +153,9 @@ def test_failure_of__an_interrupt_while_a_class_was_being_made_is_one() -> None:
         type("Made", (), {"field": Interrupted()})
     failure = failure_of(caught.value, 143)
     assert (failure.exit_code, failure.lines()) == (143, ["interrupted: nothing was published"])
+    monkeypatch.setattr("mergepipe.cli.printing.report_text", raising(caught.value))
+    assert main(["merge", "recipe.yml", "out", "--home", "home"]) == 130
+    assert f"{place.root / 'out'}: was complete by then, and is published" in capsys.readouterr().err
 
 
 def test_failure_of__never_sends_control_characters_of_names_to_the_terminal() -> None:

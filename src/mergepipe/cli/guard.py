@@ -60,9 +60,14 @@ def _after_commit(error: BaseException, committed: Sequence[Place]) -> BaseExcep
     """The error that says what stands complete, where the command had committed something."""
     if not committed or isinstance(error, PublishedError | InterruptedRunError):
         return error
-    if isinstance(error, KeyboardInterrupt):
+    if _is_interrupt(error):
         return InterruptedRunError.of("run.interrupted", committed[-1], "was complete by then, and is published")
     return published_error(committed[-1], error)
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether an interrupt is the error, or came while Python made a class: until 3.12 it raises another for that."""
+    return isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)
 
 
 def _without_report(refusal: OSError, exit_code: int, *, is_committed: bool) -> int:
@@ -126,7 +131,7 @@ def _forget_output(stream: TextIO) -> None:
 
 INTERNAL_EXIT_CODE = 70
 NOTHING_PUBLISHED = "nothing was published"
-_OF_PYTHON = "Error calling __set_name__"  # until 3.12 an error, caused by what was raised meanwhile
+_OF_PYTHON = "Error calling __set_name__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,7 @@ class Failure:
 
 def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
     """Return the lines and the exit code of `error`; `interrupted_exit_code` is used if it is an interruption."""
-    if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
+    if _is_interrupt(error):
         message = "; ".join((NOTHING_PUBLISHED, *_notes(error)))
         return Failure("interrupted", (Problem("run.interrupted", "", message),), interrupted_exit_code)
     if isinstance(error, InterruptedRunError):
