@@ -20,6 +20,7 @@ from mergepipe.kernels.merge import (
     merge_block,
     merge_nothing,
 )
+from mergepipe.kernels.products import fold
 
 COARSE_SHIFT = 16
 COARSE_BINS = 1 << 15
@@ -233,7 +234,6 @@ def chunk_sums(counts_B: NDArray[np.int32], sums_C: Counts) -> None:
 
 LANES = 16
 CELL_ELEMENTS = GRAIN_ELEMENTS
-_TILE = TILE_ELEMENTS
 _QUARTER = _TILE // 4
 
 
@@ -249,12 +249,7 @@ def _fold_product(x: Floats, y: Floats, products: Doubles) -> float:
         third = np.float64(x[i + 2 * _QUARTER]) * np.float64(y[i + 2 * _QUARTER])
         fourth = np.float64(x[i + 3 * _QUARTER]) * np.float64(y[i + 3 * _QUARTER])
         products[i] = (first + third) + (second + fourth)
-    width = _QUARTER
-    while width > 1:
-        width //= 2
-        for i in range(width):
-            products[i] += products[i + width]
-    return float(products[0])
+    return fold(products, _QUARTER)
 
 
 @kernel

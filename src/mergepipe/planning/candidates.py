@@ -364,7 +364,7 @@ def coefficients(columns: Columns, rules: Sequence[Rule]) -> NDArray[np.float64]
 def _passing_energy(
     e: int, statistics: Mapping[int, TensorStatistics], rules: Sequence[Rule], block_elements: int
 ) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.bool_]]]:
-    """Yield the tensors of an expert with the energy of each planned block that passes the cut, and whether it is 0.
+    """Yield each tensor of an expert with the energy of planned blocks that passes the cut, and which equal the base's.
 
     Both are worked out by the blocks of the statistics, and shared out by elements where the plan's are others.
     """

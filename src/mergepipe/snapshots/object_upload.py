@@ -143,9 +143,7 @@ class ObjectUpload:
             else:
                 self._check_unpublished()  # another process may have published between the first look and the claim
         except BaseException as error:
-            if self.completes_parts:
-                self.__exit__(type(error), error, None)
-            _active.discard(self._marker.upload)
+            self.__exit__(None, error if self.completes_parts else None, None)
             raise
         return self
 

@@ -9,6 +9,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, Protocol
@@ -122,7 +123,7 @@ class TensorSpec:
         return element_count(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardLayout:
     """One output file: its name, its tensors in file order, and its header (length prefix included).
 
@@ -135,7 +136,7 @@ class ShardLayout:
     tensors: tuple[TensorSpec, ...]
     header: bytes
 
-    @property
+    @cached_property
     def file_bytes(self) -> int:
         return len(self.header) + sum(t.nbytes for t in self.tensors)
 
@@ -288,7 +289,6 @@ class ShardWriter:
         self._shards = iter(shards)
         self._progress = progress
         self._shard: ShardLayout | None = None
-        self._file_bytes = 0  # of the shard: a sum over its tensors
         self.progress: ShardProgress | None = None  # replaced as a whole: read from any thread
         self._specs: deque[TensorSpec] = deque()
         self._file: OutputFile | None = None
@@ -308,7 +308,7 @@ class ShardWriter:
         self._hasher.begin(self._specs[0])
         self._file.append(content)
         self._position += len(content)
-        self.progress = ShardProgress(self._shard.name, self._position, self._file_bytes)
+        self.progress = ShardProgress(self._shard.name, self._position, self._shard.file_bytes)
         self._hasher.update(content)
         if self._hasher.complete:
             self._end_tensor()
@@ -353,8 +353,7 @@ class ShardWriter:
         path = self._directory / shard.name
         if "/" in shard.name and not self._position:
             make_folders(path.parent)
-        self._file_bytes = shard.file_bytes
-        self._file = OutputFile(path, self._file_bytes, self._ledger, self._position)
+        self._file = OutputFile(path, shard.file_bytes, self._ledger, self._position)
         if not self._position:
             self._file.append(shard.header)
             self._position = len(shard.header)
