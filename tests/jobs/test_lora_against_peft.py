@@ -142,6 +142,8 @@ CASES = {
     "experts-rank": Case("qwen3-moe", {"target_parameters": EXPERTS, "rank_pattern": {"experts.down_proj": 3}}),
     "experts-alone": Case("mixtral", {"target_parameters": EXPERTS[1:]}, ("q_proj",)),
     "mixtral": Case("mixtral", {"target_parameters": EXPERTS}, ("q_proj",)),
+    "experts-by-last-name": Case("qwen3-moe", {}, ("q_proj", "gate_proj", "up_proj", "down_proj")),
+    "mixtral-by-last-name": Case("mixtral", {}, ("q_proj", "gate", "w1", "w2", "w3")),
     "deepseek": Case(
         "deepseek-v3", {"target_parameters": EXPERTS}, ("q_a_proj", "kv_b_proj", "shared_experts.down_proj")
     ),
@@ -267,7 +269,10 @@ def test_lora_apply__weighs_adapters_as_float64_does(tmp_path: Path) -> None:
         np.testing.assert_allclose(made[key], total, rtol=1e-5, atol=1e-6)
 
 
-MERGED = ("plain", "loha", "rank-pattern", "rslora", "lora-bias", "embedding", "gpt2", "experts", "mixtral")
+MERGED = (
+    "plain", "loha", "rank-pattern", "rslora", "lora-bias", "embedding", "gpt2", "experts", "mixtral", "experts-rank",
+    "experts-by-last-name", "mixtral-by-last-name",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MERGED)

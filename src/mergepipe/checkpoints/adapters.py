@@ -283,13 +283,13 @@ class _Opener:
             name = f"{module}.weight"
             parameters = self._config.parameters_of(module)
             if parameters and name.replace(BASE_LAYER, "") not in self._base.tensors:
-                name = self._parameter(parameters, parts)
+                name = self._parameter(parameters, parts) or self._config.nested_parameters(module)[0]
             is_elsewhere = name not in self._base.tensors and self._experts.has(name)
             (experts if is_elsewhere else plain)[name] = module
         return plain, experts
 
     def _parameter(self, names: Sequence[str], parts: AdaptedModule) -> str:
-        """Return which of the parameters of a module the factors of bare parameters change."""
+        """Return which of the parameters of a module its factors change; an empty name where no base tells."""
         stem = names[0].rpartition(".")[0]
         shapes = {
             name: shape
@@ -309,7 +309,7 @@ class _Opener:
             needed = " or ".join(f"{list(shape)} ({name})" for name, shape in shapes.items())
             message = f"the factors of {shown(stem)} make {made} for each expert, the base has {needed}"
             raise _mismatch(self._path, message)
-        return fitting[0] if fitting else names[0]
+        return fitting[0] if fitting else ""
 
     @staticmethod
     def _fits(shape: tuple[int, ...], parts: AdaptedModule, rank: int) -> bool:
@@ -503,10 +503,10 @@ class _BaseExperts:
         for name, tensor in base.tensors.items():
             pieces = pieces_of(name, tensor.shape)
             for chunk, piece in enumerate(pieces):
+                n_rows = tensor.shape[-2] * (tensor.shape[0] if len(tensor.shape) == 3 else 1) // len(pieces)
+                shape = (n_rows, tensor.shape[-1])
+                self._places[piece] = _Place(name, chunk, len(pieces), shape, piece.expert)
                 if piece.role != "router":
-                    n_rows = tensor.shape[-2] * (tensor.shape[0] if len(tensor.shape) == 3 else 1) // len(pieces)
-                    shape = (n_rows, tensor.shape[-1])
-                    self._places[piece] = _Place(name, chunk, len(pieces), shape, piece.expert)
                     self._of_layer[piece.layer].add(piece.expert)
 
     def has(self, name: str) -> bool:

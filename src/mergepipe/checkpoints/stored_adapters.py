@@ -37,6 +37,8 @@ from mergepipe.storage.location import Location
 T = TypeVar("T")
 
 BASE_LAYER = ".base_layer"
+INNER, OUTER = "gate_up_proj", "down_proj"
+"""Parameters of stacked experts, in the order in which models have them, and PEFT wraps them."""
 MERGE_HINT = "merge it into its base with peft first, and use the result as an expert"
 _MAX_PATTERN = 256
 _MAX_NAME = 512
@@ -102,10 +104,19 @@ class AdapterConfig:
         return stated[module] if self.kind == KOHYA else _pattern_value(stated, module, default)
 
     def parameters_of(self, module: str) -> list[str]:
-        """List the bare parameters that factors under the name of a module may be of, as the base names them."""
+        """List the bare parameters that factors under the name of a module may be of, as the base names them.
+
+        A last name alone, as PEFT writes where `gate_proj` is asked for, is that of stacked experts.
+        """
         stem = module.replace(BASE_LAYER, "")
-        ends = [text.rpartition(".") for text in self.parameters]
-        return list(dict.fromkeys(f"{stem}.{leaf}" for end, _, leaf in ends if f".{stem}".endswith(f".{end}")))
+        texts = [text for text in self.parameters if "." in text or stem.endswith(".experts")]
+        names = [(text, f"{stem}.{text.rpartition('.')[2]}") for text in texts]
+        return list(dict.fromkeys(name for text, name in names if f".{name}".endswith(f".{text}")))
+
+    def nested_parameters(self, module: str) -> list[str]:
+        """List those of `parameters_of` that its name leaves: PEFT nests `gate_up_proj` of experts in `down_proj`."""
+        names, is_inner = self.parameters_of(module), module.endswith(BASE_LAYER)
+        return [name for name in names if name.endswith(f".{INNER}") == is_inner] or names
 
     def scale_of(self, module: str) -> float:
         """Return the factor of one module's product: alpha / r, or alpha / sqrt(r) for rsLoRA; 1 without alpha."""

@@ -18,13 +18,14 @@ from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_con
 from mergepipe.checkpoints.embedding_rows import embedding_ending
 from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_elements
 from mergepipe.checkpoints.stacked_experts import fused_name, inputs_first
+from mergepipe.checkpoints.stored_adapters import INNER, OUTER, PREFIX
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import F32, DTypeKind, Span
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.operators.spectral import norm_of, orthonormal
 from mergepipe.options import ExtractLoraOptions
 from mergepipe.reports import ByteProgress, ExtractedTensor, ExtractLoraReport, NotExtracted, ProgressCallback
-from mergepipe.runs.adapters import PREFIX, WEIGHTS_NAME, AdapterWriter, LargestShape, adapter_config, factor_names
+from mergepipe.runs.adapters import WEIGHTS_NAME, AdapterWriter, LargestShape, adapter_config, factor_names
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.model_card import hub_id_of, parse_base_model_ids
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
@@ -35,8 +36,6 @@ from mergepipe.storage.output import write_durably
 from mergepipe.storage.stores import Stores
 
 _WEIGHT, _BIAS = ".weight", ".bias"
-_INNER, _OUTER = "gate_up_proj", "down_proj"
-"""Parameters of stacked experts, in the order in which models have them, and PEFT wraps them."""
 _CHUNK_ELEMENTS = 1 << 24
 _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 _CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
@@ -168,7 +167,7 @@ class _Extraction:
             self._in_model(name) for name, tensor in self.base.tensors.items() if _is_stack(tensor)
         }:
             experts, _, leaf = stack.rpartition(".")
-            if leaf == _INNER and f"{experts}.{_OUTER}" not in adapted:  # PEFT nests what it adapts of one module
+            if leaf == INNER and f"{experts}.{OUTER}" not in adapted:  # PEFT nests what it adapts of one module
                 for nested, plain in zip(self._factor_names(stack), factor_names(experts), strict=True):
                     writer.relabel(nested, plain)
         for name in self.biases:  # PEFT names those of adapted modules otherwise, and weights may come behind them
@@ -249,7 +248,7 @@ class _Extraction:
         experts, _, leaf = self._in_model(name).rpartition(".")
         if leaf == _WEIGHT[1:]:
             return factor_names(experts)
-        return factor_names(f"{experts}.base_layer" if leaf == _INNER else experts)
+        return factor_names(f"{experts}.base_layer" if leaf == INNER else experts)
 
     def _take_whole(self, writer: AdapterWriter, name: str, tensor: Readable, changed: Readable) -> None:
         """Save a tensor that is no product of factors in full, or list it with what it leaves."""

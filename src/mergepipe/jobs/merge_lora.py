@@ -21,7 +21,7 @@ from mergepipe.checkpoints.adapted_tensors import read_finite
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_config
 from mergepipe.checkpoints.open_files import open_files
-from mergepipe.checkpoints.stored_adapters import KOHYA, AdaptedModule, StoredAdapter, read_adapter
+from mergepipe.checkpoints.stored_adapters import KOHYA, PREFIX, AdaptedModule, StoredAdapter, read_adapter
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.jobs.load import load_file
@@ -39,7 +39,6 @@ from mergepipe.options import (
 from mergepipe.recipes.yaml_source import read_yaml, recipe_text
 from mergepipe.reports import MergedModule, MergeLoraReport, MergeReport, ProgressCallback
 from mergepipe.runs.adapters import (
-    PREFIX,
     WEIGHTS_NAME,
     AdapterWriter,
     LargestShape,
@@ -257,7 +256,7 @@ class _AdapterMerge:
     def _expert_count(self, index: int, module: str, parts: AdaptedModule) -> int:
         """Count the experts that the factors of a module are stacked of: 1 for all but bare parameters."""
         config = self.adapters[index].config
-        ranks = {config.rank_of(name) for name in config.parameters_of(module) or [module]}
+        ranks = {config.rank_of(name) for name in config.nested_parameters(module) or [module]}
         if len(ranks) > 1 or parts.down.shape[0] % min(ranks):
             message = f"{shown(module)} has a rank of {parts.down.shape[0]}, which the configuration does not explain"
             raise UnsupportedError.of("adapter.unsupported", self.names[index], message)
@@ -376,7 +375,7 @@ class _AdapterMerge:
     def _parameter_names(self, module: str) -> list[str]:
         """List the bare parameters that factors under the name of a module may be of."""
         owners = self._modules[module]
-        return sorted({name for owner in owners for name in self.adapters[owner].config.parameters_of(module)})
+        return sorted({name for owner in owners for name in self.adapters[owner].config.nested_parameters(module)})
 
     # --- what is merged ---
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.stored_adapters import read_adapter
+from mergepipe.checkpoints.stored_adapters import PREFIX, read_adapter
 from mergepipe.core.blocks import F32
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError
 from mergepipe.recipes.references import resolve_model_name
@@ -24,7 +24,6 @@ from mergepipe.storage.ranges import os_errors
 from mergepipe.storage.stores import Stores
 
 WEIGHTS_NAME = "adapter_model.safetensors"
-PREFIX = "base_model.model."
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 
