@@ -47,10 +47,8 @@ def decoder_shapes(
     for index in range(n_layers):
         prefix = f"model.layers.{index}"
         for module, shape in (
-            ("self_attn.q_proj", (width + 1, width)), ("self_attn.k_proj", (3, width)),
-            ("self_attn.v_proj", (3, width)), ("self_attn.o_proj", (width, width + 1)),
-            ("mlp.gate_proj", (7, width)), ("mlp.up_proj", (7, width)), ("mlp.down_proj", (width, 7)),
-            ("input_layernorm", (width,)), ("post_attention_layernorm", (width,)),
+            ("self_attn.k_proj", (3, width)), ("mlp.up_proj", (7, width)), ("mlp.down_proj", (width, 7)),
+            ("input_layernorm", (width,)),
         ):  # fmt: skip
             shapes[f"{prefix}.{module}.weight"] = shape
     shapes["model.norm.weight"] = (width,)

@@ -92,7 +92,7 @@ def test_compose__gives_every_value_its_source_and_leaves_the_sources_alone(pair
     assert {links for _, _, links in before.values()} == {1}
     old = [name for name in pair.old.shapes if from_old(name)]
     assert wrong_values(pair.out, pair, old) == []
-    assert len(old) == 20
+    assert len(old) == 10
     assert report.manifest is not None
     assert (report.manifest.self_check.elements > 0, hidden(pair.folder)) == (True, [])
 
