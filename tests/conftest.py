@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that import transformers come first: then one worker gets them all, and the others never import it."""
+    """Tests that import torch come first: then one worker gets them all, and the others never import it."""
     items.sort(key=lambda item: item.get_closest_marker("transformers") is None)
     if not all(find_spec(name) for name in ("torch", "transformers")):
         for item in items:

@@ -21,6 +21,7 @@ from mergepipe.jobs.evaluate import (
 )
 from mergepipe.storage.location import Location
 from support.families import TINY, write_family
+from support.late_modules import torch, transformers
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 RECIPE = """
@@ -47,9 +48,8 @@ def measured(family: Path, *experts: str) -> dict[str, float]:
     return totals
 
 
+@pytest.mark.transformers
 def test_text__sums_gradient_times_delta_of_each_tensor(family: Path) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     models: dict[str, Any] = {
         name: transformers.AutoModelForCausalLM.from_pretrained(family / name, dtype=torch.float32)
         for name in ("base", "expert-1", "expert-2")
@@ -64,9 +64,8 @@ def test_text__sums_gradient_times_delta_of_each_tensor(family: Path) -> None:
     assert set(totals) >= {name for name, _ in models["base"].named_parameters()}
 
 
+@pytest.mark.transformers
 def test_text_loss__is_the_mean_over_predicted_tokens(family: Path) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(family / "base", dtype=torch.float32)
     tokens = transformers.AutoTokenizer.from_pretrained(family / "base")(TEXT * 9, return_tensors="pt").input_ids
     windows = [tokens[:, start : start + 512] for start in range(0, tokens.shape[1], 512)]
@@ -83,8 +82,8 @@ def test_text_loss__is_the_mean_over_predicted_tokens(family: Path) -> None:
     assert evaluation.loss_of(family / "base") == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.transformers
 def test_text__analyze_writes_a_file_that_is_an_importance(family: Path) -> None:
-    pytest.importorskip("transformers")
     experts, out = [family / "expert-1", family / "expert-2"], family / "importance.json"
     mergepipe.analyze(family / "base", experts, text=family / "text.txt", importance_out=out)
     (family / "recipe.yml").write_text(RECIPE)
@@ -93,6 +92,7 @@ def test_text__analyze_writes_a_file_that_is_an_importance(family: Path) -> None
     assert plan.importance.path == str(out)
 
 
+@pytest.mark.transformers
 def test_text__without_transformers_says_what_to_install(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
@@ -102,16 +102,16 @@ def test_text__without_transformers_says_what_to_install(family: Path, monkeypat
     assert not (family / "importance.json").exists()
 
 
+@pytest.mark.transformers
 def test_text__a_base_that_transformers_cannot_load_is_refused(family: Path) -> None:
-    pytest.importorskip("transformers")
     (family / "base" / "config.json").write_text('{"model_type": "nothing"}')
     with pytest.raises(UnsupportedError, match="transformers cannot load it") as caught:
         measured(family, "expert-1")
     assert caught.value.code == "importance.text"
 
 
+@pytest.mark.transformers
 def test_text__a_text_without_tokens_is_refused(family: Path) -> None:
-    pytest.importorskip("transformers")
     (family / "text.txt").write_text("a")
     with pytest.raises(UnsupportedError, match="fewer than two tokens"):
         measured(family, "expert-1")

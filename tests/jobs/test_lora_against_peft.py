@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import mergepipe
 from mergepipe.errors import MismatchError, UnsupportedError
+from support.late_modules import LateModule, torch, transformers
 from support.model_folders import write_adapter
 
 pytestmark = [
@@ -26,17 +26,7 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class UsedModule:
-    """A module that is imported by its first use: of many workers only the one that runs these tests imports it."""
-
-    name: str
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(import_module(self.name), attribute)
-
-
-torch, transformers, peft = (UsedModule(name) for name in ("torch", "transformers", "peft"))
+peft: Any = LateModule("peft")
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 COMMON = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 

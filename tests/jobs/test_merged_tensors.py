@@ -17,6 +17,7 @@ from safetensors import safe_open
 import mergepipe
 from mergepipe.errors import ConflictError, MismatchError, RecipeError
 from support.families import TINY, write_family
+from support.late_modules import torch
 from support.refusals import refuses
 from support.small_merges import RECIPES, Bench, make_bench
 
@@ -99,8 +100,8 @@ def test_merged_tensors__an_input_that_changes_meanwhile_is_refused(tmp_path: Pa
         list(tensors)
 
 
+@pytest.mark.transformers
 def test_merge_into__writes_what_one_weight_changes(bench: Bench) -> None:
-    torch = pytest.importorskip("torch")
     first = {**json.loads(RECIPES["linear"].text()), "parameters": {"normalize": False}}
     for model in first["models"]:
         model["model"] = str(bench.folder / model["model"])
@@ -132,9 +133,9 @@ def test_merged_tensors__of_a_rule_that_needs_whole_tensors_fit_into_little_memo
     assert all(np.array_equal(tensor, little[name]) for name, tensor in whole.items())
 
 
+@pytest.mark.transformers
 def test_merged_tensors__fill_a_model_by_load_weights_as_serving_engines_call_it(tmp_path: Path) -> None:
     """vLLM and SGLang pass one iterator of names and torch tensors, once; models put matrices of one input together."""
-    torch: Any = pytest.importorskip("torch")
     write_family(tmp_path, TINY, 2)
     models = [{"model": str(tmp_path / f"expert-{n}"), "parameters": {"weight": 0.5}} for n in (1, 2)]
     recipe = {"merge_method": "linear", "models": models, "dtype": "bfloat16"}

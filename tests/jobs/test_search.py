@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 import mergepipe
 from mergepipe.errors import LimitError, OutputError, RecipeError
 from support.families import TINY, write_family
+from support.late_modules import transformers
 
 pytest.importorskip("optuna")
 
@@ -173,10 +174,10 @@ def test_search__gives_up_the_worse_half_after_a_rung(family: Path) -> None:
     assert report.best_trial.state == "complete"
 
 
+@pytest.mark.transformers
 def test_search__with_loaded_models_writes_no_trial_and_finds_what_folders_find(
     family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transformers = pytest.importorskip("transformers")
     name = "model.norm.weight"
     mergepipe.merge(write_recipe(family, 0.3), family / "target", catalog=False)
     target = load_file(family / "target" / "model.safetensors")[name]

@@ -10,10 +10,10 @@ from safetensors.numpy import load_file
 
 import mergepipe
 from mergepipe.errors import MismatchError
+from support.late_modules import torch, transformers
 from support.model_folders import write_model
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.transformers
 TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 96, "tie_word_embeddings": False,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, F32, F64, DType
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_all, decode_tile, encode_all, encode_tile
 from mergepipe.kernels.numerics import exp_tile, log_tile
+from support.late_modules import torch
 from support.rounding import NUMPY_DTYPES, canonical_bits, decode, encode
 
 SMALL_FLOATS = (F16, BF16, F8_E4M3, F8_E5M2)
@@ -115,9 +116,9 @@ def test_encode_all__takes_more_than_a_tile(dtype: DType, n: int) -> None:
     np.testing.assert_array_equal(again, decode(raw.tobytes(), dtype))
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("dtype", TORCH_NAMES, ids=lambda dtype: dtype.name)
 def test_encode_tile__stores_8_bits_as_torch_does(dtype: DType) -> None:
-    torch = pytest.importorskip("torch")
     values = hard_values()
     theirs = torch.from_numpy(values).to(getattr(torch, TORCH_NAMES[dtype])).view(torch.uint8).numpy()
     assert_same(encoded_by_kernel(values, dtype), theirs.view(NUMPY_DTYPES[dtype.name]))

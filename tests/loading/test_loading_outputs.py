@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mergepipe
+from support.late_modules import torch, transformers
 from support.oracle import order_of_ranks
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
@@ -29,21 +29,6 @@ HEADERS = {
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-
-class Late:
-    """A module that is imported when something of it is asked for: collecting these tests must not take seconds."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # pytest asks for such of everything that it collects
-            raise AttributeError(name)
-        return getattr(import_module(self._name), name)
-
-
-torch: Any = Late("torch")
-transformers: Any = Late("transformers")
 
 State = dict[str, Any]
 

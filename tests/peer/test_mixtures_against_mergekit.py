@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
 from test_forms_against_mergekit import run_peer
 
 import mergepipe
@@ -57,6 +56,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tensors(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 

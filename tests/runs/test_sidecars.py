@@ -18,6 +18,7 @@ from mergepipe.recipes.output_tensors import with_dtype, with_layers
 from mergepipe.recipes.tasks import LayerCount
 from mergepipe.runs.small_files import NAMED, with_chat_template, with_token_ids, with_vocab_size
 from support.families import TINY_LLAMA, write_family
+from support.late_modules import transformers
 
 LINEAR = (
     "merge_method: linear\nmodels:\n- {model: one, parameters: {weight: 1}}\n- {model: two, parameters: {weight: 1}}\n"
@@ -111,7 +112,6 @@ def test_merge__transformers_loads_what_was_aligned(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    transformers: Any = pytest.importorskip("transformers")
     write_models(tmp_path)
     out = merged(tmp_path, LINEAR + f"tokenizer_source: {source}\nchat_template: chatml\n")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)

@@ -5,41 +5,43 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from mergepipe import tailor
+from support.late_modules import LateModule, torch
 
-torch = pytest.importorskip("torch")
-dcp = pytest.importorskip("torch.distributed.checkpoint")
-
-
-def ones(*shape: int) -> Any:
-    return torch.ones(*shape)
+pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
+dcp: Any = LateModule("torch.distributed.checkpoint")
+W = np.ones((2, 2), np.float32)
 
 
 def adam(*names: str) -> dict[str, Any]:
-    return {name: {"step": torch.tensor(3.0), "exp_avg": ones(2, 2), "exp_avg_sq": ones(2, 2)} for name in names}
+    return {name: {"step": 3.0, "exp_avg": W, "exp_avg_sq": W} for name in names}
 
 
-@pytest.mark.filterwarnings("ignore")
+def tensors(content: Any) -> Any:
+    """The same nested mappings with torch tensors in place of arrays."""
+    if isinstance(content, dict):
+        return {key: tensors(value) for key, value in content.items()}
+    return torch.tensor(content)
+
+
 @pytest.mark.parametrize(
     ("content", "names"),
     [
-        ({"model": {"enc": {"w": ones(4, 4)}, "dec": {"w": ones(8, 8)}}}, {"enc.w", "dec.w"}),
-        ({"model": {"w": ones(2, 2)}, "ema": {"w": ones(2, 2), "n": ones(1)}}, {"w"}),
+        ({"model": {"enc": {"w": W}, "dec": {"w": np.ones((8, 8), np.float32)}}}, {"enc.w", "dec.w"}),
+        ({"model": {"w": W}, "ema": {"w": W, "n": W[0]}}, {"w"}),
         (
-            {
-                "model": {"enc": {"w": ones(2, 2)}, "frozen": {"w": torch.zeros(2, 2)}},
-                "optim": {"state": adam("enc.w")},
-            },
+            {"model": {"enc": {"w": W}, "frozen": {"w": 0 * W}}, "optim": {"state": adam("enc.w")}},
             {"enc.w", "frozen.w"},
         ),
-        ({"w": ones(2, 2), "optim": {"state": adam("w")}, "train_state": {"step": torch.tensor(3)}}, {"w"}),
+        ({"w": W, "optim": {"state": adam("w")}, "train_state": {"step": 3}}, {"w"}),
     ],
 )
 def test_export__has_the_weights_of_nested_mappings(tmp_path: Path, content: dict[str, Any], names: set[str]) -> None:
-    dcp.save(content, checkpoint_id=str(tmp_path / "step-3"), no_dist=True)
+    dcp.save(tensors(content), checkpoint_id=str(tmp_path / "step-3"), no_dist=True)
     config = tmp_path / "config"
     config.mkdir()
     (config / "config.json").write_text("{}")
@@ -47,10 +49,9 @@ def test_export__has_the_weights_of_nested_mappings(tmp_path: Path, content: dic
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == names
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_export__of_an_asynchronous_save_is_that_of_a_synchronous_one(tmp_path: Path) -> None:
-    content = {"model": {"w": torch.arange(12.0).reshape(4, 3)}, "optim": {"state": adam("w")}}
-    content["optim"]["state"]["w"] |= {"exp_avg": ones(4, 3), "exp_avg_sq": ones(4, 3)}
+    w = np.arange(12, dtype=np.float32).reshape(4, 3)
+    content = tensors({"model": {"w": w}, "optim": {"state": {"w": {"step": 3.0, "exp_avg": w, "exp_avg_sq": w}}}})
     dcp.save(content, checkpoint_id=str(tmp_path / "sync-3"), no_dist=True)
     dcp.async_save(content, checkpoint_id=str(tmp_path / "async-3"), no_dist=True).result()
     config = tmp_path / "config"

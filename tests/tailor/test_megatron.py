@@ -22,13 +22,10 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.tailor import Averager
 from mergepipe.tailor.checkpoint import WEIGHT, StateReader
 from mergepipe.tailor.composition_plan import unpacked
+from support.late_modules import LateModule, torch
 
-torch = pytest.importorskip("torch")
-dcp: Any = pytest.importorskip("torch.distributed.checkpoint")
-default_planner: Any = pytest.importorskip("torch.distributed.checkpoint.default_planner")
-planner: Any = pytest.importorskip("torch.distributed.checkpoint.planner")
-metadata: Any = pytest.importorskip("torch.distributed.checkpoint.metadata")
-pytestmark = pytest.mark.filterwarnings("ignore")
+dcp: Any = LateModule("torch.distributed.checkpoint")
+pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
 
 State = dict[str, np.ndarray]
 Parts = Mapping[str, Sequence[Sequence[int]]]
@@ -44,6 +41,7 @@ class Grid:
         self.chunks = {tuple(a for a, _ in place): tuple(slice(a, b) for a, b in place) for place in places}
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        metadata, planner = dcp.metadata, dcp.planner
         properties = metadata.TensorProperties(dtype=self.tensor.dtype)
         items = []
         for number, (offsets, place) in enumerate(self.chunks.items()):
@@ -58,14 +56,6 @@ class Grid:
         return self.tensor[self.chunks[tuple(offsets)]].clone()
 
 
-class GridPlanner(default_planner.DefaultSavePlanner):  # type: ignore[misc]
-    """Gives torch's writer the chunks of grids, as it gets those of DTensors."""
-
-    def lookup_object(self, index: Any) -> Any:
-        value = self.state_dict[index.fqn]
-        return value.chunk(index.offset) if isinstance(value, Grid) else super().lookup_object(index)
-
-
 def even(shape: Sequence[int], *parts: int) -> list[list[int]]:
     """Edges of that many chunks a dimension, one where nothing is said."""
     counts = [*parts, *[1] * (len(shape) - len(parts))]
@@ -73,6 +63,13 @@ def even(shape: Sequence[int], *parts: int) -> list[list[int]]:
 
 
 def save(folder: Path, arrays: State, ends: Parts) -> None:
+    class GridPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
+        """Gives torch's writer the chunks of grids, as it gets those of DTensors."""
+
+        def lookup_object(self, index: Any) -> Any:
+            value = self.state_dict[index.fqn]
+            return value.chunk(index.offset) if isinstance(value, Grid) else super().lookup_object(index)
+
     keyed = {n: Grid(a, ends[n]) if n in ends else torch.from_numpy(a.copy()) for n, a in arrays.items()}
     dcp.save(keyed, checkpoint_id=str(folder), no_dist=True, planner=GridPlanner())
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from mergepipe.errors import ConflictError, MergePipeError, RecipeError, StorageError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.tailor import saving
 from mergepipe.tailor.formats.partial import ShardFile
 from mergepipe.tailor.inspection import composition_from_log_file
 from mergepipe.tailor.saving import partial_run
-from mergepipe.tailor.saving.callback import save_partial
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
 from mergepipe.tailor.saving.partial_run import BackgroundWriter, PartialJob, PartialRun, open_partial
 from mergepipe.tailor.saving.unit_choice import (
@@ -219,10 +219,11 @@ def test_save__refuses_a_journal_with_a_bad_line(tmp_path: Path) -> None:
         save(tmp_path, 2, Ranks())
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("key", ["model", "optim"])
 def test_save_partial__refuses_the_keys_of_the_model_and_the_optimizer(tmp_path: Path, key: str) -> None:
     with pytest.raises(RecipeError, match=key) as caught:
-        save_partial(tmp_path, None, None, step=1, strategy=Schedule("parity"), state={"step": 1, key: 2})
+        saving.save_partial(tmp_path, None, None, step=1, strategy=Schedule("parity"), state={"step": 1, key: 2})
     assert caught.value.code == "option.conflict"
 
 

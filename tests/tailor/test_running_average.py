@@ -16,6 +16,7 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import MergePipeError
 from mergepipe.tailor import Averager
+from support.late_modules import transformers
 from support.training_trees import decoder_shapes, known_states, write_hf
 
 STEPS = (3, 5, 9, 12)
@@ -143,9 +144,8 @@ def test_averager__refuses_options_before_training(tmp_path: Path, options: dict
         Averager(tmp_path / "out", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.transformers
 def test_averager__averages_the_checkpoints_of_the_trainer(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    transformers: Any = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
     )

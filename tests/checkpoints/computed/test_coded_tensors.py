@@ -17,6 +17,7 @@ from small_models import write_recipe as recipe
 import mergepipe
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.options import MergeOptions
+from support.late_modules import LateModule, torch
 from support.model_folders import write_adapter, write_model
 
 Tensors = dict[str, NDArray[Any]]
@@ -242,9 +243,9 @@ def gpt_oss(seed: int, experts: int = 3, outputs: int = 48, groups: int = 4) -> 
     return {"e.gate_up_proj_blocks": blocks, "e.gate_up_proj_scales": scales}
 
 
+@pytest.mark.transformers
 def test_merge__of_gpt_oss_has_the_bits_of_transformers(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    mxfp4_of = pytest.importorskip("transformers.integrations.mxfp4")
+    mxfp4_of = LateModule("transformers.integrations.mxfp4")
     tensors = gpt_oss(0)
     path = recipe(tmp_path, "passthrough", model(tmp_path / "m", tensors, "mxfp4"))
     mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)

@@ -17,6 +17,7 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.options import MergeOptions
+from support.late_modules import torch, transformers
 from support.model_folders import write_adapter, write_model
 from support.rounding import NUMPY_DTYPES
 
@@ -291,8 +292,8 @@ def test_like_base__refuses_what_it_cannot_store(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.transformers
 def test_like_base__is_loaded_by_transformers(tmp_path: Path) -> None:
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=32, dtype="bfloat16")
     shapes = {name: value.shape for name, value in transformers.LlamaForCausalLM(config).state_dict().items()}

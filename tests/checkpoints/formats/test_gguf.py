@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import mergepipe
 from mergepipe.errors import MergePipeError, UnsupportedError
+from support.late_modules import torch, transformers
 
 gguf = pytest.importorskip("gguf")
 
@@ -278,8 +279,6 @@ def test_gguf_out__is_what_gguf_makes_of_the_merge(tmp_path: Path, family: str, 
 @pytest.mark.transformers
 @pytest.mark.parametrize("family", CONFIGS)
 def test_gguf_out__transformers_reads_the_same_model_and_tokenizer(tmp_path: Path, family: str) -> None:
-    torch: Any = pytest.importorskip("torch")
-    transformers: Any = pytest.importorskip("transformers")
     write_model(tmp_path / "model", family)
     recipe = {"merge_method": "passthrough", "dtype": "float32", "models": [{"model": str(tmp_path / "model")}]}
     merged(tmp_path, recipe, "m-F32.gguf")

@@ -6,7 +6,6 @@ import json
 import pickle
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.torch_file import TorchArchive, Window, read_torch_weights, read_torch_zip
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
+from support.late_modules import torch
 from support.stores import MetadataStore
 from support.torch_bytes import Call, Member, Named, View, torch_bytes, torch_members, zip_bytes
 
@@ -207,7 +207,6 @@ def test_open_checkpoint__reads_sharded_pickles(tmp_path: Path) -> None:
 @pytest.mark.transformers
 @pytest.mark.parametrize("nested", [False, True])
 def test_open_checkpoint__reads_what_torch_saves(tmp_path: Path, *, nested: bool) -> None:
-    torch: Any = pytest.importorskip("torch")
     first = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
     state = {"w": torch.nn.Parameter(first), "tied": first, "row": first[1], "buffer": torch.tensor([True, False])}
     torch.save({"state_dict": state, "step": 1} if nested else state, tmp_path / "pytorch_model.bin")

@@ -60,8 +60,8 @@ def weights_of(donor: NDArray[np.float64], wanted: NDArray[np.float64], n_atoms:
     return weights
 
 
+@pytest.mark.transformers
 def test_subword__gives_new_tokens_the_mean_of_what_the_model_reads_in_them(place: Path) -> None:
-    pytest.importorskip("transformers")
     made = merged(place, {"source": "./donor", "new_tokens": "subword"})
     stored = load_file(place / "model" / "model.safetensors")
     words = {"abc": ["ab", "c"], "lent": list("lent"), "zz": ["z", "z"]}
