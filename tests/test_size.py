@@ -118,7 +118,7 @@ FIGURES = (
     Figure("folders of src", folders, 20, 20),
     Figure("classes", lambda: len(classes()), 655, 450),
     Figure("dataclasses", lambda: sum(map(is_dataclass, classes())), 438, 300),
-    Figure("modules with one importer", modules_with_one_importer, 31, 30),
+    Figure("modules with one importer", modules_with_one_importer, 30, 30),
     Figure("modules of jobs.merge", lambda: met_by()["modules of jobs.merge"], 97, 130),
     Figure("source files that a merge enters", lambda: met_by()["merge"], 76, 80),
     Figure("source files that a compose enters", lambda: met_by()["compose"], 51, 60),

@@ -362,7 +362,7 @@ def test_truncated_svd__takes_no_more_than_an_energy_needs(shape: tuple[int, int
     values = np.concatenate([np.full(36, 1.0), np.full(4, 0.01)])
     factors = truncated_svd(spectrum(shape, values), None, 0.95, seed=1)
     assert factors.rank == int(np.ceil(0.95 * np.sum(values**2)))
-    assert factors.relative_error**2 <= 0.05
+    assert (factors.error / factors.norm) ** 2 <= 0.05
 
 
 def write_pair(root: Path) -> tuple[Path, Path]:
@@ -385,7 +385,7 @@ def test_extract_lora__an_embedding_with_added_tokens_is_saved_in_full(tmp_path:
     tensors[EMBED] = np.concatenate([tensors[EMBED], np.full((8, 16), 0.25, np.float32)])
     save_file(tensors, model / "model.safetensors")
     report = mergepipe.extract_lora(base, model, tmp_path / "lora", rank=2, save_modules=True)
-    assert sorted(report.saved_modules) == ["model.embed_tokens", "model.norm"]
+    assert sorted(report.saved_modules) == ["lm_head", "model.embed_tokens", "model.norm"]
     mergepipe.apply_lora(base, [tmp_path / "lora"], tmp_path / "out", catalog=False)
     made = load_file(tmp_path / "out" / "model.safetensors")
     for name, values in tensors.items():
@@ -396,7 +396,7 @@ def test_extract_lora__the_adapter_makes_the_model_again(tmp_path: Path) -> None
     base, model = write_pair(tmp_path)
     report = mergepipe.extract_lora(base, model, tmp_path / "lora", rank=2, save_modules=True, base_model_id="org/base")
     assert sorted(tensor.name for tensor in report.tensors) == sorted((Q, DOWN))
-    assert sorted(report.saved_modules) == ["model.embed_tokens", "model.norm"]
+    assert sorted(report.saved_modules) == ["lm_head", "model.embed_tokens", "model.norm"]
     assert (report.left, report.relative_error < 1e-5) == ((), True)
     config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (2, 2, "org/base")
@@ -434,6 +434,15 @@ def test_extract_lora__takes_no_embedding_for_a_linear_layer(tmp_path: Path) -> 
     assert {left.name for left in report.left} == {EMBED, NORM, *names}
 
 
+def test_lora_apply__gives_no_head_of_its_own_to_an_encoder_and_decoder(tmp_path: Path) -> None:
+    """Its configuration ties their embeddings by the same option: without it they would be drawn at random."""
+    base, adapter = tmp_path / "base", write_adapter(tmp_path / "a", {"lm_head.weight": np.ones((8, 4), np.float32)})
+    config = {"architectures": ["BartForConditionalGeneration"], "is_encoder_decoder": True}
+    write_model(base, {"model.shared.weight": np.zeros((8, 4), np.float32)}, config)
+    with pytest.raises(MismatchError, match="the base has no output head: its embedding is used for it"):
+        mergepipe.apply_lora(base, [adapter], tmp_path / "out", catalog=False)
+
+
 def test_target_modules__are_named_in_full_where_a_last_name_means_others_too() -> None:
-    modules = ["a.0.q", "a.1.q", "a.0.v", "a.1.v"]
-    assert target_modules(["a.0.q", "a.1.q", "a.1.v"], modules) == ["q", "a.1.v"]
+    modules = ["a.0.q", "a.1.q", "a.0.v", "a.1.v", "merger.0"]
+    assert target_modules(["a.0.q", "a.1.q", "a.1.v", "merger.0"], modules) == ["merger.0", "q", "a.1.v"]

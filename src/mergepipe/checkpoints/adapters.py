@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from types import MappingProxyType
 
 from mergepipe.checkpoints.adapted_tensors import (
@@ -24,7 +25,6 @@ from mergepipe.checkpoints.contract import (
     Readable,
     TensorEntry,
 )
-from mergepipe.checkpoints.directory import parse_config
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.checkpoints.gathered_rows import with_rows
 from mergepipe.checkpoints.stacked_experts import Piece, fused_name, inputs_first, pieces_of
@@ -38,10 +38,10 @@ from mergepipe.checkpoints.stored_adapters import (
     read_adapter,
     unsupported_adapter,
 )
-from mergepipe.checkpoints.vocabulary import CONFIG_NAME
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError, MismatchError, did_you_mean
-from mergepipe.storage.contract import CONFIG_BYTES, Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
 # --- map an adapter's tensor names to the base's, where the two were saved under different prefixes ---
@@ -58,18 +58,20 @@ def _mismatch(where: object, message: str, hint: str = "") -> MergePipeError:
 def base_names(
     wanted: Sequence[str], base: Collection[str], where: object, optional: Collection[str] = ()
 ) -> dict[str, str]:
-    """Map each wanted name to the base's: the same name, or by one prefix change common to all others.
+    """Map each wanted name to the base's: the same name, or by the prefix change common to all others of its part.
 
     Names of `optional` that have no counterpart are left out.
     """
     renamed = {name: name for name in wanted if name in base}
     changed_names = [name for name in wanted if name not in base]
     needed = [name for name in changed_names if name not in optional] or changed_names
-    removed, added = _prefix_change(needed, base, where) if needed else ("", "")
+    changes, taken = _prefix_changes(needed, base, where), {*renamed}
     for name in changed_names:
-        other = added + name.removeprefix(removed)
-        if name.startswith(removed) and other in base:
-            renamed[name] = other
+        others = [added + name.removeprefix(removed) for removed, added in changes if name.startswith(removed)]
+        fitting = [other for other in others if other in base and other not in taken]
+        if fitting:
+            renamed[name] = fitting[0]
+            taken.add(fitting[0])
         elif name not in optional:
             candidates = [base_name for base_name in base if base_name.rpartition(".")[2] == name.rpartition(".")[2]]
             message = f"{shown(name)} has no counterpart in the base"
@@ -77,8 +79,21 @@ def base_names(
     return renamed
 
 
-def _prefix_change(names: Sequence[str], base: Collection[str], where: object) -> tuple[str, str]:
-    """Return the shortest prefix of all names with what the base has in its place; both empty where there is none.
+def _prefix_changes(names: Sequence[str], base: Collection[str], where: object) -> list[tuple[str, str]]:
+    """Return the change of all names or, where there is none, those of the parts (text, vision) that they name."""
+    change = _prefix_change(names, base, where) if names else None
+    words = [name.split(".") for name in names]
+    shared = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*words, strict=False))]
+    parts: dict[str, list[str]] = defaultdict(list)
+    for name, own in zip(names, words, strict=True):
+        parts["".join(own[len(shared) : len(shared) + 1])].append(name)
+    if change or len(parts) < 2 or any(word.isdigit() for word in (*shared, *parts)):
+        return [change] if change else []
+    return [change for part in parts.values() for change in _prefix_changes(part, base, where)]
+
+
+def _prefix_change(names: Sequence[str], base: Collection[str], where: object) -> tuple[str, str] | None:
+    """Return the shortest prefix of all names with what the base has in its place.
 
     No prefix holds a number: another layer is not the same tensor saved differently. Of several changes those are taken
     that keep most words: `model.language_model.` is no `vision_tower.encoder.`.
@@ -104,7 +119,7 @@ def _prefix_change(names: Sequence[str], base: Collection[str], where: object) -
             raise _mismatch(where, f"{shown(longest)} could be the base's {both}")
         if alike:
             return removed, alike[0]
-    return "", ""
+    return None
 
 
 # --- open an adapter as a checkpoint of deltas against a base ---
@@ -132,6 +147,25 @@ def open_adapter(store: Store, path: Location, base: Checkpoint, allow_unapplied
     )
 
 
+TIED_HEAD = "lm_head.weight"
+_WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def has_tied_head(store: Store, weights: Checkpoint) -> bool:
+    """Whether the output head of a model is its embedding, and could be a tensor of its own: `TIED_HEAD`.
+
+    Encoder and decoder tie more by the same option, which would be lost; T5 alone does not.
+    """
+    ends = [name for name in weights.tensors if embedding_ending(name)]
+    if len(ends) != 1 or is_head(ends[0]):
+        return False
+    config = TokenizerFiles(weights, store).document(CONFIG_NAME)
+    names = config.get("architectures")
+    has_head = isinstance(names, list) and any(str(name).endswith(_WITH_HEAD) for name in names)
+    is_alone = not config.get("is_encoder_decoder") or ends == ["shared.weight"]
+    return has_head and is_alone and config.get("tie_word_embeddings", True) is not False
+
+
 def with_own_head(store: Store, weights: Checkpoint, adapter: Location) -> Checkpoint:
     """Give `weights` an output head of its own, equal to the embedding, where `adapter` changes only one of the two.
 
@@ -140,34 +174,18 @@ def with_own_head(store: Store, weights: Checkpoint, adapter: Location) -> Check
     stored = read_adapter(store, adapter)
     changed = [*(f"{module}.weight" for module in stored.modules), *stored.full]
     heads = [name for name in changed if is_head(name)]
-    embeddings = [name for name in weights.tensors if embedding_ending(name) and not is_head(name)]
-    if any(map(is_head, weights.tensors)) or len(embeddings) != 1:
+    is_split = heads or (any(map(embedding_ending, changed)) and not stored.config.keeps_tied)
+    if not is_split or not has_tied_head(store, weights):
         return weights
-    is_embedding_alone = any(embedding_ending(name) for name in changed) and not heads
-    if not heads and (not is_embedding_alone or stored.config.keeps_tied or not _is_tied(store, weights)):
-        return weights
-    embedding = weights.tensors[embeddings[0]]
+    embedding = next(tensor for name, tensor in weights.tensors.items() if embedding_ending(name))
     is_resized = any(
         embedding_ending(name) and stored.full[name].shape[0] != embedding.shape[0] for name in stored.full
     )
     if not isinstance(embedding, TensorEntry) or (is_resized and not heads):
         return weights
-    head = heads[0] if heads else "lm_head.weight"
+    head = heads[0] if heads else TIED_HEAD
     tensors = {**weights.tensors, head: replace(embedding, name=head)}
     return replace(weights, tensors=MappingProxyType(tensors), is_untied=True)
-
-
-_WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-
-
-def _is_tied(store: Store, weights: Checkpoint) -> bool:
-    """Whether a model without an output head of its own has one, which is its embedding."""
-    if CONFIG_NAME not in weights.sidecars:
-        return False
-    config = parse_config(store.read_small(weights.root / CONFIG_NAME, CONFIG_BYTES), weights.root / CONFIG_NAME)
-    names = config.get("architectures")
-    has_head = isinstance(names, list) and any(str(name).endswith(_WITH_HEAD) for name in names)
-    return has_head and config.get("tie_word_embeddings", True) is not False
 
 
 def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
@@ -291,15 +309,9 @@ class _Opener:
     def _parameter(self, names: Sequence[str], parts: AdaptedModule) -> str:
         """Return which of the parameters of a module its factors change; an empty name where no base tells."""
         stem = names[0].rpartition(".")[0]
-        shapes = {
-            name: shape
-            for name in names
-            for key, shape in [
-                *((k, t.shape) for k, t in self._base.tensors.items()),
-                *self._experts.fused_shapes(name),
-            ]
-            if key == name or key.endswith(f".{name}")
-        }
+        stored = [(f".{name}", tensor.shape) for name, tensor in self._base.tensors.items()]
+        shapes = {name: shape for name in names for end, shape in stored if end.endswith(f".{name}")}
+        shapes |= {name: shape for name in names if (shape := self._experts.fused_shape(name))}
         fitting = [name for name, shape in shapes.items() if self._fits(shape, parts, self._config.rank_of(name))]
         if len(fitting) > 1:
             message = f"the factors of {shown(stem)} fit {' and '.join(map(shown, fitting))}"
@@ -449,7 +461,7 @@ class _Opener:
     def _add_experts(self, tensors: dict[str, Readable], targets: Mapping[str, str]) -> None:
         """Add matrices of experts that the base stores in the other layout."""
         stacks: dict[str, list[LowRankDelta | None]] = {}
-        needed = {name: self._matrix_shape(name) for name in targets}
+        needed = {name: self._experts.matrix_shape(name) for name in targets}
         made = {name: self._adapter.modules[module].shape for name, module in targets.items()}
         is_transposed = any(made[name] != needed[name] for name in targets)  # squares as the others
         for name, module in targets.items():
@@ -471,12 +483,6 @@ class _Opener:
                     stacks.setdefault(place.tensor, [None] * place.n_chunks)[place.chunk] = delta
         for name, deltas in stacks.items():
             tensors[name] = StackedDelta(name, self._base.tensors[name].shape, tuple(deltas))
-
-    def _matrix_shape(self, name: str) -> tuple[int, int]:
-        """Return the shape of the matrix of one expert that an adapter changes as one."""
-        places = self._experts.places(name)
-        n_rows = sum(place.shape[0] for place in places if place.expert == places[0].expert)
-        return n_rows, places[0].shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -532,11 +538,12 @@ class _BaseExperts:
             row += place.shape[0]
         return placed
 
-    def fused_shapes(self, name: str) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the name with the shape that it would have, were the experts fused."""
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """Return the shape of the matrix of one expert that an adapter changes as one."""
         places = self.places(name)
-        if not places:
-            return []
-        experts = {place.expert for place in places}
-        n_rows = sum(place.shape[0] for place in places) // len(experts)
-        return [(name, (len(experts), n_rows, places[0].shape[1]))]
+        return sum(place.shape[0] for place in places if place.expert == places[0].expert), places[0].shape[1]
+
+    def fused_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that the tensor of a name would have, were the experts fused; empty where they lack it."""
+        experts = {place.expert for place in self.places(name)}
+        return (len(experts), *self.matrix_shape(name)) if experts else ()

@@ -13,13 +13,14 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from mergepipe.checkpoints.adapters import TIED_HEAD, has_tied_head
 from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
-from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_config
+from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json
 from mergepipe.checkpoints.embedding_rows import embedding_ending
 from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_elements
 from mergepipe.checkpoints.stacked_experts import fused_name, inputs_first
 from mergepipe.checkpoints.stored_adapters import INNER, OUTER, PREFIX
-from mergepipe.checkpoints.vocabulary import CONFIG_NAME
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.blocks import F32, DTypeKind, Span
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.operators.spectral import norm_of, orthonormal
@@ -29,7 +30,7 @@ from mergepipe.runs.adapters import WEIGHTS_NAME, AdapterWriter, LargestShape, a
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.model_card import hub_id_of, parse_base_model_ids
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
-from mergepipe.storage.contract import CONFIG_BYTES, RangeFile, Store
+from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import write_durably
@@ -73,12 +74,13 @@ def extract_lora(
     base_checkpoint = open_path(store, Location.of(base))
     model_checkpoint = open_path(store, model_path, base_checkpoint)
     check_target(target, (base_checkpoint.path, model_checkpoint.path), force=None)
-    architecture = _architecture(store, base_checkpoint)
+    architecture = TokenizerFiles(base_checkpoint, store).document(CONFIG_NAME)
     paths = files_of((*base_checkpoint.tensors.values(), *model_checkpoint.tensors.values()))
     checkpoints = (base_checkpoint, model_checkpoint)
     with open_files(store, paths, checkpoints) as files, Staging(target, force=False) as staging:
         progress = ByteProgress(on_progress, "extract", base_checkpoint.tensor_bytes + model_checkpoint.tensor_bytes)
-        extraction = _Extraction(base_checkpoint, model_checkpoint, files, architecture, made, progress)
+        is_tied = has_tied_head(store, base_checkpoint) and TIED_HEAD not in model_checkpoint.tensors
+        extraction = _Extraction(base_checkpoint, model_checkpoint, files, architecture, is_tied, made, progress)
         check_free_space(target, extraction.largest_bytes())
         path = staging.path / WEIGHTS_NAME
         with AdapterWriter(path, extraction.possible(), store.ledger) as writer:
@@ -98,17 +100,6 @@ def extract_lora(
     return replace(report, base_bytes=usage[Purpose.BASE], model_bytes=usage[Purpose.EXPERT], seconds=seconds)
 
 
-def _architecture(store: Store, base: Checkpoint) -> Json:
-    """Read the base's configuration; empty where it has none that can be read."""
-    if CONFIG_NAME not in base.sidecars:
-        return {}
-    path = base.root / CONFIG_NAME
-    try:
-        return parse_config(store.read_small(path, CONFIG_BYTES), path)
-    except CorruptError:
-        return {}
-
-
 @dataclass(slots=True)
 class _Extraction:
     """Goes through the tensors of two models once, in storage order, and keeps what the report says of them."""
@@ -117,6 +108,7 @@ class _Extraction:
     model: Checkpoint
     files: Mapping[Location, RangeFile]
     architecture: Json
+    is_tied: bool  # an embedding is the head too: PEFT saves and loads the two apart
     options: ExtractLoraOptions
     progress: ByteProgress
     extracted: list[ExtractedTensor] = field(default_factory=list)
@@ -139,6 +131,8 @@ class _Extraction:
             elif self._is_saved(name, tensor):
                 shape = self.model.tensors.get(name, tensor).shape
                 yield (f"{PREFIX}{self._module(name)}.base_layer{_BIAS}", shape)
+                if self.is_tied and embedding_ending(name):
+                    yield (f"{PREFIX}{TIED_HEAD}", shape)
 
     def largest_bytes(self) -> int:
         """Return the bytes that a fixed rank needs at most; under an energy alone nobody knows them before."""
@@ -271,6 +265,9 @@ class _Extraction:
             if part in self.base.tensors:
                 self._append(writer, part, self._in_model(part))
         self.saved.append(self._module(name))
+        if self.is_tied and embedding_ending(name):
+            self._append(writer, name, TIED_HEAD)
+            self.saved.append(_bare(TIED_HEAD))
 
     def _append(self, writer: AdapterWriter, name: str, written_name: str) -> None:
         tensor = self.base.tensors[name]
@@ -411,11 +408,6 @@ class Factors:
     @property
     def rank(self) -> int:
         return int(self.up_MR.shape[1])
-
-    @property
-    def relative_error(self) -> float:
-        """The error relative to the matrix; 0 for a matrix of zeros."""
-        return self.error / self.norm if self.norm else 0.0
 
 
 def truncated_svd(matrix_MN: Matrix, rank: int | None, energy: float | None, seed: int) -> Factors:

@@ -137,14 +137,15 @@ def target_modules(adapted: Iterable[str], modules: Collection[str]) -> list[str
 
     PEFT adapts every module of which `target` is the whole name or the end of it after a dot.
     """
-    chosen = set(adapted)
+    chosen, parents = set(adapted), {word for module in modules for word in module.split(".")[:-1]}
     by_leaf: dict[str, list[str]] = defaultdict(list)
     for module in modules:
         by_leaf[module.rpartition(".")[2]].append(module)
     targets: list[str] = []
     for leaf, alike in sorted(by_leaf.items()):
         chosen_alike = sorted(chosen.intersection(alike))
-        targets += [leaf] if chosen_alike and len(chosen_alike) == len(alike) else chosen_alike
+        is_alone = chosen_alike and len(chosen_alike) == len(alike) and leaf not in parents
+        targets += [leaf] if is_alone else chosen_alike
     return targets
 
 

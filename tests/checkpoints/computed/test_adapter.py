@@ -80,13 +80,15 @@ def test_open_adapter__scales_as_configured(
     assert delta.scale == scale
 
 
-def test_open_adapter__takes_the_prefix_that_has_most_words_in_common(tmp_path: Path) -> None:
-    rest = "layers.0.self_attn.q_proj"
-    text, vision = f"language_model.model.{rest}", f"vision_tower.encoder.{rest}"
-    names = [f"{module}.weight" for module in (text, vision)]
-    base = opened(write_model(tmp_path / "base", {name: random(12, 12) for name in names}))
-    adapter = opened(write_adapter(tmp_path / "a", lora(f"model.language_model.{rest}", 12, 12)), base)
-    assert adapter.tensors.keys() == {f"{text}.weight"}
+def test_open_adapter__takes_the_prefix_that_has_most_words_in_common_part_by_part(tmp_path: Path) -> None:
+    rest, head = "layers.0.self_attn.q_proj", random(30, 12)
+    shapes = {f"language_model.model.{rest}.weight": (12, 12), f"vision_tower.encoder.{rest}.weight": (20, 12)}
+    tensors = {name: random(*shape) for name, shape in shapes.items()} | {"language_model.lm_head.weight": head}
+    base = opened(write_model(tmp_path / "base", tensors))
+    text, vision = lora(f"model.language_model.{rest}", 12, 12), lora(f"model.vision_tower.encoder.{rest}", 20, 12)
+    assert opened(write_adapter(tmp_path / "a", text), base).tensors.keys() == {next(iter(shapes))}
+    both = {**text, **vision, "lm_head.weight": head}
+    assert opened(write_adapter(tmp_path / "b", both), base).tensors.keys() == tensors.keys()
 
 
 @pytest.mark.parametrize(
