@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.errors import ConflictError, OutputError, StorageError
+from mergepipe.errors import ConflictError, OutputError, StorageError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging, check_target, find_staging, remove_dead
 from mergepipe.storage import owned
@@ -212,7 +212,7 @@ def test_check_target__accepts_a_new_place_and_by_force_a_snapshot_or_an_empty_f
 
 
 def _refusal(out: Path, inputs: list[Path], *, force: bool) -> str:
-    with pytest.raises(OutputError) as caught:
+    with pytest.raises((OutputError, UnsupportedError)) as caught:
         check_target(out, map(Location.local, inputs), force=force)
     return caught.value.code
 
@@ -234,12 +234,13 @@ def test_check_target__refuses_what_is_not_a_snapshot(tmp_path: Path, force: boo
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_check_target__refuses_to_overlap_an_input(tmp_path: Path, force: bool) -> None:
+def test_check_target__refuses_to_overlap_an_input_and_a_name_that_is_no_text(tmp_path: Path, force: bool) -> None:
     base = tmp_path / "models" / "base"
     make_snapshot(base, "x")
     (tmp_path / "alias").symlink_to(base)
     for out in (base, base / "inside", tmp_path / "models", tmp_path / "alias", tmp_path / "alias" / "inside"):
         assert _refusal(out, [base], force=force) == "output.place"
+    assert _refusal(tmp_path / "of-no-text-\udcff", [base], force=force) == "path.encoding"
 
 
 def test_staging__of_a_file_leaves_no_record_where_another_file_has_appeared(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def run_plan(plan: Plan, settings: MergeSettings) -> MergeReport:
 @contextlib.contextmanager
 def intermediate_writer(settings: MergeSettings, store: Store) -> Iterator[Stage]:
     """Give what writes intermediate merges that later documents need complete, next to the output, while it lasts."""
-    staging = Staging(settings.out.with_name(f"{settings.out.name}.intermediates"), force=False)
+    staging = Staging(settings.out.parent / f"{settings.out.name}.intermediates", force=False)
     options = replace(settings.options, catalog=False, resume=False, force=False, base_model_ids=())
     settings = replace(settings, options=options, destination=None, on_progress=None, base_model_ids=NO_IDS)
     stack, written = contextlib.ExitStack(), list[Path]()

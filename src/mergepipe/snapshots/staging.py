@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from mergepipe.checkpoints.directory import require_text_path
 from mergepipe.core.outcome import note_committed
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
 from mergepipe.snapshots.manifest import BESIDE, MANIFEST_NAME, record_folder
@@ -53,10 +54,9 @@ def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -
 
     An empty directory may be there. `force` is None where replacing is not possible.
     """
+    require_text_path(Location.local(out))
     resolved = out.resolve()
-    for path in inputs:
-        if not path.is_local:
-            continue
+    for path in (path for path in inputs if path.is_local):
         source = path.local_path.resolve()
         if resolved == source or source in resolved.parents or resolved in source.parents:
             raise OutputError.of(
