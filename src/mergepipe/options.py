@@ -7,9 +7,10 @@ and the reference pages are made from. A call takes the value as `options`, and 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -74,9 +75,9 @@ def _read_number(text: str, name: str) -> float:
         raise RecipeError.of("option.invalid", name, f"'{text}' is no number", "give one such as 0.5") from None
 
 
-def _check_densities(name: str, densities: Sequence[float]) -> None:
-    for density in densities:
-        share(name, density)
+def _check_finite(name: str, number: float) -> None:
+    if not math.isfinite(number):
+        raise RecipeError.of("option.invalid", name, f"{number:g} was given", "give a finite number, such as 0.5")
 
 
 def _check_fraction(name: str, fraction: float) -> None:
@@ -129,7 +130,12 @@ BLOCK_ELEMENTS = Flag(
 )
 BASE_PLACE = Flag("Where the base of a packed expert is now.", metavar="BASE", default="where it was")
 WEIGHTS = Flag(
-    "The weight of an adapter: one for each, in order.", name="--weight", metavar="W", default="1", read=_read_number
+    "The weight of an adapter: one for each, in order.",
+    name="--weight",
+    metavar="W",
+    default="1",
+    read=_read_number,
+    check=_check_finite,
 )
 LARGEST_RANK = Flag("Largest rank of a module.", metavar="R", check=positive)
 
@@ -390,7 +396,7 @@ class AnalyzeOptions(MachineOptions):
             name="--density",
             metavar="SHARE",
             read=_read_share,
-            check=_check_densities,
+            check=share,
         ),
     )
     block_elements: int | None = option(None, BLOCK_ELEMENTS)
@@ -506,7 +512,9 @@ class MergeLoraOptions(Options):
     )
     rank: int | None = option(None, LARGEST_RANK)
     weights: tuple[float, ...] = option((), WEIGHTS)
-    density: float | None = option(None, Flag("The density of ties, dare_ties and the like.", metavar="SHARE"))
+    density: float | None = option(
+        None, Flag("The density of ties, dare_ties and the like.", metavar="SHARE", read=_read_share, check=share)
+    )
     seed: int = option(0, Flag("Seed of operators that draw.", metavar="N"))
 
 

@@ -101,7 +101,11 @@ class AdapterConfig:
         return rank**2 if self.kind == "LOHA" else rank
 
     def _value(self, stated: Mapping[str, T], module: str, default: T) -> T:
-        return stated[module] if self.kind == KOHYA else _pattern_value(stated, module, default)
+        """Return what is stated of a module: by the first pattern that matches the end of its name at a dot."""
+        if self.kind == KOHYA:
+            return stated[module]
+        patterns = stated if len(module) <= _MAX_NAME else ()
+        return next((stated[text] for text in patterns if re.match(rf"(.*\.)?({text})$", module)), default)
 
     def parameters_of(self, module: str) -> list[str]:
         """List the bare parameters that factors under the name of a module may be of, as the base names them.
@@ -244,14 +248,6 @@ def _check_pattern(pattern: str, key: str, path: Location) -> None:
         raise damaged_adapter(path, message) from error
 
 
-def _pattern_value(patterns: Mapping[str, T], module: str, default: T) -> T:
-    """The value of the first pattern that matches the end of the module's name at a dot."""
-    for pattern, value in patterns.items():
-        if len(module) <= _MAX_NAME and re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
-
-
 def _rank(value: JsonValue, key: str, path: Location) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise damaged_adapter(path, f"the rank {shown(key)} must be > 0, found {shown(value)}")
@@ -348,8 +344,10 @@ def read_adapter(store: Store, path: Location) -> StoredAdapter:
 
     A file is one in the names of Kohya's scripts, which keeps its configuration in scalars beside the factors.
     """
-    if not is_folder(store, path) and path.suffix in SAFETENSORS_SUFFIXES and path.name not in ADAPTER_NAMES:
-        return _read_kohya(store, path)
+    if not is_folder(store, path):
+        if path.suffix in SAFETENSORS_SUFFIXES and path.name not in ADAPTER_NAMES:
+            return _read_kohya(store, path)
+        raise unsupported_adapter(path, "is a file, and an adapter is read with its configuration", "give its folder")
     config, fingerprint = _read_config(store, path)
     name = next((candidate for candidate in ADAPTER_NAMES if candidate in list_names(store, path)), None)
     if name is None:

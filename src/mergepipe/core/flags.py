@@ -28,8 +28,8 @@ class Flag:
 
     `name` is written there (by default the field's, without its unit), or `short`. `metavar` stands for the value in
     the help, and `default` says in words what holds without it. `choices` are completed. Of a field of bytes the text
-    is a size, unless there is another `read`. Values are checked by `check`; without one a field of bytes is above 0,
-    and one with `choices` is one of them, unless it `is_open`.
+    is a size, unless there is another `read`. Values are checked by `check`, those of a tuple one by one; without one a
+    field of bytes is above 0, and one with `choices` is one of them, unless it `is_open`.
     """
 
     help: str
@@ -85,7 +85,8 @@ class Option:
         if value is None:
             return
         if self.flag.check is not None:
-            self.flag.check(self.name, value)
+            for part in value if isinstance(value, tuple) else (value,):
+                self.flag.check(self.name, part)
         elif self.field.endswith("_bytes"):
             positive(self.name, value)  # type: ignore[arg-type]  # the field is a number
         elif self.flag.choices and not self.flag.is_open:

@@ -157,9 +157,8 @@ class _Extraction:
                 self._take(writer, name, tensor, changed)
             self.progress.add(tensor.nbytes + (0 if changed is None else changed.nbytes))
         adapted = {tensor.module for tensor in self.extracted}
-        for stack in adapted & {
-            self._in_model(name) for name, tensor in self.base.tensors.items() if _is_stack(tensor)
-        }:
+        stacks = {self._in_model(name) for name, tensor in self.base.tensors.items() if _is_stack(tensor)}
+        for stack in adapted & stacks:
             experts, _, leaf = stack.rpartition(".")
             if leaf == INNER and f"{experts}.{OUTER}" not in adapted:  # PEFT nests what it adapts of one module
                 for nested, plain in zip(self._factor_names(stack), factor_names(experts), strict=True):
@@ -311,11 +310,8 @@ class _Extraction:
 
     def _is_saved(self, name: str, tensor: Readable) -> bool:
         is_float = tensor.dtype.kind is DTypeKind.FLOAT
-        return (
-            self.options.save_modules
-            and is_float
-            and (_is_embedding(name) or self._is_norm(name) or self._is_bias(name))
-        )
+        is_saved = _is_embedding(name) or self._is_norm(name) or self._is_bias(name)
+        return self.options.save_modules and is_float and is_saved
 
     def _is_resized(self, name: str, tensor: Readable, changed: Readable) -> bool:
         """Whether an embedding that is saved has other tokens than the base's."""
@@ -420,10 +416,6 @@ def truncated_svd(matrix_MN: Matrix, rank: int | None, energy: float | None, see
 
     Source: N. Halko, P. G. Martinsson, J. A. Tropp, "Finding structure with randomness", 2011, algorithms 4.4 and 5.1.
     """
-    if (rank is None and energy is None) or (rank is not None and rank < 1):
-        raise ValueError("a rank above zero or an energy is needed")
-    if energy is not None and not 0.0 < energy <= 1.0:
-        raise ValueError("an energy is in (0, 1]")
     norm = norm_of(matrix_MN)
     side = min(matrix_MN.shape)
     most = side if rank is None else min(rank, side)

@@ -23,7 +23,8 @@ from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_con
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.stored_adapters import KOHYA, PREFIX, AdaptedModule, StoredAdapter, read_adapter
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.core.units import one_of
+from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError
 from mergepipe.jobs.load import load_file
 from mergepipe.jobs.merge import merge, run_merge
 from mergepipe.operators.registry import operator_named, operator_specs
@@ -507,14 +508,15 @@ def _share_kept(lost: float, square: float) -> float:
 
 def _check_options(options: MergeLoraOptions, n_adapters: int) -> None:
     """Refuse options that do not fit together."""
-    known = (CONCATENATION, TRUNCATION, *operator_specs())
-    if options.method not in known:
-        raise RecipeError.of("option.invalid", "--method", shown(options.method), did_you_mean(options.method, known))
+    one_of("--method", options.method, (CONCATENATION, TRUNCATION, *operator_specs()))
     if options.method == TRUNCATION and options.rank is None:
         raise RecipeError.of("option.missing", "--rank", "svd cuts to a rank, and none is given", "give --rank 16")
     if options.method == CONCATENATION and options.rank is not None:
         message = "has no effect with --method cat: ranks add up"
         raise RecipeError.of("option.conflict", "--rank", message, "leave it out, or take --method svd")
+    if options.method in (CONCATENATION, TRUNCATION) and options.density is not None:
+        message = f"has no effect with --method {options.method}: deltas are added whole"
+        raise RecipeError.of("option.conflict", "--density", message, "leave it out, or take --method ties")
     if len(options.weights) != n_adapters:
         message = f"{len(options.weights)} for {n_adapters} adapters"
         raise RecipeError.of("option.conflict", "--weight", message, "give one for each, in order, or none")

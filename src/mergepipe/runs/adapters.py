@@ -144,8 +144,7 @@ def target_modules(adapted: Iterable[str], modules: Collection[str]) -> list[str
     targets: list[str] = []
     for leaf, alike in sorted(by_leaf.items()):
         chosen_alike = sorted(chosen.intersection(alike))
-        is_alone = chosen_alike and len(chosen_alike) == len(alike) and leaf not in parents
-        targets += [leaf] if is_alone else chosen_alike
+        targets += [leaf] if len(chosen_alike) == len(alike) and leaf not in parents else chosen_alike
     return targets
 
 
