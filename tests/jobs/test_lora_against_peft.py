@@ -132,6 +132,7 @@ CASES = {
     "gpt2": Case("gpt2", {"fan_in_fan_out": True}, ("c_attn", "c_proj")),
     "gpt2-dora": Case("gpt2", {"fan_in_fan_out": True, "use_dora": True}, ("c_attn",)),
     "gpt2-embedding": Case("gpt2", {"fan_in_fan_out": True}, ("c_attn", "wte"), is_split=True),
+    "parameter": Case("llama", {"target_parameters": ["v_proj.weight"], "alpha_pattern": {"1.*v_proj.weight": 3}}),
     "experts": Case("qwen3-moe", {"target_parameters": EXPERTS}, ("q_proj",)),
     "experts-rslora": Case("qwen3-moe", {"target_parameters": EXPERTS, "use_rslora": True}, ("q_proj",)),
     "experts-rank": Case("qwen3-moe", {"target_parameters": EXPERTS, "rank_pattern": {"experts.down_proj": 3}}),
@@ -266,8 +267,8 @@ def test_lora_apply__weighs_adapters_as_float64_does(tmp_path: Path) -> None:
 
 
 MERGED = (
-    "plain", "loha", "rank-pattern", "rslora", "lora-bias", "embedding", "gpt2", "experts-rank", "experts-by-last-name",
-    "mixtral-by-last-name",
+    "plain", "loha", "rank-pattern", "rslora", "lora-bias", "embedding", "gpt2", "parameter", "experts-rank",
+    "experts-by-last-name", "mixtral-by-last-name",
 )  # fmt: skip
 
 

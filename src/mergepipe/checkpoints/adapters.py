@@ -194,8 +194,6 @@ def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
         name: _applied(weights.path, tensor, adapter.tensors.get(name)) for name, tensor in weights.tensors.items()
     }
     absolute = (replace(file, name=str((adapter.root / file.name).absolute())) for file in adapter.files)
-    files = (*weights.files, *absolute)
-    accounts = (*weights.adapters, *adapter.adapters)
     resized = [name for name, tensor in tensors.items() if tensor.shape != weights.tensors[name].shape]
     rows = {name: tensors[name].shape[0] for name in tensors if embedding_ending(name)} if resized else {}
     if len({*rows.values()}) > 1:
@@ -203,8 +201,8 @@ def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
         message = f"it stores {shown(resized[0])} with another number of rows than the base: {told}"
         raise _mismatch(adapter.path, message, "save embedding and head with the adapter")
     return replace(
-        weights, tensors=MappingProxyType(tensors), files=files, content_id=None, adapters=accounts,
-        resized_by=adapter.path if resized else weights.resized_by,
+        weights, tensors=MappingProxyType(tensors), files=(*weights.files, *absolute), content_id=None,
+        adapters=(*weights.adapters, *adapter.adapters), resized_by=adapter.path if resized else weights.resized_by,
     )  # fmt: skip
 
 
@@ -236,6 +234,7 @@ class _Opener:
         self._base = base
         self._allow = allow_unapplied
         self._experts = _BaseExperts(base)
+        self._configured: dict[str, str] = {}  # by module: the name that patterns of ranks and alphas match
         self.left_over: list[str] = []
 
     def tensors(self) -> dict[str, Readable]:
@@ -302,6 +301,7 @@ class _Opener:
             parameters = self._config.parameters_of(module)
             if parameters and name.replace(BASE_LAYER, "") not in self._base.tensors:
                 name = self._parameter(parameters, parts) or self._config.nested_parameters(module)[0]
+            self._configured[module] = name if name in parameters else module
             is_elsewhere = name not in self._base.tensors and self._experts.has(name)
             (experts if is_elsewhere else plain)[name] = module
         return plain, experts
@@ -380,7 +380,7 @@ class _Opener:
     # --- compute what changes ---
 
     def _check_rank(self, module: str, parts: AdaptedModule, n_experts: int) -> None:
-        rank = self._config.rank_of(module)
+        rank = self._config.rank_of(self._configured[module])
         if not parts.is_kronecker and parts.down.shape[0] != rank * n_experts:
             of_experts = f" for each of {n_experts} experts" if n_experts > 1 else ""
             factors = f"{list(parts.up.shape)} and {list(parts.down.shape)}"
@@ -400,11 +400,10 @@ class _Opener:
         self, tensors: dict[str, Readable], name: str, module: str, parts: AdaptedModule, *, transposed: bool
     ) -> None:
         shape = self._base.tensors[name].shape
-        module = name if len(shape) == 3 else module
         n_experts = shape[0] if len(shape) == 3 else 1
         self._check_rank(module, parts, n_experts)
         self._check_magnitude(module, parts)
-        scale = self._config.scale_of(module)
+        scale = self._config.scale_of(self._configured[module])
         if len(shape) == 3:
             deltas = tuple(
                 LowRankDelta(name, parts.up, parts.down, scale, transposed, n_experts, expert)
@@ -470,11 +469,11 @@ class _Opener:
                 message = f"the factors of {shown(name)} make {list(made[name])}, the base has {list(needed[name])}"
                 raise _mismatch(self._path, message)
             n_experts = len({place.expert for place in places}) if fused_name(name) else 1
-            configured = name if fused_name(name) else module
-            self._check_rank(configured, parts, n_experts)
+            self._check_rank(module, parts, n_experts)
+            scale = self._config.scale_of(self._configured[module])
             for place in places:
                 delta = LowRankDelta(
-                    place.tensor, parts.up, parts.down, self._config.scale_of(configured), is_transposed, n_experts,
+                    place.tensor, parts.up, parts.down, scale, is_transposed, n_experts,
                     place.expert if n_experts > 1 else 0, (place.row, place.row + place.shape[0]),
                 )  # fmt: skip
                 if place.n_chunks == 1:
