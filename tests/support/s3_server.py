@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from http.client import HTTPConnection
 from typing import Final
 from urllib.parse import urlsplit
@@ -67,11 +68,20 @@ class S3Server:
             obstore.put(store, key, content)
 
 
+@cache
+def _remember_services() -> None:
+    """Let moto find out once which of its services a host is: at every request that takes longer than the answer."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication as Dispatcher
+
+    Dispatcher.get_backend_for_host = cache(Dispatcher.get_backend_for_host)
+
+
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """Run moto's S3 on a free port of 127.0.0.1."""
     from moto.server import ThreadedMotoServer
 
+    _remember_services()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
