@@ -17,7 +17,7 @@ from mergepipe.errors import ConflictError, MergePipeError
 from support.families import TINY, write_family
 
 WORKERS = 16
-SHORT_SECONDS, LONG_SECONDS = 1.5, 60.0
+SHORT_SECONDS, LONG_SECONDS = 0.5, 60.0
 PATIENCE_SECONDS = 120.0
 ALLOWED = ("output.busy", "output.changed")
 
