@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -134,8 +135,8 @@ def test_budgeted_merge__requests_no_more_than_was_planned(tmp_path: Path, serve
     spent = 0
     for i, policy in enumerate(EVERY_POLICY):
         for j, budget in enumerate(BUDGETS):
-            if (i + j + number) % 2:
-                continue  # every other square of the board
+            if (i + j + number) % 3:
+                continue  # a third of the squares of the board, another one for the next operator
             known, block = [(setting, GRAIN), (coarse, 2 * GRAIN), (partial, GRAIN), (empty, GRAIN)][(i + j) // 2 % 4]
             make_plan = functools.partial(known.plan, budget, policy, block_elements=block)
             plan = useful_plan(make_plan)
@@ -164,13 +165,12 @@ def test_budgeted_merge__of_packed_experts_requests_no_more_than_was_planned(
     partial = 0
     empty = setting.with_home("empty")
     grids = [(setting, BLOCK_ELEMENTS), (empty, BLOCK_ELEMENTS), (empty, 2 * BLOCK_ELEMENTS), (empty, 3 * GRAIN)]
-    for known, block in grids:
-        for i, budget in enumerate(("0", "7%", "20%", "50%", "100%")):
-            plan = known.plan(budget, EVERY_POLICY[i % len(EVERY_POLICY)], block_elements=block)
-            memory = smallest_memory(plan, tmp_path / f"refused-{block}-{i}") if i % 2 else None
-            traced = Tracer(server, known, runs=10 * i).run(plan, memory_bytes=memory, cold=i % 2 == 0)
-            assert traced.answer["error"] is None
-            partial += any(access.levels for tensor in plan.tensors for access in tensor.access)
+    for i, ((known, block), budget) in enumerate(product(grids, ("7%", "30%", "100%"))):
+        plan = known.plan(budget, EVERY_POLICY[i % len(EVERY_POLICY)], block_elements=block)
+        memory = smallest_memory(plan, tmp_path / f"refused-{i}") if i % 2 else None
+        traced = Tracer(server, known, runs=10 * i).run(plan, memory_bytes=memory, cold=i % 2 == 0)
+        assert traced.answer["error"] is None
+        partial += any(access.levels for tensor in plan.tensors for access in tensor.access)
     assert partial > 1 or name != "ties"  # only rules that trim need less than all of a block
 
 
@@ -274,7 +274,7 @@ def check_random_merge(server: TracedServer, data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=6)
 def test_budgeted_merge__of_any_family_is_sound(server: TracedServer, data: st.DataObject) -> None:
     check_random_merge(server, data)
 

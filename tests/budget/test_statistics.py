@@ -119,13 +119,17 @@ def check_family(family: DiskFamily, found: list[Mapping[str, TensorStatistics]]
     return checked
 
 
-@pytest.mark.parametrize("layout", [0, 1, 2])
-def test_analyze__is_right_in_every_dtype_with_special_values(tmp_path: Path, layout: int) -> None:
-    family = write_family(tmp_path, make_models(3), layout)
-    analyze(family, tmp_path / "home", densities=(0.001, 0.37, 1.0))
-    found = recorded(family, tmp_path / "home")
-    assert all({*s.densities_D.tolist()} >= {*DENSITIES} for each in found for s in each.values())
-    assert check_family(family, found) >= 27
+def test_analyze__is_right_in_every_dtype_with_special_values_and_the_same_in_every_layout(tmp_path: Path) -> None:
+    models = make_models(3)
+    of_layouts = []
+    for layout in (0, 1, 2):
+        folder = tmp_path / str(layout)
+        family = write_family(folder, models, layout)
+        analyze(family, folder / "home", densities=(0.001, 0.37, 1.0))
+        of_layouts.append(recorded(family, folder / "home"))
+    assert all({*s.densities_D.tolist()} >= {*DENSITIES} for each in of_layouts[0] for s in each.values())
+    assert check_family(family, of_layouts[0]) >= 27
+    assert all(same_records(of_layouts[0], others) for others in of_layouts[1:])
 
 
 def test_analyze__in_little_memory_reads_twice_and_is_right(tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ def test_analyze__in_little_memory_reads_twice_and_is_right(tmp_path: Path) -> N
 
 
 @given(data=st.data(), n_experts=st.integers(1, 3), factor=st.sampled_from([1, 2, 16]))
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_analyze__is_right_for_any_family(data: st.DataObject, n_experts: int, factor: int) -> None:
     plans = data.draw(tensor_plans(n_experts))
     models = make_budget_models(n_experts, data.draw(st.integers(0, 999)), plans)
@@ -241,7 +245,7 @@ def test_analyze__notices_that_a_file_changed(tmp_path: Path) -> None:
     assert recorded(after, home)[0] == {}
     report = analyze(after, home)
     assert [expert.analyzed_tensors for expert in report.experts] == [9, 0]
-    check_family(after, recorded(after, home))
+    check_family(DiskFamily(after.models[:2], after.places[:2]), recorded(after, home)[:1])
 
 
 def test_analyze__refuses_a_file_that_changes_meanwhile_and_records_nothing_of_it(tmp_path: Path) -> None:

@@ -154,13 +154,16 @@ def _slerp(case: MergeCase, base_N: Numbers, other_N: Numbers, delta_N: Numbers)
 def order_of_ranks(delta_N: NDArray[np.float32]) -> NDArray[np.int64]:
     """Elements by falling magnitude, and by `tie_hashes` where magnitudes are equal; NaN come first.
 
-    The key of a magnitude follows from its bits and the numbers of elements that are larger, and that have it.
+    The key of a magnitude follows from its bits and the numbers of elements that are larger, and that have it; that of
+    a single element is of no account.
     """
     bits_N = np.abs(delta_N).view(np.uint32)
     magnitudes, counts = np.unique(bits_N, return_counts=True)
     larger = len(bits_N) - np.cumsum(counts)
     facts = np.stack([magnitudes.astype("<i8"), larger, counts], axis=1).astype("<i8")
-    keys = np.array([int.from_bytes(blake3(row.tobytes()).digest(4), "little") for row in facts], np.uint32)
+    keys = np.zeros(len(facts), np.uint32)
+    for tie in np.flatnonzero(counts > 1):
+        keys[tie] = int.from_bytes(blake3(facts[tie].tobytes()).digest(4), "little")
     return np.lexsort((tie_hashes(keys[np.searchsorted(magnitudes, bits_N)]), ~bits_N))
 
 

@@ -108,22 +108,44 @@ def test_merge_nothing__has_the_types_of_a_real_merge(tmp_path: Path) -> None:
     assert set(block_kernel.dispatcher.overloads) == compiled
 
 
+PAIR = """
+from mergepipe.kernels.compiled import compile_in_parallel, kernel
+
+@kernel
+def first(x):
+    return x + 1
+
+@kernel
+def then(x):
+    return x * 2
+
+def call():
+    then(1)
+
+compile_in_parallel(first, then, call)
+"""
+
+
 @pytest.mark.skipif(os.cpu_count() == 1, reason="one core compiles one kernel at a time")
 def test_compile_in_parallel__lets_a_second_process_compile_what_comes_next(tmp_path: Path) -> None:
+    (tmp_path / "pair.py").write_text(PAIR)
     script = """
-from mergepipe.core.blocks import F32, Span
-from mergepipe.kernels.merge import merge_block, merge_nothing
-from mergepipe.kernels.reduce import count_magnitudes
-from mergepipe.testing import StoredTensor, make_family
-import numpy as np
-family = make_family(np.random.default_rng(0), 8, F32, (F32,), 0.0)
-count_magnitudes(StoredTensor(family, F32).block(Span(0, 8))._replace(rare=None), 0, 0, 8, np.zeros(1 << 15, np.int64))
-merge_nothing()
-print(*(sum(each.dispatcher._cache_misses.values()) for each in (count_magnitudes, merge_block)))
+from pair import call, first, then
+first(1)
+call()
+print(*(sum(each.dispatcher._cache_misses.values()) for each in (first, then)))
 """
-    settings = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    settings = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "code"), "PYTHONPATH": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", script], env=settings, check=True, capture_output=True, text=True)
     assert run.stdout.split() == ["1", "0"]
+
+
+def test_count_magnitudes__has_a_second_process_compile_the_merge() -> None:
+    counting: Any = reduce.count_magnitudes
+    merging: Any = merge.merge_block
+    compile_elsewhere = counting.before_compiling
+    assert compile_elsewhere.func == merging.compile_elsewhere
+    assert compile_elsewhere.args == ("from mergepipe.kernels.merge import merge_nothing as call; call()",)
 
 
 def test_compile_elsewhere__starts_nothing_where_no_folder_takes_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
