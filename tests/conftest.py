@@ -84,9 +84,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported and collected out of every later garbage collection: it stays to the end."""
+    """Leave what was imported and collected out of later garbage collections, which are few: it stays to the end."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 _numbers = count()
@@ -107,8 +108,11 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test reads or leaves anything in the user's catalog, asks the Hub, or reads the user's cache of it."""
-    home = _new_folder(tmp_path_factory, "home-")
+    """No test reads or leaves anything in the user's catalog, asks the Hub, or reads the user's cache of it.
+
+    The home is not made yet.
+    """
+    home = tmp_path_factory.getbasetemp() / f"home-{next(_numbers)}"
     monkeypatch.setenv("MERGEPIPE_HOME", str(home))
     monkeypatch.setenv("HF_HOME", str(home / "huggingface"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from support.source_code import PACKAGE, trees_with
+from support.source_code import PACKAGE, syntax_tree, trees_with
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 LAYERS = (
@@ -82,25 +82,13 @@ def called_imports_of(source: Path, tree: ast.AST) -> Iterator[Import]:
 
 
 @cache
-def _read_imports() -> tuple[tuple[Import, ...], tuple[Import, ...]]:
-    """What all modules import by statements, and by calls; trees are dropped at once, as they are large."""
-    by_statement: list[Import] = []
-    by_call: list[Import] = []
-    for path in sources():
-        code = path.read_text(encoding="utf-8")
-        tree = ast.parse(code)
-        by_statement += imports_of(path, tree)
-        if "import_module" in code or "__import__" in code:
-            by_call += called_imports_of(path, tree)
-    return tuple(by_statement), tuple(by_call)
-
-
 def all_imports() -> tuple[Import, ...]:
-    return _read_imports()[0]
+    return tuple(each for place, tree in trees_with() for each in imports_of(PACKAGE / place, tree))
 
 
-def all_called_imports() -> tuple[Import, ...]:
-    return _read_imports()[1]
+def all_called_imports() -> Iterator[Import]:
+    for place, tree in trees_with("import_module", "__import__"):
+        yield from called_imports_of(PACKAGE / place, tree)
 
 
 def imported_component(each: Import) -> str | None:
@@ -174,7 +162,7 @@ def _module_name(path: Path) -> str:
 
 
 def test_layers__the_facade_imports_nothing_of_the_package_but_for_type_checking() -> None:
-    tree = ast.parse((SRC / "mergepipe" / "__init__.py").read_text(encoding="utf-8"))
+    tree = syntax_tree("__init__.py")
     at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     allowed = {"__future__", "sys", "types", "typing"}
     assert {node.module for node in at_import if isinstance(node, ast.ImportFrom)} <= allowed

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from support.entered_files import met_by
-from support.source_code import PACKAGE, source_texts
+from support.source_code import PACKAGE, source_texts, syntax_tree, trees_with
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_PARAMETERS = 6
@@ -25,13 +25,8 @@ _ERROR_CODE = re.compile(r"^\| `([a-z0-9_.-]+)` \|", re.MULTILINE)
 
 
 @cache
-def trees() -> dict[str, ast.Module]:
-    return {place: ast.parse(code) for place, code in source_texts().items()}
-
-
-@cache
 def nodes() -> tuple[ast.AST, ...]:
-    return tuple(node for tree in trees().values() for node in ast.walk(tree))
+    return tuple(node for _, tree in trees_with() for node in ast.walk(tree))
 
 
 def classes() -> list[ast.ClassDef]:
@@ -57,7 +52,7 @@ def long_signatures() -> int:
 def modules_with_one_importer() -> int:
     modules = {f"mergepipe.{place.removesuffix('.py').replace('/', '.')}" for place in source_texts()}
     importers: dict[str, set[str]] = {}
-    for place, tree in trees().items():
+    for place, tree in trees_with():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for name in (node.module, *(f"{node.module}.{each.name}" for each in node.names)):
@@ -88,7 +83,7 @@ def option_rows() -> int:
 
 def commands_on_the_first_screen() -> int:
     """The commands that `cli.app` lists by group."""
-    for node in ast.walk(trees()["cli/app.py"]):
+    for node in ast.walk(syntax_tree("cli/app.py")):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_COMMANDS":
             return sum(len(names) for names in ast.literal_eval(node.value).values())
     raise AssertionError("cli/app.py lists no commands")

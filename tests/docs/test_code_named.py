@@ -14,7 +14,7 @@ from tools.reference.error_codes import UnknownCodeError, error_codes
 
 from mergepipe.cli.app import build_command
 from support.places import DOCS
-from support.source_code import source_texts
+from support.source_code import trees_with
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
@@ -112,8 +112,8 @@ _ROW = re.compile(r"^\| [^|]+ \| `?([\w-]+)`? \|", re.MULTILINE)
 def named_in_source() -> set[str]:
     """The names of formats: with a version, or in a constant or a call that is about a format."""
     names = set()
-    for code in source_texts().values():
-        for node in ast.walk(ast.parse(code)):
+    for _, tree in trees_with("mergepipe-", "RecordFormat"):
+        for node in ast.walk(tree):
             match node:
                 case ast.Constant(value=str(text)) if match_ := _TITLE.fullmatch(text):
                     names.add(match_[1])
@@ -159,9 +159,8 @@ def names_of(body: list[ast.stmt]) -> Iterator[str]:
 def known_names() -> frozenset[str]:
     """The dotted ends of every module, and of what modules and classes hold: `work.Task.name` and `Task.name`."""
     known: set[str] = set()
-    for place, code in source_texts().items():
+    for place, tree in trees_with():
         path = ("mergepipe", *place.removesuffix(".py").removesuffix("/__init__").split("/"))
-        tree = ast.parse(code)
         owners = [(path, tree.body)]
         owners += [((*path, node.name), node.body) for node in tree.body if isinstance(node, ast.ClassDef)]
         for owner, body in owners:
@@ -185,8 +184,8 @@ def is_known(name: str, tree: _Documented) -> bool:
 
 
 def dotted_names() -> Iterator[tuple[str, str, _Documented]]:
-    for place, code in source_texts().items():
-        for node in ast.walk(ast.parse(code)) if _DOTTED.search(code) else ():
+    for place, tree in trees_with("`"):
+        for node in ast.walk(tree):
             if isinstance(node, _Documented):
                 for name in _DOTTED.findall(ast.get_docstring(node) or ""):
                     yield place, name, node
