@@ -106,6 +106,12 @@ def small_memory(case: Case) -> int:
     return CHUNK_BYTES + 3 * (GRAIN * n_bytes + 3 * 8192)  # two pages around each read
 
 
+@pytest.mark.parametrize(
+    "case",
+    [("ties", BF16), ("ties", F8_E4M3), ("breadcrumbs", F32)],
+    indirect=True,
+    ids=lambda p: f"{p[0]}-{p[1].name}",
+)
 def test_merge__keeps_the_same_elements_however_it_is_run(case: Case) -> None:
     analyzed_bytes, small = [], small_memory(case)
     for number, options in enumerate(

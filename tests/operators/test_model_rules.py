@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -99,6 +99,7 @@ RANDOM_RULES = (
     Rule("della"), Rule("della", {"rescale": False}), Rule("della_linear"), Rule("dare_ties"), Rule("dare_linear"),
 )  # fmt: skip
 OTHER_RULES = (Rule("linear"), Rule("task_arithmetic"), Rule("ties"), Rule("slerp", {"t": 0.3}))
+FEWER = settings(max_examples=settings.default.max_examples // 2)  # type: ignore[union-attr] # of so many rules each
 SHAPES = st.sampled_from([(1,), (50,), (40_000,), (7, 9), (3, 6000), (130, 130), (2, 3, 50)])
 
 
@@ -150,6 +151,7 @@ def at_the_edge(rule: Rule, shape: tuple[int, ...], family: Family) -> NDArray[n
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
+@FEWER
 @given(st.data())
 def test_rule__agrees_with_its_formula(rule: Rule, data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
@@ -164,6 +166,7 @@ def test_rule__agrees_with_its_formula(rule: Rule, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("rule", [*RULES, *RANDOM_RULES, *OTHER_RULES], ids=str)
+@FEWER
 @given(st.data())
 def test_rule__does_not_depend_on_how_the_tensor_is_cut(rule: Rule, data: st.DataObject) -> None:
     shape = data.draw(SHAPES)

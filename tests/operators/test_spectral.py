@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mergepipe.operators import spectral
 from mergepipe.operators.spectral import calibrate
 from mergepipe.reports import Progress
 from support.model_folders import write_model
+from support.slow_cases import slow_unless
 
 MATRIX, WIDE, EMBEDDING = "model.layers.0.a.weight", "model.layers.1.a.weight", "model.embed_tokens.weight"
 SHAPES = {MATRIX: [96, 64], WIDE: [64, 1024], EMBEDDING: [80, 64], "model.norm.weight": [64], "model.conv.w": [4, 8, 6]}
@@ -98,8 +100,13 @@ def merged(recipe: dict[str, object], out: Path, **options: Any) -> dict[str, Ar
     return tensors_of(out)
 
 
-@pytest.mark.parametrize("operator", ["task_arithmetic", "ties", "karcher"])
-@pytest.mark.parametrize("post", [{"svc": 1.0}, {"svc": 0.2}, {"isotropic": True}])
+POSTS = ({"svc": 1.0}, {"svc": 0.2}, {"isotropic": True})
+RULES = ("task_arithmetic", "ties", "karcher")
+
+
+@pytest.mark.parametrize(
+    ("operator", "post"), slow_unless([*zip(RULES, POSTS, strict=True)].__contains__, product(RULES, POSTS))
+)
 def test_post__changes_the_matrices_of_any_rule_and_nothing_else(
     models: Path, tmp_path: Path, operator: str, post: dict[str, Any]
 ) -> None:
