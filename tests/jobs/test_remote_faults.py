@@ -24,6 +24,7 @@ from mergepipe.storage.remote import retry
 from mergepipe.storage.remote.http_client import HttpClient
 from mergepipe.storage.remote.retry import RetryPolicy
 from mergepipe.storage.stores import Stores
+from support.bucket_outputs import files_below
 from support.families import TINY, FamilyPaths, write_family
 from support.fault_server import Answer, BucketServer, FaultServer, Request, cut, no_fault, stall, status
 from support.hub_server import HubServer, hub_server
@@ -129,14 +130,24 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
 
 
 @pytest.mark.parametrize("kind", ["s3", "gs", "az", "http", "hub"])
-def test_merge__of_remote_models_is_the_local_merge(kind: str, remote: Remote, tmp_path: Path) -> None:
+def test_merge__of_remote_models_is_the_local_merge_and_is_made_again(
+    kind: str, remote: Remote, tmp_path: Path
+) -> None:
     server = remote.server(kind)
     server.faults = []
     clean = remote.clean_weights(kind, None, tmp_path / "clean")
     server.faults = [cut(1000), status(503)]
     remote.merge(kind, tmp_path / "out", None)
     assert server.faults == []
-    assert weights(tmp_path / "out") == clean
+    mergepipe.replay(tmp_path / "out", tmp_path / "again", catalog=False, threads=1)
+    assert weights(tmp_path / "out") == weights(tmp_path / "again") == clean
+    for recorded in json.loads((tmp_path / "out" / MANIFEST_NAME).read_bytes())["inputs"]:
+        place = Location.parse(recorded["path"])
+        assert place.scheme == {"hub": "hf"}.get(kind, kind)
+        for file in recorded["files"]:
+            status_now = Stores().stat(place / file["name"])
+            assert status_now is not None
+            assert file["version"] == status_now.version
 
 
 def test_merge__of_whole_files_of_the_hub_is_held_to_their_digests(remote: Remote, tmp_path: Path) -> None:
@@ -294,10 +305,13 @@ def test_merge__goes_on_when_locations_expire_and_branches_move(remote: Remote, 
 
 
 @pytest.mark.usefixtures("hub")
-def test_pack__of_a_model_of_the_hub_is_named_as_its_repository(tmp_path: Path) -> None:
+def test_pack__of_a_model_of_the_hub_is_that_of_files_named_as_its_repository(remote: Remote, tmp_path: Path) -> None:
     report = mergepipe.pack("hf://org/base", ["hf://org/expert-1"], tmp_path, home=tmp_path / "home")
     assert [str(packed.store) for packed in report.experts] == [str(tmp_path / "expert-1")]
-    assert (tmp_path / "expert-1" / "mergepipe-store.json").exists()
+    mergepipe.pack(remote.family.base, remote.family.experts[:1], tmp_path / "local", home=tmp_path / "home")
+    made, wanted = (files_below(folder / "expert-1") for folder in (tmp_path, tmp_path / "local"))
+    assert made.pop("mergepipe-store.json") != wanted.pop("mergepipe-store.json")  # which names base and expert
+    assert made == wanted
 
 
 def test_check__says_which_models_are_on_the_hub_and_what_one_without_weights_holds(

@@ -80,6 +80,9 @@ def test_compose__takes_units_from_a_bucket(tmp_path: Path, bucket: S3Server) ->
     for step in (7, 9):
         FORMATS["zero3"](tmp_path / f"at-{step}", known_states(decoder_shapes(), seed=step, step=step))
     bucket.put("bucket", {f"compose/at-7/{name}": file for name, file in contents(tmp_path / "at-7").items()})
+    (opened,) = tailor.inspect("s3://bucket/compose/at-7").checkpoints
+    assert str(opened.path) == "s3://bucket/compose/at-7"
+    assert tailor.recipe("s3://bucket/compose", strategy="latest") == "default: s3://bucket/compose/at-7\n"
     for name, place in (("remote", "s3://bucket/compose/at-7"), ("local", "at-7")):
         (tmp_path / f"{name}.yml").write_text(f"default: at-9\ntake: [{{from: '{place}', units: [layers even]}}]\n")
         tailor.compose(tmp_path / f"{name}.yml", tmp_path / name)
