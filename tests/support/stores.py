@@ -120,12 +120,6 @@ class InMemoryStore(Store):
         other.ledger = ledger
         return other
 
-    def put_tree(self, folder: Path, location: Location) -> None:
-        """Store all files below a folder of this machine."""
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                self.put(location / path.relative_to(folder).as_posix(), path.read_bytes())
-
     def put(self, path: Location, content: bytes) -> None:
         """Store an object, or another version of it."""
         self._n_puts += 1
