@@ -130,12 +130,7 @@ BLOCK_ELEMENTS = Flag(
 )
 BASE_PLACE = Flag("Where the base of a packed expert is now.", metavar="BASE", default="where it was")
 WEIGHTS = Flag(
-    "The weight of an adapter: one for each, in order.",
-    name="--weight",
-    metavar="W",
-    default="1",
-    read=_read_number,
-    check=_check_finite,
+    "One for each ADAPTER, in order.", name="--weight", metavar="W", default="1", read=_read_number, check=_check_finite
 )
 LARGEST_RANK = Flag("Largest rank of a module.", metavar="R", check=positive)
 

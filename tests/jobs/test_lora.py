@@ -401,14 +401,11 @@ def test_extract_lora__the_adapter_makes_the_model_again(tmp_path: Path) -> None
     config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (2, 2, "org/base")
     assert config["target_modules"] == ["down_proj", "q_proj"]
-    recipe = {
-        "merge_method": "linear",
-        "models": [{"model": f"{base}+{tmp_path}/lora", "parameters": {"weight": 1}}],
-        "dtype": "float32",
-    }
+    models = [{"model": f"{base}+{tmp_path}/lora", "parameters": {"weight": 1}}]
+    recipe = {"merge_method": "task_arithmetic", "base_model": str(base), "models": models, "dtype": "float32"}
     mergepipe.merge(recipe, tmp_path / "merged")
     made, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", model))
-    assert all(np.allclose(made[name], wanted[name], atol=1e-6) for name in wanted)
+    assert_close(made, wanted)
     assert not any(str(tmp_path).encode() in path.read_bytes() for path in (tmp_path / "lora").iterdir())
 
 

@@ -136,6 +136,10 @@ def open_adapter(store: Store, path: Location, base: Checkpoint, allow_unapplied
     if adapter.config.kind == KOHYA:
         message = "its names are Kohya's, which do not say which tensors of the base it changes"
         raise unsupported_adapter(path, message, "merge such adapters by `mergepipe lora merge`")
+    if adapter.config.keeps_tied and not any(map(is_head, base.tensors)):  # its head says the same as its embedding
+        modules = {module: parts for module, parts in adapter.modules.items() if not is_head(f"{module}.weight")}
+        full = {name: entry for name, entry in adapter.full.items() if not is_head(name)}
+        adapter = replace(adapter, modules=modules, full=full)
     opener = _Opener(adapter, base, allow_unapplied)
     tensors = opener.tensors()
     lost = {name.rpartition(".")[0] for name in opener.left_over}
@@ -174,8 +178,7 @@ def with_own_head(store: Store, weights: Checkpoint, adapter: Location) -> Check
     stored = read_adapter(store, adapter)
     changed = [*(f"{module}.weight" for module in stored.modules), *stored.full]
     heads = [name for name in changed if is_head(name)]
-    is_split = heads or (any(map(embedding_ending, changed)) and not stored.config.keeps_tied)
-    if not is_split or not has_tied_head(store, weights):
+    if stored.config.keeps_tied or not any(map(embedding_ending, changed)) or not has_tied_head(store, weights):
         return weights
     embedding = next(tensor for name, tensor in weights.tensors.items() if embedding_ending(name))
     is_resized = any(
@@ -266,8 +269,7 @@ class _Opener:
         is_transposed |= self._orientation({name: parts for name, parts in fitting.items() if is_stack[name]})
         for name, module in plain.items():
             if name in names:
-                parts = fitting[names[name]]
-                self._add_module(tensors, names[name], module, parts, transposed=is_transposed[names[name]])
+                self._add_module(tensors, names[name], module, transposed=is_transposed[names[name]])
                 bias = adapter.modules[module].bias
                 if bias is not None and f"{module}.bias" in names:
                     self._add_bias(tensors, names[f"{module}.bias"], module, bias)
@@ -396,10 +398,8 @@ class _Opener:
             return
         raise damaged_adapter(self._path, message)
 
-    def _add_module(
-        self, tensors: dict[str, Readable], name: str, module: str, parts: AdaptedModule, *, transposed: bool
-    ) -> None:
-        shape = self._base.tensors[name].shape
+    def _add_module(self, tensors: dict[str, Readable], name: str, module: str, *, transposed: bool) -> None:
+        parts, shape = self._adapter.modules[module], self._base.tensors[name].shape
         n_experts = shape[0] if len(shape) == 3 else 1
         self._check_rank(module, parts, n_experts)
         self._check_magnitude(module, parts)

@@ -79,7 +79,8 @@ def extract_lora(
     checkpoints = (base_checkpoint, model_checkpoint)
     with open_files(store, paths, checkpoints) as files, Staging(target, force=False) as staging:
         progress = ByteProgress(on_progress, "extract", base_checkpoint.tensor_bytes + model_checkpoint.tensor_bytes)
-        is_tied = has_tied_head(store, base_checkpoint) and TIED_HEAD not in model_checkpoint.tensors
+        is_tied = has_tied_head(store, base_checkpoint) and not architecture.get("is_encoder_decoder")
+        is_tied &= TIED_HEAD not in model_checkpoint.tensors
         extraction = _Extraction(base_checkpoint, model_checkpoint, files, architecture, is_tied, made, progress)
         check_free_space(target, extraction.largest_bytes())
         path = staging.path / WEIGHTS_NAME
@@ -175,6 +176,7 @@ class _Extraction:
         is_causal = isinstance(names, list) and any(str(name).endswith("ForCausalLM") for name in names)
         modules = [self._module(name) for name in self.base.tensors if name.endswith(_WEIGHT)]
         ranks = {tensor.module: tensor.rank for tensor in self.extracted}
+        tied = {"ensure_weight_tying": True} if self.is_tied and _bare(TIED_HEAD) in self.saved else {}
         stacks = sorted(tensor.module for tensor in self.extracted if not tensor.name.endswith(_WEIGHT))
         return adapter_config(
             base_model=identity or None,
@@ -184,7 +186,7 @@ class _Extraction:
             saved_modules=self.saved,
             transposed=any(self._is_transposed(t.name) for t in self.extracted if t.name.endswith(_WEIGHT)),
             task_type="CAUSAL_LM" if is_causal else None,
-            more={"target_parameters": stacks or None, **({"bias": "all"} if self.biases else {})},
+            more={"target_parameters": stacks or None, "bias": "all" if self.biases else "none", **tied},
         )
 
     def report(self, out: Path, adapter_bytes: int, hub_id: str | None) -> ExtractLoraReport:

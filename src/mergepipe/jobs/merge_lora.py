@@ -362,6 +362,8 @@ class _AdapterMerge:
             more["trainable_token_indices"] = tokens[""]
         if any(name.endswith(".bias") for name in self.full):
             more["bias"] = "lora_only"
+        if any(adapter.config.keeps_tied for adapter in self.adapters):
+            more["ensure_weight_tying"] = True
         return adapter_config(
             base_model=_text(first.get("base_model_name_or_path", first.get("model"))),
             revision=_text(first.get("revision")),
