@@ -291,15 +291,16 @@ def test_merge_lora__merges_by_any_operator(tmp_path: Path, method: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "words"),
+    ("names", "error", "words"),
     [
-        ("dora", UnsupportedError, "is DoRA, whose delta depends on the norms of the base"),
-        ("saved", MismatchError, "stores 'model.norm.weight' in full, and so does another"),
-        ("tokens", MismatchError, "in full, and so does another"),
+        ("dora dora", UnsupportedError, "is DoRA, whose delta depends on the norms of the base"),
+        ("saved saved", MismatchError, "stores 'model.norm.weight' in full, and so does another"),
+        ("tokens tokens", MismatchError, "in full, and so does another"),
+        ("tokens plain", MismatchError, "of 'model.embed_tokens' one adapter has factors, trained tokens or the whole"),
     ],
 )
-def test_merge_lora__refuses_what_has_no_sum(tmp_path: Path, name: str, error: type[Exception], words: str) -> None:
-    adapters = [write_random(tmp_path / text, 1, OPTIONS[name]) for text in "ab"]
+def test_merge_lora__refuses_what_has_no_sum(tmp_path: Path, names: str, error: type[Exception], words: str) -> None:
+    adapters = [write_random(tmp_path / f"a{i}", i, OPTIONS[name]) for i, name in enumerate(names.split())]
     with pytest.raises(error, match=words):
         mergepipe.merge_lora(adapters, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
@@ -437,6 +438,16 @@ def test_lora_apply__gives_no_head_of_its_own_to_an_encoder_and_decoder(tmp_path
     config = {"architectures": ["BartForConditionalGeneration"], "is_encoder_decoder": True}
     write_model(base, {"model.shared.weight": np.zeros((8, 4), np.float32)}, config)
     with pytest.raises(MismatchError, match="the base has no output head: its embedding is used for it"):
+        mergepipe.apply_lora(base, [adapter], tmp_path / "out", catalog=False)
+
+
+def test_lora_apply__refuses_trained_tokens_beside_a_change_of_the_head_that_is_tied_to_them(tmp_path: Path) -> None:
+    base, _ = write_pair(tmp_path)
+    tensors = {"lm_head.lora_A.weight": np.ones((4, 16)), "lm_head.lora_B.weight": np.ones((32, 4))}
+    tensors |= {f"{EMBEDDING}.token_adapter.trainable_tokens_delta": np.ones((1, 16))}
+    factors = {name: values.astype(np.float32) for name, values in tensors.items()}
+    adapter = write_adapter(tmp_path / "a", factors, trainable_token_indices=[3])
+    with pytest.raises(UnsupportedError, match="it trains tokens, and changes the head that the base ties"):
         mergepipe.apply_lora(base, [adapter], tmp_path / "out", catalog=False)
 
 

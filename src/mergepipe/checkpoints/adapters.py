@@ -180,6 +180,9 @@ def with_own_head(store: Store, weights: Checkpoint, adapter: Location) -> Check
     heads = [name for name in changed if is_head(name)]
     if stored.config.keeps_tied or not any(map(embedding_ending, changed)) or not has_tied_head(store, weights):
         return weights
+    if heads and stored.tokens:
+        message = "it trains tokens, and changes the head that the base ties to their embedding"
+        raise unsupported_adapter(adapter, message, MERGE_HINT)
     embedding = next(tensor for name, tensor in weights.tensors.items() if embedding_ending(name))
     is_resized = any(
         embedding_ending(name) and stored.full[name].shape[0] != embedding.shape[0] for name in stored.full

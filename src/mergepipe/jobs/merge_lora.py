@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,6 +62,7 @@ _WITHOUT_FACTORS = {
     "LOKR": "its delta is a Kronecker product, not one of thin factors",
     "IA3": "it scales weights of the base, and has no delta of its own",
 }
+_ROWS = ".token_adapter.trainable_tokens_delta"
 _RECIPE_LINE = re.compile(r"^recipe:\d+ \S+?(: |$)")
 _EXTRACT_HINT = "apply it to the base, and extract a LoRA from the result"
 _RECIPE_KEYS = ("output", "merge_method", "models", "parameters")
@@ -187,8 +188,7 @@ def _entries(adapter: StoredAdapter) -> Iterator[TensorEntry]:
     for parts in adapter.modules.values():
         yield from (*parts.down.stored, *parts.up.stored)
         yield from filter(None, (parts.bias, parts.magnitude))
-    for tensors in (adapter.full, adapter.copies, adapter.tokens):
-        yield from tensors.values()
+    yield from (*adapter.full.values(), *adapter.copies.values(), *adapter.tokens.values())
 
 
 @dataclass(slots=True)
@@ -220,20 +220,25 @@ class _AdapterMerge:
                 message = f"it is {adapter.config.kind}: {_WITHOUT_FACTORS[adapter.config.kind]}"
                 raise UnsupportedError.of("adapter.unsupported", name, message, _EXTRACT_HINT)
         if len({*kinds}) > 1:
-            message = (
-                "its names are Kohya's, and those of another adapter are not: which modules are the same is not told"
-            )
+            message = "its names are Kohya's, and those of another adapter are not: no module is known to be the same"
             raise UnsupportedError.of("adapter.unsupported", self.names[kinds.index(True)], message)
         for index, adapter in enumerate(self.adapters):
             for module, parts in adapter.modules.items():
                 self._modules[module].append(index)
                 self._check_module(index, module, parts)
-            tokens = {f"{module}.token_adapter.trainable_tokens_delta": rows for module, rows in adapter.tokens.items()}
+            tokens = {f"{module}{_ROWS}": rows for module, rows in adapter.tokens.items()}
             for name, entry in {**adapter.full, **tokens}.items():
                 if name in self.full:
                     message = f"it stores {shown(name)} in full, and so does another adapter"
                     raise MismatchError.of("adapter.mismatch", self.names[index], message, "leave one of the two out")
                 self.full[name] = entry
+        changed = Counter([*self._modules, *(name.removesuffix(".weight").removesuffix(_ROWS) for name in self.full)])
+        twice = [module for module, count in changed.items() if count > 1]
+        if twice:
+            message = (
+                f"of {shown(twice[0])} one adapter has factors, trained tokens or the whole, and another one others"
+            )
+            raise MismatchError.of("adapter.mismatch", self.names[-1], message, "apply them to the base, all at once")
         if len({adapter.config.is_transposed for adapter in self.adapters}) > 1:
             message = "fan_in_fan_out is true for some adapters and false for others"
             raise MismatchError.of("adapter.mismatch", self.names[0], message, "are they of one base?")
@@ -325,9 +330,7 @@ class _AdapterMerge:
         if any(self.adapters[owner].modules[module].bias for owner in owners):
             if self.recipe is not None:
                 message = f"{shown(module)} has a trained bias (lora_bias), which a recipe of cores does not merge"
-                raise UnsupportedError.of(
-                    "adapter.unsupported", self.names[owners[0]], message, "give --weight instead"
-                )
+                raise UnsupportedError.of("adapter.unsupported", self.names[owners[0]], message, "give --weight")
             bias = self._bias(module)
             writer.append(f"{PREFIX}{module}.lora_B.bias", bias, bias.shape)
         if parts.magnitude is not None:
@@ -348,18 +351,14 @@ class _AdapterMerge:
         ranks = {name: module.rank for module in self.merged for name in names[module.module] or [module.module]}
         bare = {name for module in self._modules for name in names[module]}
         saved = {name.rpartition(".")[0] for name in self.full if not name.endswith((".bias", "tokens_delta"))}
+        rows: Json = {module: list(tokens) for a in self.adapters for module, tokens in a.config.tokens.items()}
         more: Json = {
             "lora_bias": any(parts.bias for adapter in self.adapters for parts in adapter.modules.values()),
             "target_parameters": sorted(bare) or None,
-            "trainable_token_indices": next(
-                ({k: list(v) for k, v in a.config.tokens.items()} for a in self.adapters if a.config.tokens), None
-            ),
+            "trainable_token_indices": rows.get("", rows) or None,
             "target_modules": [module for module in self._modules if not names[module]],
             "use_dora": any(adapter.config.is_dora for adapter in self.adapters),
         }
-        tokens = more["trainable_token_indices"]
-        if isinstance(tokens, dict) and "" in tokens:
-            more["trainable_token_indices"] = tokens[""]
         if any(name.endswith(".bias") for name in self.full):
             more["bias"] = "lora_only"
         if any(adapter.config.keeps_tied for adapter in self.adapters):
