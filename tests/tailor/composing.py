@@ -109,8 +109,9 @@ class Pair:
         path.write_text(text, encoding="utf-8")
         return path
 
-    def compose(self, text: str, options: ComposeOptions = FULL) -> CompositionReport:
-        return compose(Location.local(self.recipe(text)), Location.local(self.out), options, lambda *_: None)
+    def compose(self, text: str, options: ComposeOptions = FULL, out: Path | None = None) -> CompositionReport:
+        place = Location.local(self.out if out is None else out)
+        return compose(Location.local(self.recipe(text)), place, options, lambda *_: None)
 
 
 def make_pair(folder: Path, write: Write, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Pair:

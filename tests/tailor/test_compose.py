@@ -7,8 +7,8 @@ import os
 import shutil
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from io import BytesIO
 from pathlib import Path
 from sys import modules
@@ -44,7 +44,7 @@ from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
-from mergepipe.tailor.composition import check_recipe, compose
+from mergepipe.tailor.composition import CompositionReport, check_recipe, compose
 from mergepipe.tailor.formats.contract import Node
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT
@@ -75,9 +75,38 @@ def from_old(name: str) -> bool:
     return words[2] in ("0", "2") if words[1] == "layers" else words[1] in ("embed_tokens", "norm")
 
 
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A pair, the report of what PARITY made of it in `pair.out`, and the files of its sources before that."""
+
+    kind: str
+    pair: Pair
+    report: CompositionReport
+    before: dict[str, tuple[bytes, int, int]]
+
+    def sources(self) -> dict[str, tuple[bytes, int, int]]:
+        return tree(self.pair.folder / "old") | tree(self.pair.folder / "new")
+
+    def wrong_values(self, out: Path) -> list[str]:
+        return wrong_values(out, self.pair, [name for name in self.pair.old.shapes if from_old(name)])
+
+
+@pytest.fixture(scope="module")
+def compositions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Composed]:
+    """Compositions of each format, which the tests of this module share and leave as they are."""
+
+    @cache
+    def composed(kind: str) -> Composed:
+        pair = make_pair(tmp_path_factory.mktemp(kind), FORMATS[kind])
+        before = tree(pair.folder / "old") | tree(pair.folder / "new")
+        return Composed(kind, pair, pair.compose(PARITY), before)
+
+    return composed
+
+
 @pytest.fixture(params=FORMATS)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
-    return make_pair(tmp_path, FORMATS[str(request.param)])
+def composed(request: pytest.FixtureRequest, compositions: Callable[[str], Composed]) -> Composed:
+    return compositions(request.param)
 
 
 @pytest.fixture
@@ -85,23 +114,22 @@ def zero2(tmp_path: Path) -> Pair:
     return make_pair(tmp_path, FORMATS["zero2"])
 
 
-def test_compose__gives_every_value_its_source_and_leaves_the_sources_alone(pair: Pair) -> None:
-    before = tree(pair.folder / "old") | tree(pair.folder / "new")
-    report = pair.compose(PARITY)
-    assert tree(pair.folder / "old") | tree(pair.folder / "new") == before
-    assert {links for _, _, links in before.values()} == {1}
-    old = [name for name in pair.old.shapes if from_old(name)]
-    assert wrong_values(pair.out, pair, old) == []
-    assert len(old) == 10
-    assert report.manifest is not None
-    assert (report.manifest.self_check.elements > 0, hidden(pair.folder)) == (True, [])
+def test_compose__gives_every_value_its_source_and_leaves_the_sources_alone(composed: Composed) -> None:
+    assert composed.sources() == composed.before
+    assert {links for _, _, links in composed.before.values()} == {1}
+    assert composed.wrong_values(composed.pair.out) == []
+    assert sum(map(from_old, composed.pair.old.shapes)) == 10
+    assert composed.report.manifest is not None
+    assert (composed.report.manifest.self_check.elements > 0, hidden(composed.pair.folder)) == (True, [])
 
 
-def test_compose__of_one_checkpoint_with_itself_is_the_same_bytes(pair: Pair) -> None:
-    shutil.copytree(pair.folder / "new", pair.folder / "twin")
-    pair.compose("default: new\ntake: [{from: twin, units: [layers all, lm_head]}]\n")
-    made = {name: content for name, (content, _, _) in tree(pair.out).items() if name != "mergepipe.json"}
-    source = {name: content for name, (content, _, _) in tree(pair.folder / "new").items()}
+def test_compose__of_one_checkpoint_with_itself_is_the_same_bytes(composed: Composed, tmp_path: Path) -> None:
+    new, out = composed.pair.folder / "new", tmp_path / "out"
+    shutil.copytree(new, tmp_path / "twin")
+    text = f"default: new\ntake: [{{from: {tmp_path}/twin, units: [layers all, lm_head]}}]\n"
+    composed.pair.compose(text, out=out)
+    made = {name: content for name, (content, _, _) in tree(out).items() if name != "mergepipe.json"}
+    source = {name: content for name, (content, _, _) in tree(new).items()}
     assert made == {name: content for name, content in source.items() if not name.startswith("older/")}
 
 
@@ -117,10 +145,9 @@ def archives(path: Path) -> list[bytes]:
     return [path.read_bytes()[p.offset : p.offset + p.nbytes] for p in pieces if p.file.local_path == path]
 
 
-def test_compose__leaves_valid_checksums(pair: Pair) -> None:
-    pair.compose(PARITY)
+def test_compose__leaves_valid_checksums(composed: Composed) -> None:
     checked = 0
-    for path in pair.out.rglob("*"):
+    for path in composed.pair.out.rglob("*"):
         for content in archives(path) if path.is_file() else []:
             with zipfile.ZipFile(BytesIO(content)) as archive:
                 assert archive.testzip() is None
@@ -128,37 +155,33 @@ def test_compose__leaves_valid_checksums(pair: Pair) -> None:
     assert checked >= 1
 
 
-def test_compose__takes_state_from_the_newest_or_as_asked(pair: Pair) -> None:
-    newest = pair.compose(PARITY).plan.assignment.skeleton
-    assert (newest.step, checkpoint_at(pair.out).step) == (9, 9)
-    asked = pair.compose(PARITY + "state_from: old\n", replace(FULL, force=True)).plan.assignment.skeleton
-    made = checkpoint_at(pair.out)
+def test_compose__takes_state_from_the_newest_or_as_asked(composed: Composed, tmp_path: Path) -> None:
+    newest = composed.report.plan.assignment.skeleton
+    assert (newest.step, checkpoint_at(composed.pair.out).step) == (9, 9)
+    asked = composed.pair.compose(PARITY + "state_from: old\n", out=tmp_path / "out").plan.assignment.skeleton
+    made = checkpoint_at(tmp_path / "out")
     counts_itself = made.format not in (DCP_FORMAT, VERL_FORMAT)  # there the newest counter is the step
     assert (asked.step, made.step) == (7, 7 if counts_itself else 9)
-    assert wrong_values(pair.out, pair, [name for name in pair.old.shapes if from_old(name)]) == []
+    assert composed.wrong_values(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_compose__counts_steps_as_its_policy_says(tmp_path: Path, kind: str) -> None:
-    pair = make_pair(tmp_path, FORMATS[kind])
-    report = pair.compose(PARITY)
-    found = {name: s.value for s in checkpoint_at(pair.out).steps for name in s.parameters}
-    wanted = {n: 7.0 if from_old(n) and kind not in SHARED_STEPS else 9.0 for n in pair.old.shapes}
-    assert found == wanted
-    policies = {policy for unit in report.plan.staleness for policy in unit.step_policies}
-    assert policies == ({StepPolicy.NEWEST} if kind in SHARED_STEPS else {StepPolicy.EXACT})
+def test_compose__counts_steps_as_its_policy_says(composed: Composed) -> None:
+    found = {name: s.value for s in checkpoint_at(composed.pair.out).steps for name in s.parameters}
+    is_shared = composed.kind in SHARED_STEPS
+    assert found == {n: 7.0 if from_old(n) and not is_shared else 9.0 for n in composed.pair.old.shapes}
+    policies = {policy for unit in composed.report.plan.staleness for policy in unit.step_policies}
+    assert policies == ({StepPolicy.NEWEST} if is_shared else {StepPolicy.EXACT})
 
 
-def test_compose__is_deterministic(pair: Pair) -> None:
-    first = pair.compose(PARITY)
-    second = pair.compose(PARITY, replace(FULL, force=True, memory_bytes=16 << 20))
-    assert first.manifest is not None
+def test_compose__is_deterministic(composed: Composed, tmp_path: Path) -> None:
+    second = composed.pair.compose(PARITY, replace(FULL, memory_bytes=16 << 20), tmp_path / "out")
+    assert composed.report.manifest is not None
     assert second.manifest is not None
-    assert first.manifest.files == second.manifest.files
+    assert composed.report.manifest.files == second.manifest.files
 
 
-def test_compose__reads_every_needed_byte_once(pair: Pair) -> None:
-    report = pair.compose(PARITY, replace(FULL, self_check="off"))
+def test_compose__reads_every_needed_byte_once(composed: Composed, tmp_path: Path) -> None:
+    report = composed.pair.compose(PARITY, replace(FULL, self_check="off"), tmp_path / "out")
     assert report.manifest is not None
     realized = report.manifest.realized
     moved = realized[Purpose.BASE] + realized[Purpose.EXPERT]
@@ -341,10 +364,10 @@ def test_compose__touches_nothing_that_is_not_its_own(zero2: Pair) -> None:
 # --- failures
 
 
-def test_compose__is_the_same_with_short_reads_and_writes(pair: Pair) -> None:
+def test_compose__is_the_same_with_short_reads_and_writes(composed: Composed, tmp_path: Path) -> None:
     with replaced(os, "preadv", short_reads), replaced(os, "pwrite", short_writes):
-        pair.compose(PARITY)
-    assert wrong_values(pair.out, pair, [name for name in pair.old.shapes if from_old(name)]) == []
+        composed.pair.compose(PARITY, out=tmp_path / "out")
+    assert composed.wrong_values(tmp_path / "out") == []
 
 
 def test_compose__notices_bytes_that_were_written_wrongly(zero2: Pair) -> None:

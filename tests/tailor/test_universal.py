@@ -40,7 +40,7 @@ def write_universal(kind: str) -> Callable[[Path, KnownStates], None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_compose__exports_a_universal_checkpoint(tmp_path: Path, kind: str) -> None:
+def test_compose__exports_a_universal_checkpoint_and_takes_such_sources(tmp_path: Path, kind: str) -> None:
     pair = make_pair(tmp_path, FORMATS[kind])
     pair.compose(PARITY, UNIVERSAL)
     made = checkpoint_at(pair.out)
@@ -50,18 +50,13 @@ def test_compose__exports_a_universal_checkpoint(tmp_path: Path, kind: str) -> N
     for path in pair.out.rglob("*.pt"):
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_compose__takes_universal_sources(tmp_path: Path, kind: str) -> None:
-    pair = make_pair(tmp_path, write_universal(kind))
-    pair.compose(PARITY)
-    assert wrong_values(pair.out, pair, from_old(pair)) == []
-    native = Pair(tmp_path / "native", pair.old, pair.new)
+    universal = Pair(tmp_path / "universal", pair.old, pair.new)
+    universal.folder.mkdir()
     for name in ("old", "new"):
-        FORMATS[kind](native.folder / name, getattr(pair, name))
-    native.compose(PARITY, UNIVERSAL)
-    assert counters(pair) == counters(native)
+        pair.compose(f"default: {name}\n", UNIVERSAL, universal.folder / name)
+    universal.compose(PARITY)
+    assert wrong_values(universal.out, pair, from_old(pair)) == []
+    assert counters(universal) == counters(pair)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
