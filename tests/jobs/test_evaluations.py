@@ -13,6 +13,7 @@ import pytest
 import mergepipe
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.jobs.evaluate import (
+    MEASURES,
     parse_evaluation,
     parse_objective,
     retrieval_on_pairs,
@@ -78,8 +79,9 @@ def test_text_loss__is_the_mean_over_predicted_tokens(family: Path) -> None:
         ]
     expected = float(sum(losses)) / sum(window.shape[1] - 1 for window in windows)
     (family / "long.txt").write_text(TEXT * 9)
-    evaluation = parse_evaluation(f"loss:{family / 'long.txt'}")
-    assert evaluation.loss_of(family / "base") == pytest.approx(expected, rel=1e-5)
+    *_, measure, folder, text = parse_evaluation(f"loss:{family / 'long.txt'}").words  # of a process of its own
+    assert (measure, folder, text) == ("loss", "{}", str(family / "long.txt"))
+    assert MEASURES[measure][0](family / "base", text) == {"loss": pytest.approx(expected, rel=1e-5)}
 
 
 @pytest.mark.transformers
