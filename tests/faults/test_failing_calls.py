@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,23 +42,15 @@ from support.refusals import refuses
 Call = tuple[object, str]
 
 
-@dataclass(frozen=True, slots=True)
-class CountedCommand:
-    """A command, and how often it calls each function that may fail when nothing does."""
-
-    command: Command
-    calls: Mapping[Call, int]
-
-
-Counted = Callable[[str], CountedCommand]
+Counted = Callable[[str], tuple[Command, Mapping[Call, int]]]
 
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
-    """Commands by name, each in a folder that the tests of this module share: they leave its inputs as they are."""
+    """Commands by name, and how often each calls what may fail when nothing does; their inputs stay as they are."""
 
     @cache
-    def count(name: str) -> CountedCommand:
+    def count(name: str) -> tuple[Command, Mapping[Call, int]]:
         command = COMMANDS[name](tmp_path_factory.mktemp("command")).undisturbed()
         counters: dict[Call, Fault] = {(owner, name): Fault() for _, owner, name, *_ in CALLS}
         counters |= {place: Fault() for place in PLACES}
@@ -68,7 +59,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
                 stack.enter_context(replaced(owner, function, counter.wrap))
             command.run()
         assert command.made() == command.wanted
-        return CountedCommand(command, {call: counter.calls for call, counter in counters.items()})
+        return command, {call: counter.calls for call, counter in counters.items()}
 
     return count
 
@@ -76,7 +67,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
 @pytest.fixture
 def job(counted: Counted) -> Iterator[Command]:
     """A merge whose inputs are shared, and left as they are."""
-    command = counted("merge of ties").command
+    command, _ = counted("merge of ties")
     inputs_digest = tree_digest(command.root / "family")
     command.prepare()
     yield command
@@ -132,7 +123,7 @@ def test_command__on_a_failing_call_ends_in_an_error_of_ours_and_is_finished_by_
 ) -> None:
     """A merge of which nothing was durable leaves nothing at all; a pack, which notes every block, what it made."""
     monkeypatch.setattr("mergepipe.deltastore.builder.NOTE_BLOCKS", 1)
-    command, calls = counted(command_name).command, counted(command_name).calls
+    command, calls = counted(command_name)
     inputs_digest = tree_digest(command.root / "family")
     tried = spread(calls[owner, name], most)
     assert tried
@@ -277,7 +268,7 @@ PLACES: list[Call] = [
 def test_merge__interrupted_at_a_call_leaves_no_trace(
     job: Command, counted: Counted, owner: object, name: str, afterwards: bool, is_short: bool
 ) -> None:
-    n_calls = counted("merge of ties").calls[owner, name]
+    n_calls = counted("merge of ties")[1][owner, name]
     assert n_calls > 0
     few = {0 if afterwards else 1, n_calls // 2, n_calls - 1}
     for at in sorted((few if is_short else few | {0, 1, 2, 7}) & set(range(n_calls))):
