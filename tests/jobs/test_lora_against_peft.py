@@ -250,8 +250,7 @@ def test_lora_apply__weighs_adapters_as_float64_does(tmp_path: Path) -> None:
     for number, name in enumerate(("a", "b")):
         torch.manual_seed(number)
         trained(base, tmp_path / name, Case("llama", {"r": 3 + number}))
-    weights = (0.75, -0.5)
-    out = tmp_path / "out"
+    weights, out = (0.75, -0.5), tmp_path / "out"
     mergepipe.apply_lora(base, [tmp_path / "a", tmp_path / "b"], out, weights=weights, catalog=False)
     start, made = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
     assert start.keys() == made.keys()
@@ -403,11 +402,8 @@ def test_lora_apply__drops_no_expert_in_either_layout_of_peft_and_of_the_base(
     tmp_path: Path, model: str, *, is_fused: bool, is_old: bool
 ) -> None:
     """unsloth-zoo 647, 812: the layout of the factors, and the names of Mixtral's files, were not known."""
-    base = base_of(tmp_path, model)
+    base = base_of(tmp_path, model, fused if is_fused else None)
     adapted = trained(base, tmp_path / "adapter", Case(model, {"target_parameters": EXPERTS}, ("q_proj",)))
-    if is_fused:
-        path = base / "model.safetensors"
-        save_file({key: np.ascontiguousarray(value) for key, value in fused(load_file(path)).items()}, path)
     if is_old:
         in_old_layout(tmp_path / "adapter")
     applied(base, tmp_path / "adapter", tmp_path / "out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_file
 from mergepipe.checkpoints.stacked_experts import fused_name, inputs_first
 from mergepipe.checkpoints.stored_adapters import INNER, OUTER, PREFIX
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
-from mergepipe.core.blocks import F32, DTypeKind, Span
+from mergepipe.core.blocks import F32, BlockGrid, DTypeKind, Span
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.operators.spectral import norm_of, orthonormal
 from mergepipe.options import ExtractLoraOptions
@@ -43,8 +43,10 @@ _CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 """Modules that store their weights with inputs first, in models of `_CONV1D_TYPES`."""
 _POSITION_NAMES = frozenset({"wpe", "wtt"})
 """Embeddings of positions and of kinds of tokens, of models that do not name them so: no linear layers."""
-_BARE_PREFIXES = {"gpt2": "transformer."}
-"""Published weights of these lack the prefix that the names of their modules have."""
+_OF_LLAVA = {
+    "language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.",
+    "vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector.",
+}  # fmt: skip
 
 
 def extract_lora(
@@ -68,8 +70,7 @@ def extract_lora(
     """
     started, made = time.perf_counter(), ExtractLoraOptions.of(options, fields)
     target, model_path = Path(out), Location.of(model)
-    base_model_ids = () if made.base_model_id is None else (made.base_model_id,)
-    stated_ids = parse_base_model_ids(base_model_ids).of_merge
+    stated_ids = parse_base_model_ids([] if made.base_model_id is None else [made.base_model_id]).of_merge
     store = Stores()
     base_checkpoint = open_path(store, Location.of(base))
     model_checkpoint = open_path(store, model_path, base_checkpoint)
@@ -81,7 +82,8 @@ def extract_lora(
         progress = ByteProgress(on_progress, "extract", base_checkpoint.tensor_bytes + model_checkpoint.tensor_bytes)
         is_tied = has_tied_head(store, base_checkpoint) and not architecture.get("is_encoder_decoder")
         is_tied &= TIED_HEAD not in model_checkpoint.tensors
-        extraction = _Extraction(base_checkpoint, model_checkpoint, files, architecture, is_tied, made, progress)
+        prefixes = _module_prefixes(architecture, base_checkpoint.tensors)
+        extraction = _Extraction(*checkpoints, files, architecture, prefixes, is_tied, made, progress)
         check_free_space(target, extraction.largest_bytes())
         path = staging.path / WEIGHTS_NAME
         with AdapterWriter(path, extraction.possible(), store.ledger) as writer:
@@ -101,6 +103,16 @@ def extract_lora(
     return replace(report, base_bytes=usage[Purpose.BASE], model_bytes=usage[Purpose.EXPERT], seconds=seconds)
 
 
+def _module_prefixes(architecture: Json, names: Iterable[str]) -> Mapping[str, str]:
+    """Return how published names begin that transformers (since 4.52) changes, and how names of modules do instead."""
+    firsts = {name.partition(".")[0] for name in names}
+    if {"language_model", "vision_tower"} <= firsts:
+        return _OF_LLAVA
+    if "visual" in firsts:
+        return {"visual.": "model.visual.", "model.": "model.language_model."}
+    return {"": "transformer."} if architecture.get("model_type") == "gpt2" and "transformer" not in firsts else {}
+
+
 @dataclass(slots=True)
 class _Extraction:
     """Goes through the tensors of two models once, in storage order, and keeps what the report says of them."""
@@ -109,6 +121,7 @@ class _Extraction:
     model: Checkpoint
     files: Mapping[Location, RangeFile]
     architecture: Json
+    prefixes: Mapping[str, str]
     is_tied: bool  # an embedding is the head too: PEFT saves and loads the two apart
     options: ExtractLoraOptions
     progress: ByteProgress
@@ -225,11 +238,11 @@ class _Extraction:
         """Write the factors of a matrix, or of the experts of a stack: all of one rank, experts fastest in `up`."""
         down, up = self._factor_names(name)
         (n_rows, _), (_, n_columns) = factors[0].up_MR.shape, factors[0].down_RN.shape
-        rank = max(part.rank for part in factors)
+        rank = max(len(part.down_RN) for part in factors)
         down_ERN = np.zeros((len(factors), rank, n_columns), np.float32)
         up_MRE = np.zeros((n_rows, rank, len(factors)), np.float32)
         for expert, part in enumerate(factors):
-            down_ERN[expert, : part.rank], up_MRE[:, : part.rank, expert] = part.down_RN, part.up_MR
+            down_ERN[expert, : len(part.down_RN)], up_MRE[:, : len(part.down_RN), expert] = part.down_RN, part.up_MR
         writer.append(down, down_ERN, (down_ERN.shape[0] * rank, n_columns))
         writer.append(up, up_MRE, (n_rows, rank * len(factors)))
         squared_norm, squared_error = (sum(s) for s in zip(*((p.norm**2, p.error**2) for p in factors), strict=True))
@@ -247,7 +260,8 @@ class _Extraction:
 
     def _take_whole(self, writer: AdapterWriter, name: str, tensor: Readable, changed: Readable) -> None:
         """Save a tensor that is no product of factors in full, or list it with what it leaves."""
-        squared = sum(self._squared(tensor, changed, span) for span in _chunks(tensor.n_elements))
+        spans = BlockGrid(tensor.n_elements, _CHUNK_ELEMENTS).spans()
+        squared = sum(self._squared(tensor, changed, span) for span in spans)
         self.squared_norm += squared
         if self._is_saved(name, tensor):
             if squared and self._is_bias(name):
@@ -273,8 +287,8 @@ class _Extraction:
     def _append(self, writer: AdapterWriter, name: str, written_name: str) -> None:
         tensor = self.base.tensors[name]
         changed = self.model.tensors.get(name, tensor)
-        parts = [self._values(tensor, changed, span) for span in _chunks(changed.n_elements)]
-        writer.append(f"{PREFIX}{written_name}", np.concatenate(parts), changed.shape)
+        values = self._values(tensor, changed, Span(0, changed.n_elements))
+        writer.append(f"{PREFIX}{written_name}", values, changed.shape)
 
     def _reason(self, name: str, tensor: Readable) -> str:
         if embedding_ending(name):
@@ -302,13 +316,8 @@ class _Extraction:
 
     def _is_matrix(self, name: str, tensor: Readable) -> bool:
         """Whether a tensor is the weight of a linear layer."""
-        return (
-            len(tensor.shape) == 2
-            and min(tensor.shape) > 0
-            and name.endswith(_WEIGHT)
-            and tensor.dtype.kind is DTypeKind.FLOAT
-            and not _is_embedding(name)
-        )
+        is_weight = len(tensor.shape) == 2 and name.endswith(_WEIGHT) and not _is_embedding(name)
+        return is_weight and min(tensor.shape) > 0 and tensor.dtype.kind is DTypeKind.FLOAT
 
     def _is_saved(self, name: str, tensor: Readable) -> bool:
         is_float = tensor.dtype.kind is DTypeKind.FLOAT
@@ -331,9 +340,8 @@ class _Extraction:
 
     def _in_model(self, name: str) -> str:
         """Return the name that the model's own modules give a tensor."""
-        prefix = _BARE_PREFIXES.get(str(self.architecture.get("model_type")), "")
-        has_it = not prefix or any(other.startswith(prefix) for other in self.base.tensors)
-        return name if has_it else f"{prefix}{name}"
+        stored = next((prefix for prefix in self.prefixes if name.startswith(prefix)), None)
+        return name if stored is None else self.prefixes[stored] + name.removeprefix(stored)
 
     def _module(self, name: str) -> str:
         return _bare(self._in_model(name))
@@ -359,11 +367,6 @@ def _is_stack(tensor: Readable) -> bool:
 def _bare(name: str) -> str:
     """Return the name of a tensor's module."""
     return name.removesuffix(_WEIGHT).removesuffix(_BIAS)
-
-
-def _chunks(n_elements: int) -> Iterator[Span]:
-    for start in range(0, n_elements, _CHUNK_ELEMENTS):
-        yield Span(start, min(n_elements, start + _CHUNK_ELEMENTS))
 
 
 def adapter_card(report: ExtractLoraReport) -> bytes:
@@ -402,10 +405,6 @@ class Factors:
     down_RN: Matrix
     error: float
     norm: float
-
-    @property
-    def rank(self) -> int:
-        return int(self.up_MR.shape[1])
 
 
 def truncated_svd(matrix_MN: Matrix, rank: int | None, energy: float | None, seed: int) -> Factors:
