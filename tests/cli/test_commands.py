@@ -16,6 +16,7 @@ from test_start_up import LOADED
 from mergepipe.cli.printing import REPORT_FORMAT
 from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.planning.plan import parse_plan
+from support.bucket_outputs import files_below
 from support.command_line import Runner, Workplace, file_bytes, finish, make_workplace, start_python
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3
 
@@ -108,7 +109,7 @@ def test_pack__in_parts_gives_what_one_command_gives(run: Runner, tmp_path: Path
     for part in ("2/2", "1/2", "2/2"):
         ran = run("pack", work.family.base, *work.family.experts, "-o", tmp_path / "parts", "--part", part, "--json")
         assert len(ran.json()["experts"]) == 1
-    assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
+    assert files_below(tmp_path / "parts") == files_below(tmp_path / "whole")
     refused = run("pack", work.family.base, *work.family.experts, "-o", tmp_path / "parts", "--part", "3/3")
     assert (refused.exit_code, "use at most 2 parts" in refused.err) == (2, True)
 
@@ -120,16 +121,12 @@ def test_analyze__in_parts_gives_what_one_command_gives(run: Runner, tmp_path: P
     for number in (1, 2):
         ran = run("analyze", *models, "--part", f"{number}/2", "--home", home, "--json")
         assert len(ran.json()["experts"]) == 1
-    assert tree(home / "statistics") == tree(whole / "statistics") != {}
+    assert files_below(home / "statistics") == files_below(whole / "statistics") != {}
     together = run("analyze", *models, "--home", home, "--json").json()
     assert [expert["analyzed_tensors"] for expert in together["experts"]] == [0, 0]
     for place in (whole, home):
         assert run("plan", work.recipe, "--budget", "50%", "--out", place / "plan", "--home", place).exit_code == 0
     assert (home / "plan").read_bytes() == (whole / "plan").read_bytes()
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture

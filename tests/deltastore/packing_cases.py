@@ -16,6 +16,7 @@ from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.codec import BlockContext, decode_block, decode_deltas
 from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, PIECES_OF, EncodedBlock, Level, RawBytes
+from support.bucket_outputs import files_below
 from support.rounding import decode, encode
 from support.safetensors_bytes import file_bytes
 
@@ -96,14 +97,9 @@ def content_of(tensors: Tensors) -> bytes:
     return file_bytes(header, b"".join(values.tobytes() for values in tensors.values()))
 
 
-def tree(root: Path) -> dict[str, bytes]:
-    """Every file below a directory."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
-
-
 def store_tree(root: Path) -> dict[str, bytes]:
     """Every file of the stores below a directory, with the paths in their headers as if they were not relative."""
-    files = tree(root)
+    files = files_below(root)
     headers = [name for name in files if Path(name).name == HEADER_NAME]
     return files | {name: _header_with_absolute_paths(files[name], (root / name).parent) for name in headers}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from packing_cases import PackFamily, content_of, halves, make_family, tree, write_model
+from packing_cases import PackFamily, content_of, halves, make_family, write_model
 
 import mergepipe
 from mergepipe.checkpoints.contract import Checkpoint
@@ -17,6 +17,7 @@ from mergepipe.reports import Progress
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.bucket_outputs import files_below
 from support.model_folders import write_model as write_tensors
 from support.refusals import refuses
 
@@ -78,7 +79,7 @@ def test_match__of_an_expert_without_a_finite_weight_is_the_first_candidate(
 def test_pack__without_a_base_takes_the_nearest_candidate_of_each_expert(family: PackFamily, tmp_path: Path) -> None:
     mergepipe.pack(family.base, [family.experts[0]], tmp_path / "wanted")
     report = mergepipe.pack([family.root / "other", family.base], [family.experts[0]], tmp_path / "packed")
-    assert tree(tmp_path / "packed") == tree(tmp_path / "wanted")
+    assert files_below(tmp_path / "packed") == files_below(tmp_path / "wanted")
     assert chosen_bases(report) == [family.base]
 
 
@@ -90,7 +91,7 @@ def test_pack__experts_of_two_bases_in_one_call(family: PackFamily, tmp_path: Pa
     assert chosen_bases(report) == [family.root / "other", family.base]
     assert report.experts[0].blocks == {"same": 4}
     mergepipe.unpack(tmp_path / "packed" / "twin", tmp_path / "again")
-    assert tree(tmp_path / "again") == tree(twin)
+    assert files_below(tmp_path / "again") == files_below(twin)
 
 
 def test_pack__tells_of_a_wrong_base_before_anything_is_written(family: PackFamily, tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from packing_cases import SHAPES, PackFamily, halves, relabel, tree, write_model
+from packing_cases import SHAPES, PackFamily, halves, relabel, write_model
 
 import mergepipe
 from mergepipe.deltastore import checkpoint, job
 from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError, UnsupportedError
+from support.bucket_outputs import files_below
 from support.refusals import refuses
 
 N_STEPS = 5
@@ -68,7 +69,7 @@ def test_chain__is_packed_on_the_one_before_with_a_bounded_depth(run: PackFamily
 def test_chain__restores_every_checkpoint_bit_for_bit(run: PackFamily, packed: Path, tmp_path: Path) -> None:
     for step in run.experts:
         mergepipe.unpack(packed / step.name, tmp_path / step.name, threads=2)
-        assert tree(tmp_path / step.name) == tree(step)
+        assert files_below(tmp_path / step.name) == files_below(step)
         assert mergepipe.verify(packed / step.name).is_sound
 
 
@@ -92,7 +93,7 @@ def test_chain__goes_on_from_a_store_whose_original_is_gone(run: PackFamily, cop
     assert report.experts[0].match is not None
     assert header_of(copy / "step-4")["depth"] == 1
     mergepipe.unpack(copy / "step-4", tmp_path / "out")
-    assert tree(tmp_path / "out") == tree(run.experts[4])
+    assert files_below(tmp_path / "out") == files_below(run.experts[4])
     again = mergepipe.pack(copy / "step-3", run.experts[4:], copy, chain=LENGTH)
     assert not again.experts[0].is_new
     full = mergepipe.pack(copy / "step-2", run.experts[3:4], tmp_path / "next", chain=LENGTH)
@@ -112,7 +113,7 @@ def test_chain__that_was_moved_as_a_whole_is_found_beside_itself(run: PackFamily
 
 def test_chain__takes_the_one_before_unpacked_as_a_base_too(run: PackFamily, packed: Path, tmp_path: Path) -> None:
     mergepipe.unpack(packed / "step-1", tmp_path / "out", base=run.experts[0])
-    assert tree(tmp_path / "out") == tree(run.experts[1])
+    assert files_below(tmp_path / "out") == files_below(run.experts[1])
     recipe = {
         "merge_method": "linear", "base_model": str(run.experts[0]), "dtype": "bfloat16",
         "models": [{"model": str(packed / "step-1"), "parameters": {"weight": 1.0}}],
@@ -189,11 +190,11 @@ def test_chain__in_a_circle_is_one_error_of_every_operation_and_nothing_is_writt
     for name, base, depth in circle:
         rewrite_header(copy / name, base=str(copy / base), depth=depth)
     (tmp_path / "new").mkdir()
-    before = tree(copy)
+    before = files_below(copy)
     with pytest.raises((CorruptError, MismatchError, UnsupportedError)) as caught:
         operation(copy / "step-1", run, tmp_path / "new")
     assert "step-" in str(caught.value)
-    assert tree(copy) == before
+    assert files_below(copy) == before
     assert [path for path in (tmp_path / "new").rglob("*") if path.is_file()] == []
 
 
@@ -207,7 +208,7 @@ def test_chain__is_not_packed_deeper_than_it_can_be_read(tmp_path: Path, monkeyp
         mergepipe.pack(last, [expert], tmp_path / "packed", threads=1)
         last = tmp_path / "packed" / expert.name
     mergepipe.unpack(last, tmp_path / "restored")
-    assert tree(tmp_path / "restored") == tree(expert)
+    assert files_below(tmp_path / "restored") == files_below(expert)
     with pytest.raises(UnsupportedError, match="is at depth 5 of a chain, stores are packed on those at 4 at most"):
         mergepipe.pack(last, [write_model(tmp_path / "more", {"w": halves(values)})], tmp_path / "packed")
     assert not (tmp_path / "packed" / "more").exists()

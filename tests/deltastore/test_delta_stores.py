@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from packing_cases import content_of, halves, relabel, tree
+from packing_cases import content_of, halves, relabel
 
 from mergepipe import pack, unpack, verify
 from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, LeveledTensor
@@ -37,6 +37,7 @@ from mergepipe.errors import CorruptError, MismatchError, NotFoundError, Unsuppo
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.bucket_outputs import files_below
 from support.disk_families import make_models, write_single
 from support.refusals import refuses
 
@@ -113,12 +114,12 @@ def stored_bytes(path: Path, span: Span) -> bytes:
 
 def test_unpack__gives_the_files_back_byte_for_byte(odd: Packed, tmp_path: Path) -> None:
     unpack(odd.store, tmp_path / "back", threads=2)
-    assert tree(tmp_path / "back") == tree(odd.expert)
+    assert files_below(tmp_path / "back") == files_below(odd.expert)
 
 
 def test_unpack__gives_a_bare_file_back(big: Packed, tmp_path: Path) -> None:
     unpack(big.store, tmp_path / "back")
-    assert tree(tmp_path / "back") == {"expert.safetensors": big.expert.read_bytes()}
+    assert files_below(tmp_path / "back") == {"expert.safetensors": big.expert.read_bytes()}
 
 
 def test_pack__refuses_files_it_needs_the_names_of(odd: Packed, tmp_path: Path) -> None:
@@ -298,7 +299,7 @@ def test_open_store__refuses_blocks_of_more_bytes_than_they_have_elements_for(od
 
 def test_format__the_golden_store_is_read_as_ever(tmp_path: Path) -> None:
     unpack(GOLDEN / "store", tmp_path / "back", base=GOLDEN / "base.safetensors")
-    assert tree(tmp_path / "back") == {"expert.safetensors": (GOLDEN / "expert.safetensors").read_bytes()}
+    assert files_below(tmp_path / "back") == {"expert.safetensors": (GOLDEN / "expert.safetensors").read_bytes()}
 
 
 def test_format__the_golden_expert_has_blocks_of_every_codec() -> None:

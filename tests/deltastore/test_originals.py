@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from packing_cases import PackFamily, make_family, tree
+from packing_cases import PackFamily, make_family
 
 import mergepipe
 from mergepipe.deltastore.checkpoint import read_store
@@ -16,6 +16,7 @@ from mergepipe.errors import OutputError
 from mergepipe.storage.contract import version_of
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.bucket_outputs import files_below
 from support.refusals import refuses
 
 Edit = Callable[[Path], Path]
@@ -64,19 +65,19 @@ EDITS: dict[str, Edit] = {
 @pytest.mark.parametrize("edit", EDITS)
 def test_pack__an_edit_with_the_time_set_back_is_seen_and_nothing_is_written(family: PackFamily, edit: str) -> None:
     changed = EDITS[edit](family.experts[1])
-    before = tree(family.root)
+    before = files_below(family.root)
     with refuses(OutputError, "output.exists") as caught:
         mergepipe.pack(family.base, family.experts, family.root / "stores")
     assert str(changed) in str(caught.value)
-    assert tree(family.root) == before
+    assert files_below(family.root) == before
 
 
 def test_pack__a_copy_with_other_times_is_known_by_its_content(family: PackFamily) -> None:
     for path in (weights_of(family.base), weights_of(family.experts[0])):
         os.utime(path, ns=(1, 1))
-    before = tree(family.root)
+    before = files_below(family.root)
     report = mergepipe.pack(family.base, family.experts, family.root / "stores")
-    assert ([expert.is_new for expert in report.experts], tree(family.root)) == ([False, False], before)
+    assert ([expert.is_new for expert in report.experts], files_below(family.root)) == ([False, False], before)
     in_place(weights_of(family.base), -1)
     with pytest.raises(OutputError) as caught:
         mergepipe.pack(family.base, family.experts[:1], family.root / "stores")
@@ -95,4 +96,4 @@ def test_pack__takes_files_of_any_time(family: PackFamily, time: int) -> None:
     (file,) = [f for f in read_store(LocalStore(), Location.local(store)).header.files if f.name == path.name]
     assert file.version == version_of(path, path.stat())
     mergepipe.unpack(store, family.root / "back")
-    assert tree(family.root / "back") == tree(family.experts[0])
+    assert files_below(family.root / "back") == files_below(family.experts[0])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from packing_cases import make_family, tree, write_model
+from packing_cases import make_family, write_model
 
 import mergepipe
 from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME, INDEX_NAME, PIECE_NAMES, StoreIndex
@@ -245,25 +245,25 @@ def test_unpack__of_a_remote_pack_is_the_original(packs: Packs) -> None:
     with pytest.raises(NotFoundError, match="give it with base"):  # a store names its base relative to itself
         mergepipe.unpack(f"{BUCKET}/expert-2", packs.folder / "unpacked")
     mergepipe.unpack(f"{BUCKET}/expert-2", packs.folder / "unpacked", base=packs.folder / "base", threads=2)
-    assert tree(packs.folder / "unpacked") == tree(packs.folder / "expert-2")
+    assert files_below(packs.folder / "unpacked") == files_below(packs.folder / "expert-2")
 
 
 def test_unpack__of_a_pack_that_was_moved_into_a_bucket_with_its_base_finds_it(packs: Packs) -> None:
     for place in ("base", "packs/expert-2"):
-        for name, content in tree(packs.folder / place).items():
+        for name, content in files_below(packs.folder / place).items():
             packs.server.put(f"bucket/family/{place}/{name}", content)
     mergepipe.unpack(f"{BUCKET}/family/packs/expert-2", packs.folder / "unpacked", threads=2)
-    assert tree(packs.folder / "unpacked") == tree(packs.folder / "expert-2")
+    assert files_below(packs.folder / "unpacked") == files_below(packs.folder / "expert-2")
 
 
 def test_unpack__of_a_pack_here_finds_a_base_in_a_bucket(packs: Packs) -> None:
-    for name, content in tree(packs.folder / "base").items():
+    for name, content in files_below(packs.folder / "base").items():
         packs.server.put(f"bucket/base/{name}", content)
     mergepipe.pack(f"{BUCKET}/base", [packs.folder / "expert-2"], packs.folder / "others", threads=2)
     (packs.folder / "deep").mkdir()
     (packs.folder / "others").rename(packs.folder / "deep" / "er")
     mergepipe.unpack(packs.folder / "deep" / "er" / "expert-2", packs.folder / "unpacked", threads=2)
-    assert tree(packs.folder / "unpacked") == tree(packs.folder / "expert-2")
+    assert files_below(packs.folder / "unpacked") == files_below(packs.folder / "expert-2")
 
 
 def test_verify__of_a_remote_pack_names_the_tensor_that_is_damaged(packs: Packs) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from packing_cases import N_WIDE, as_bytes, halves, make_family, relabel, tree, weights, write_model
+from packing_cases import N_WIDE, as_bytes, halves, make_family, relabel, weights, write_model
 
 import mergepipe
 from mergepipe.cli import main
@@ -17,6 +17,7 @@ from mergepipe.deltastore.codec import BlockContext, decode_block, encode_block,
 from mergepipe.deltastore.encode_pass import cut_of, sample_of
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Codec, EncodedBlock, Piece
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
+from support.bucket_outputs import files_below
 from support.rounding import encode
 
 
@@ -74,10 +75,10 @@ def test_pack__a_model_on_its_own_takes_two_thirds_and_comes_back(
     packed_base: tuple[Path, Path], tmp_path: Path
 ) -> None:
     model, store = packed_base
-    files = tree(store)
+    files = files_below(store)
     assert sum(map(len, files.values())) < 0.665 * (model / "model.safetensors").stat().st_size
     mergepipe.unpack(store, tmp_path / "back")
-    assert tree(tmp_path / "back") == tree(model)
+    assert files_below(tmp_path / "back") == files_below(model)
     assert mergepipe.verify(store).damages == ()
 
 

@@ -16,6 +16,7 @@ from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
 from mergepipe.errors import StorageError
 from mergepipe.reports import PackReport, Progress
 from mergepipe.storage.owned import LOG_NAME
+from support.bucket_outputs import files_below
 from support.safetensors_bytes import file_bytes
 
 SIZES = (5000, BLOCK_ELEMENTS + 100, 300, 2 * BLOCK_ELEMENTS)
@@ -40,10 +41,6 @@ class PackCase:
     def clear(self) -> None:
         """Remove what was made."""
         shutil.rmtree(self.out, ignore_errors=True)
-
-
-def tree(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 def write_model(folder: Path, values: list[np.ndarray[tuple[int], np.dtype[np.uint16]]]) -> None:
@@ -71,7 +68,7 @@ def make_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackCase:
 def finished(case: PackCase) -> PackCase:
     """The case with what it gives when nothing interferes; that is removed again."""
     case.run()
-    wanted = tree(case.out)
+    wanted = files_below(case.out)
     case.clear()
     return replace(case, wanted=wanted)
 
@@ -92,7 +89,7 @@ def test_pack__interrupted_goes_on_where_it_was(case: PackCase) -> None:
     report = case.run()
     assert all(expert.resumed_bytes >= 500_000 for expert in report.experts)
     assert report.base_bytes < 2 * sum(SIZES) - 500_000
-    assert tree(case.out) == case.wanted
+    assert files_below(case.out) == case.wanted
 
 
 def test_pack__on_a_disk_that_is_full_at_the_end_goes_on_where_it_was(
@@ -108,7 +105,7 @@ def test_pack__on_a_disk_that_is_full_at_the_end_goes_on_where_it_was(
     assert len(list(case.out.glob(".*"))) == 2
     report = case.run()
     assert all(expert.resumed_bytes == 2 * sum(SIZES) for expert in report.experts)
-    assert tree(case.out) == case.wanted
+    assert files_below(case.out) == case.wanted
 
 
 @pytest.mark.parametrize("what", ["expert", "base", "version", "progress", "index", "cut"])
@@ -131,5 +128,5 @@ def test_pack__begins_anew_where_what_was_left_is_of_no_use(
         monkeypatch.setattr(mergepipe, "__version__", "0.0.0")
     report = case.run()
     assert all(expert.resumed_bytes == 0 for expert in report.experts)
-    stored = {name: raw for name, raw in tree(case.out).items() if not name.endswith("store.json")}
+    stored = {name: raw for name, raw in files_below(case.out).items() if not name.endswith("store.json")}
     assert stored == {name: raw for name, raw in case.wanted.items() if not name.endswith("store.json")}

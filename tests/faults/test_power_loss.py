@@ -12,6 +12,7 @@ from commands import Command, is_resumed, merge_command, recording_often
 
 from mergepipe.snapshots import work_log as work_log
 from mergepipe.snapshots.staging import CONTENT_NAME
+from support.bucket_outputs import files_below
 from support.power import Kind, Trace, Traced, leave, undurable
 
 DRAWN = 3  # random subsets beside the systematic ones, at every point
@@ -94,9 +95,7 @@ def test_leave__without_a_loss_gives_what_is_there(tmp_path: Path) -> None:
     job = merge_command(tmp_path).undisturbed()
     operations = trace_of(job)
     leave(operations, (), job.out.parent, tmp_path / "model")
-    made = {p.relative_to(tmp_path / "model"): p.read_bytes() for p in (tmp_path / "model").rglob("*") if p.is_file()}
-    real = {p.relative_to(job.out.parent): p.read_bytes() for p in job.out.parent.rglob("*") if p.is_file()}
-    assert made == real
+    assert files_below(tmp_path / "model") == files_below(job.out.parent)
 
 
 def test_undurable__is_what_no_later_sync_covers() -> None:

@@ -12,7 +12,7 @@ from test_export import WRITERS
 import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import MergePipeError
-from support.bucket_outputs import Killed, objects_below, served_bucket, watch_buckets
+from support.bucket_outputs import Killed, files_below, objects_below, served_bucket, watch_buckets
 from support.fault_server import BucketServer
 from support.hub_server import hub_server
 from support.remote_stores import set_environment
@@ -37,13 +37,8 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 
 
 def put(server: BucketServer, prefix: str, folder: Path) -> None:
-    for name, content in contents(folder).items():
+    for name, content in files_below(folder).items():
         server.put(f"bucket/{prefix}/{name}", content)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """The files of a folder, as keys below a place of another store."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:
@@ -63,8 +58,7 @@ def test_export__of_a_bucket_is_that_of_a_folder(tmp_path: Path, sources: Bucket
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local") != {}
 
 
-@pytest.mark.parametrize("optimizer", ["none", "average"])
-@pytest.mark.parametrize("kind", ["zero2", "dcp", "verl"])
+@pytest.mark.parametrize(("kind", "optimizer"), [("zero2", "none"), ("dcp", "average"), ("verl", "average")])
 def test_average__of_a_bucket_is_that_of_folders(
     tmp_path: Path, sources: BucketServer, kind: str, optimizer: str
 ) -> None:
@@ -75,7 +69,11 @@ def test_average__of_a_bucket_is_that_of_folders(
     tailor.average(remote, tmp_path / "out", weights="wma", optimizer=optimizer)
     tailor.average([tmp_path / "at-7", tmp_path / "at-9"], tmp_path / "local", weights="wma", optimizer=optimizer)
     made, wanted = (
-        {name: file for name, file in contents(tmp_path / out).items() if name not in ("mergepipe.json", "README.md")}
+        {
+            name: file
+            for name, file in files_below(tmp_path / out).items()
+            if name not in ("mergepipe.json", "README.md")
+        }
         for out in ("out", "local")
     )
     assert made == wanted != {}
@@ -84,14 +82,14 @@ def test_average__of_a_bucket_is_that_of_folders(
 def test_compose__takes_units_from_a_bucket(tmp_path: Path, bucket: S3Server) -> None:
     for step in (7, 9):
         FORMATS["zero3"](tmp_path / f"at-{step}", known_states(decoder_shapes(), seed=step, step=step))
-    bucket.put("bucket", {f"compose/at-7/{name}": file for name, file in contents(tmp_path / "at-7").items()})
+    bucket.put("bucket", {f"compose/at-7/{name}": file for name, file in files_below(tmp_path / "at-7").items()})
     (opened,) = tailor.inspect("s3://bucket/compose/at-7").checkpoints
     assert str(opened.path) == "s3://bucket/compose/at-7"
     assert tailor.recipe("s3://bucket/compose", strategy="latest") == "default: s3://bucket/compose/at-7\n"
     for name, place in (("remote", "s3://bucket/compose/at-7"), ("local", "at-7")):
         (tmp_path / f"{name}.yml").write_text(f"default: at-9\ntake: [{{from: '{place}', units: [layers even]}}]\n")
         tailor.compose(tmp_path / f"{name}.yml", tmp_path / name)
-    made, wanted = (contents(tmp_path / name) for name in ("remote", "local"))
+    made, wanted = (files_below(tmp_path / name) for name in ("remote", "local"))
     made.pop("mergepipe.json"), wanted.pop("mergepipe.json")
     assert made == wanted
 
@@ -101,7 +99,7 @@ def test_export__of_the_hub_records_the_commit(tmp_path: Path, monkeypatch: pyte
     with hub_server() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.delenv("HF_HUB_OFFLINE")
-        commit = server.commit("org/run", {f"checkpoint-9/{n}": f for n, f in contents(tmp_path / "at-9").items()})
+        commit = server.commit("org/run", {f"checkpoint-9/{n}": f for n, f in files_below(tmp_path / "at-9").items()})
         report = tailor.export("hf://org/run/checkpoint-9", tmp_path / "out", config="hf://org/run/checkpoint-9")
     tailor.export(tmp_path / "at-9", tmp_path / "local")
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local") != {}
@@ -111,7 +109,7 @@ def test_export__of_the_hub_records_the_commit(tmp_path: Path, monkeypatch: pyte
 
 def test_export__of_a_bucket_refuses_what_lacks_a_file(tmp_path: Path, bucket: S3Server) -> None:
     FORMATS["verl"](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
-    files = contents(tmp_path / "at-9")
+    files = files_below(tmp_path / "at-9")
     del files["model_world_size_2_rank_1.pt"]
     bucket.put("bucket", {f"lacking/{name}": file for name, file in files.items()})
     with pytest.raises(MergePipeError, match=r"s3://bucket/lacking: there is no model_world_size_2_rank_1\.pt"):
@@ -178,6 +176,6 @@ def test_export__to_a_bucket_is_continued_after_a_kill(tmp_path: Path, monkeypat
 )
 def test_export__refuses_places_of_buckets(tmp_path: Path, bucket: S3Server, out: str, message: str) -> None:
     FORMATS["hf-zero2"](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
-    bucket.put("bucket", {f"at-9/{name}": file for name, file in contents(tmp_path / "at-9").items()})
+    bucket.put("bucket", {f"at-9/{name}": file for name, file in files_below(tmp_path / "at-9").items()})
     with pytest.raises(MergePipeError, match=message):
         tailor.export("s3://bucket/at-9", out)
