@@ -54,14 +54,14 @@ def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -
 
     An empty directory may be there. `force` is None where replacing is not possible.
     """
-    require_text_path(Location.local(out))
+    if out.name.encode(errors="ignore").decode() != out.name:  # its folders are in no record, and may be anything
+        require_text_path(Location.local(out))
     resolved = out.resolve()
     for path in (path for path in inputs if path.is_local):
         source = path.local_path.resolve()
         if resolved == source or source in resolved.parents or resolved in source.parents:
-            raise OutputError.of(
-                "output.place", out, f"overlaps the input {path}", "choose a folder apart from every input"
-            )
+            hint = "choose a folder apart from every input"
+            raise OutputError.of("output.place", out, f"overlaps the input {path}", hint)
     for folder in out.absolute().parents:
         if folder.is_file():
             raise OutputError.of("output.place", folder, f"is a file; {out} cannot be in it", "choose another place")
