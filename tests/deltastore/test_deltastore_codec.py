@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -34,14 +33,12 @@ from mergepipe.deltastore.encode_pass import choose_cut
 from mergepipe.deltastore.pieces import (
     BLOCK_ELEMENTS,
     HEAD_DENSITY,
-    KEPT_BYTES,
     RECORDED_LEVELS,
     Codec,
     EncodedBlock,
     Level,
     Piece,
     RawBytes,
-    scratch,
 )
 from mergepipe.errors import CorruptError
 from mergepipe.testing import SPECIAL
@@ -277,20 +274,6 @@ def test_encode_block__threads_do_not_disturb_each_other() -> None:
     with ThreadPoolExecutor(4) as pool:
         blocks = list(pool.map(lambda pair: encode_block(pair[0], pair[1], BF16, 2e-5), pairs * 4))
     assert [block_digest(block) for block in blocks] == wanted * 4
-
-
-def test_scratch__is_a_thread_s_own_and_kept_up_to_a_limit() -> None:
-    first = scratch("test", 1000, np.uint32)
-    assert first.ctypes.data == scratch("test", 10, np.uint8).ctypes.data
-    assert first.ctypes.data % 4096 == 0
-    others: list[int] = []
-    thread = threading.Thread(target=lambda: others.append(scratch("test", 1000, np.uint32).ctypes.data))
-    thread.start()
-    thread.join()
-    assert others != [first.ctypes.data]
-    large = scratch("test", KEPT_BYTES + 1, np.uint8)
-    assert len(large) == KEPT_BYTES + 1
-    assert scratch("test", 1000, np.uint32).ctypes.data == first.ctypes.data
 
 
 def test_base_bytes__digests_are_those_of_the_bytes_and_taken_once() -> None:

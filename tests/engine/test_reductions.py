@@ -16,6 +16,7 @@ from mergepipe.engine import block_reductions, order_statistics
 from mergepipe.engine.analysis import FINE_SHARE, FineMagnitudes, TensorSummary
 from mergepipe.engine.block_reductions import MagnitudeCuts, ScoreRanks, inner_products, scores_of
 from mergepipe.engine.order_statistics import RankSearch
+from mergepipe.kernels.reduce import find_rank
 from mergepipe.operators.statistics import rank_of_density
 from mergepipe.testing import Family, StoredTensor, make_family, run_reduction
 from support.oracle import order_of_ranks, reaching
@@ -140,15 +141,25 @@ def test_magnitude_cuts__of_an_expert_that_is_not_read_need_no_look() -> None:
     deltas = (np.random.default_rng(0).standard_normal(400_000) * 1e-3).astype(np.float32)
     family = Family(F32, (F32, F32), np.zeros(len(deltas), np.float32), (deltas, deltas))
     block = StoredTensor(family, F32).block(Span(0, len(deltas)))
-    present = block._replace(
-        present_E=block.present_E[:1], offsets_E=block.offsets_E[:1], codes_E=block.codes_E[:1]
-    )  # fmt: skip
+    present = block._replace(present_E=block.present_E[:1], offsets_E=block.offsets_E[:1], codes_E=block.codes_E[:1])
     selection = MagnitudeCuts((len(deltas), 1_000), len(deltas))
     selection.accumulate(present)
     assert selection.finish()
     cuts_E3 = selection.result().cuts_E3
     assert cuts_E3 is not None
     assert cuts_E3[:, 0].tolist() == [0, 0]
+
+
+@given(st.lists(st.integers(0, 767), max_size=40), st.integers(0, 5))
+def test_find_rank__is_that_of_a_sort_and_looks_into_no_chunk_that_is_not_marked(
+    places: list[int], n_zero: int
+) -> None:
+    filled_C = np.isin(np.arange(3), np.array(places, np.int64) // 256).astype(np.uint8)
+    counts_B = np.where(np.repeat(filled_C, 256), np.bincount(np.array(places, np.int64), minlength=768), 7)
+    counts_B[0] = n_zero
+    for rank, wanted in enumerate(sorted((*places, 0), reverse=True), 1):
+        above = sum(place > wanted for place in places)
+        assert find_rank(counts_B.astype(np.int32), rank, filled_C) == (wanted, above)
 
 
 @given(st.data())

@@ -154,7 +154,7 @@ def test_choose_buffer_sizes__leaves_room_for_the_fewest_buffers(data: st.DataOb
     sizes = choose_buffer_sizes(tasks, memory, in_part=data.draw(st.booleans()))
     pool = BufferPool(sizes.total_bytes, memory)
     assert pool.limit >= FEWEST_BUFFERS
-    assert pool.limit * pool.buffer_bytes <= memory
+    assert pool.limit * sizes.total_bytes <= memory
     assert sizes.raw_bytes % PAGE_BYTES == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile, SpilledFiles
-from mergepipe.storage.ranges import read_descriptor_range, read_exact, request, request_bytes
+from mergepipe.storage.ranges import KEPT_BYTES, read_descriptor_range, read_exact, request, request_bytes, scratch
 from mergepipe.tailor.checkpoint import Piece, StateReader, StoredState
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan
 from mergepipe.tailor.copy_writer import FEWEST_BYTES, write_files
@@ -212,3 +213,16 @@ def test_spilled_files__request_each_range_of_an_expert_once(
     assert (store.ledger.usage() - first)[Purpose.EXPERT] == 8
     files.close()
     expert.close()
+
+
+def test_scratch__is_a_thread_s_own_and_kept_up_to_a_limit() -> None:
+    first = scratch("test", 1000, np.uint32)
+    assert first.ctypes.data == scratch("test", 10, np.uint8).ctypes.data
+    assert first.ctypes.data % 4096 == 0
+    others: list[int] = []
+    thread = threading.Thread(target=lambda: others.append(scratch("test", 1000, np.uint32).ctypes.data))
+    thread.start()
+    thread.join()
+    assert others != [first.ctypes.data]
+    assert len(scratch("test", KEPT_BYTES + 1, np.uint8)) == KEPT_BYTES + 1
+    assert scratch("test", 1000, np.uint32).ctypes.data == first.ctypes.data

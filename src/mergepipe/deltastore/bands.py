@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from mergepipe.core.blocks import BF16, F16, DType
-from mergepipe.deltastore.pieces import Codec, EncodedBlock, Piece, copied_to_layout, corrupt, in_layout, scratch
+from mergepipe.deltastore.pieces import Codec, EncodedBlock, Piece, copied_to_layout, corrupt, in_layout
 from mergepipe.deltastore.symbols import (
     MAX_CONTEXTS,
     N_STATES,
@@ -29,6 +29,7 @@ from mergepipe.deltastore.symbols import (
 from mergepipe.kernels.codec import decode_tile
 from mergepipe.kernels.compiled import Bits16, Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel, template
 from mergepipe.kernels.merge import take_delta
+from mergepipe.storage.ranges import scratch
 
 MANTISSA_BITS: Final[dict[DType, int]] = {BF16: 7, F16: 10}
 _N_EXPONENTS = 256

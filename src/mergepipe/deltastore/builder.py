@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from types import MappingProxyType
@@ -260,7 +259,8 @@ def open_builder(job: PackJob, store: Store) -> Iterator[StoreBuilder]:
         return progress is not None
 
     growing = Staging(job.out, force=False, can_continue=can_continue)
-    with growing as staging, _upload_to(job.place) as upload:
+    uploading = contextlib.nullcontext() if job.place.is_local else ObjectUpload(BucketFolder(job.place), HEADER_NAME)
+    with growing as staging, uploading as upload:
         builder = None
         try:
             builder = StoreBuilder(job, store, staging, upload, resumable[0] if resumable else None)
@@ -278,10 +278,6 @@ def open_builder(job: PackJob, store: Store) -> Iterator[StoreBuilder]:
         finally:
             if builder is not None:
                 builder.close()
-
-
-def _upload_to(place: Location) -> AbstractContextManager[ObjectUpload | None]:
-    return contextlib.nullcontext() if place.is_local else ObjectUpload(BucketFolder(place), HEADER_NAME)
 
 
 class StoreBuilder:

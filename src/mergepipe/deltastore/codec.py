@@ -31,11 +31,11 @@ from mergepipe.deltastore.pieces import (
     RawBytes,
     concatenate_bytes,
     corrupt,
-    scratch,
 )
 from mergepipe.kernels.codec import decode_all, decode_tile, encode_all
 from mergepipe.kernels.compiled import Bytes, Floats, kernel
 from mergepipe.kernels.merge import take_delta
+from mergepipe.storage.ranges import scratch
 
 Words = NDArray[np.integer]
 _UNSIGNED: Final[dict[int, type[np.unsignedinteger]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

@@ -18,14 +18,14 @@ from mergepipe.core.blocks import DType, Span
 from mergepipe.deltastore.builder import Place, StoreBuilder
 from mergepipe.deltastore.codec import encode_block, encode_converted, raw_block
 from mergepipe.deltastore.index import digest, make_row
-from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, HEAD_DENSITY, EncodedBlock, RawBytes, scratch
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, HEAD_DENSITY, EncodedBlock, RawBytes
 from mergepipe.kernels.codec import decode_tile
 from mergepipe.kernels.compiled import Floats
 from mergepipe.kernels.merge import take_delta
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, read_exact, request_bytes, round_up
+from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, read_exact, request_bytes, round_up, scratch
 
 # --- the cut of a tensor, chosen from a sample of its deltas before the pass that encodes it ---
 

@@ -5,7 +5,6 @@ Format: the table of files, "Index row" and "Levels" in docs/internals/formats/d
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F16, F32, DType
 from mergepipe.errors import CorruptError
-from mergepipe.storage.ranges import aligned_buffer, round_up
+from mergepipe.storage.ranges import scratch
 
 BLOCK_ELEMENTS = 256 * 1024
 BANDED_FROM_ELEMENTS = 4096
@@ -102,37 +101,10 @@ class EncodedBlock:
         return sum(len(content) for content in self.pieces.values())
 
 
-# --- work arrays that each thread keeps from block to block, as fresh ones cost page faults ---
+# --- arrays between kernels ---
 
 
 T = TypeVar("T", bound=np.generic)
-
-KEPT_BYTES = 8 << 20
-"""Longer arrays are not kept."""
-_STEP_BYTES = 256 << 10
-
-
-class _ThreadBuffers(threading.local):
-    def __init__(self) -> None:
-        self.by_name: dict[str, NDArray[np.uint8]] = {}
-
-
-_BUFFERS = _ThreadBuffers()
-
-
-def scratch(name: str, n: int, dtype: type[T]) -> NDArray[T]:
-    """Return this thread's page-aligned array of `n` elements for one use, `name`; contents are undefined.
-
-    It is valid until the same thread asks for `name` again: never return it to callers that may keep it.
-    """
-    element_type = np.dtype(dtype)
-    nbytes = n * element_type.itemsize
-    buffer = _BUFFERS.by_name.get(name)
-    if buffer is None or len(buffer) < nbytes:
-        buffer = aligned_buffer(max(round_up(nbytes, _STEP_BYTES), _STEP_BYTES))
-        if nbytes <= KEPT_BYTES:
-            _BUFFERS.by_name[name] = buffer
-    return buffer[:nbytes].view(element_type)
 
 
 def in_layout(name: str, array: NDArray[T]) -> NDArray[T]:

@@ -34,13 +34,12 @@ from mergepipe.deltastore.pieces import (
     Piece,
     RawBytes,
     corrupt,
-    scratch,
 )
 from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import PAGE_BYTES, read_exact, request_bytes, round_up
+from mergepipe.storage.ranges import PAGE_BYTES, read_exact, request_bytes, round_up, scratch
 
 # --- a tensor that a store holds unencoded because the base lacks it: one byte range, located by the index ---
 

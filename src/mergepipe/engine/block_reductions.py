@@ -26,6 +26,7 @@ from mergepipe.operators.base import (
     SoftmaxDivergence,
 )
 from mergepipe.operators.spec import SVC
+from mergepipe.storage.ranges import scratch
 
 SCORED_ELEMENTS = 64 * 1024
 MOST_MARK_BYTES = 128 << 20  # of one tensor
@@ -266,11 +267,19 @@ class ScoreRanks:
     def accumulate(self, block: RawBlock) -> None:
         if self._share is None and not self._search.is_open:
             return
+        from mergepipe.kernels.reduce import count_nonzero
+
         for scores in scores_of(self._score, block):
             if self._share is not None:
-                self._count_nonzero(values_of(scores))
+                n_nonzero = int(count_nonzero(values_of(scores)))
+                with self._lock:
+                    self._n_nonzero += n_nonzero
             if self._brackets is not None:
-                self._look_into_brackets(self._brackets, values_of(scores))
+                with self._lock:
+                    if not self._brackets.is_placed:
+                        shares = [rank / self._n_elements for rank in self._search.open_ranks]
+                        self._brackets.place(values_of(scores), shares, self._share)
+                self._brackets.accumulate(values_of(scores))
             else:
                 self._search.count_coarse(scores, 0)
                 self._search.count_fine(scores, 0)
@@ -300,24 +309,10 @@ class ScoreRanks:
         cuts = [self._search.cut(rank) for rank in self._ranks]
         return Reduced(sums=counts, score_cuts_R3=np.array(cuts, np.uint32))
 
-    def _look_into_brackets(self, brackets: BracketedScores, scores_N: NDArray[np.float32]) -> None:
-        with self._lock:
-            if not brackets.is_placed:
-                ranks = self._search.open_ranks
-                brackets.place(scores_N, [rank / self._n_elements for rank in ranks], self._share)
-        brackets.accumulate(scores_N)
-
-    def _count_nonzero(self, scores_N: NDArray[np.float32]) -> None:
-        from mergepipe.kernels.reduce import count_nonzero
-
-        n_nonzero = int(count_nonzero(scores_N))
-        with self._lock:
-            self._n_nonzero += n_nonzero
-
 
 def scores_of(score: Score, block: RawBlock) -> Iterator[RawBlock]:
     """Yield the scores of a block in pieces, each in the place of the one before, as stored deltas of one expert."""
-    room_N = np.empty(min(SCORED_ELEMENTS, block.n_elements), np.float32)
+    room_N = scratch("scores", min(SCORED_ELEMENTS, block.n_elements), np.float32)
     first, code = np.zeros(1, np.int64), np.full(1, F32.kernel_code | DELTA_FLAG, np.int64)
     for skip in range(0, block.n_elements, SCORED_ELEMENTS):
         part = block.part(skip, min(SCORED_ELEMENTS, block.n_elements - skip))

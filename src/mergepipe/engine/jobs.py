@@ -16,7 +16,7 @@ from mergepipe.engine.segments import HoldLimits, JobShape, Piece, SegmentLayout
 from mergepipe.operators.base import BlockFunction
 from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.storage.ranges import round_up
+from mergepipe.storage.ranges import round_up, scratch
 
 SURVEY_SEGMENTS = 8
 SAMPLED_PIECE_ELEMENTS = 64 * 1024
@@ -57,8 +57,9 @@ class Sample:
     """A tensor that is sampled in units of `unit_elements`: what a merge changes is multiplied, in float32.
 
     Other blocks are the base's. `factor` is one over the probability of the draw; where the change is long it is less
-    (see `factor_of`), for each stretch of elements by itself. Pieces are cut at multiples of `granularity` elements.
-    Memory: a piece, in float32 and with the base's bytes, is 384 KiB a thread, or one stretch of `granularity`.
+    (see `kernels.merge.scale_change`), for each stretch of elements by itself. Pieces are cut at multiples of
+    `granularity` elements. Memory: a piece, in float32 and with the base's bytes, is 384 KiB a thread, or one stretch
+    of `granularity`.
     """
 
     factor: float
@@ -69,23 +70,6 @@ class Sample:
     def stretch_elements(self) -> int:
         """Elements that have one factor: units, whose edges are those of pieces, hold whole stretches."""
         return self.granularity if self.granularity > 1 else math.gcd(self.unit_elements, GRAIN_ELEMENTS)
-
-    @property
-    def piece_elements(self) -> int:
-        """Elements that are merged at once."""
-        return self.stretch_elements * max(1, SAMPLED_PIECE_ELEMENTS // self.stretch_elements)
-
-    def factor_of(self, change: RawBlock) -> float:
-        """Return `f / (1 + (f - 1) (r / HARMLESS_CHANGE)^2)`, at least 1, of factor `f` and relative length `r`.
-
-        Scaled by `f`, a merge is the full one on average over draws, with a variance of `f - 1` times the square of the
-        change: harmless where the change is short beside the weights, worse than the base where it is long.
-        """
-        from mergepipe.kernels.merge import squares_of
-
-        of_change, of_base = squares_of(change)
-        excess = (self.factor - 1.0) * of_change
-        return max(1.0, self.factor / (1.0 + excess / (HARMLESS_CHANGE**2 * of_base))) if of_base > 0.0 else 1.0
 
 
 class TensorWork:
@@ -217,8 +201,9 @@ class Job:
             return
         for piece in layout.pieces:
             if piece.run.span.n_elements:
-                if self._tap is not None and stage is self._first_stage:
-                    self._show(self._tap, piece, buffer)
+                task = self._works[piece.run.task_index].task
+                if self._tap is not None and stage is self._first_stage and task.name in self._tap.tensors:
+                    self._tap.look(task, piece, buffer)
                 self._compute_piece(stage, piece, buffer)
 
     def results(self, layout: SegmentLayout) -> Iterator[Piece]:
@@ -226,11 +211,6 @@ class Job:
         for piece in layout.pieces:
             is_copy = self._works[piece.run.task_index].is_copy
             yield replace(piece, out_offset=piece.base_offset) if is_copy else piece
-
-    def _show(self, tap: Tap, piece: Piece, buffer: NDArray[np.uint8]) -> None:
-        task = self._works[piece.run.task_index].task
-        if task.name in tap.tensors:
-            tap.look(task, piece, buffer)
 
     def _compute_piece(self, stage: Stage, piece: Piece, buffer: NDArray[np.uint8]) -> None:
         work = self._works[piece.run.task_index]
@@ -264,25 +244,29 @@ def merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> No
         function(_raw_block(task, piece, buffer))
     elif piece.run.is_counted:
         merge_scaled(_raw_block(task, piece, buffer), function, work.sample)
+    elif task.dtype == task.base.dtype:
+        nbytes = piece.run.span.n_elements * task.dtype.itemsize
+        buffer[piece.out_offset :][:nbytes] = buffer[piece.base_offset :][:nbytes]
     else:
         BASE_ALONE(_raw_block(task, piece, buffer))
 
 
 def merge_scaled(block: RawBlock, function: BlockFunction, sample: Sample) -> None:
     """Merge a block in float32 and write the base plus the sample's factors times what that changed, rounded once."""
-    most = min(sample.piece_elements, block.n_elements)
+    from mergepipe.kernels.merge import scale_change
+
+    stretch = sample.stretch_elements
+    most = min(stretch * max(1, SAMPLED_PIECE_ELEMENTS // stretch), block.n_elements)
     merged_offset = round_up(most * itemsize_of_code(block.base_code), F32.itemsize)
-    room = np.empty(merged_offset + most * F32.itemsize, np.uint8)
+    room = scratch("merged-sample", merged_offset + most * F32.itemsize, np.uint8)
     only, offset, code = (np.array([value], np.int64) for value in (0, merged_offset, F32.kernel_code))
     for skip in range(0, block.n_elements, most):
-        piece = block.part(skip, min(most, block.n_elements - skip))
+        piece = block.part(skip, min(most, block.n_elements - skip)) if most < block.n_elements else block
         function(piece._replace(out=room, out_offset=merged_offset, out_code=F32.kernel_code))
         base_bytes = piece.n_elements * itemsize_of_code(block.base_code)
         room[:base_bytes] = piece.raw[piece.base_offset : piece.base_offset + base_bytes]
         merged = piece._replace(raw=room, base_offset=0, present_E=only, counted_E=only, offsets_E=offset, codes_E=code)
-        for start in range(0, piece.n_elements, sample.stretch_elements):
-            stretch = merged.part(start, min(sample.stretch_elements, piece.n_elements - start))
-            ElementwiseRule(np.array([sample.factor_of(stretch)], np.float32))(stretch)
+        scale_change(merged, sample.factor, stretch, HARMLESS_CHANGE)
 
 
 def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawBlock:

@@ -162,7 +162,14 @@ class _ShardSink(SegmentSink):
         self._tasks = tasks
 
     def write_segment(self, pieces: Iterable[Piece], buffer: NDArray[np.uint8]) -> None:
+        """Append what lies in one stretch of the buffer, and belongs to one tensor, at once."""
+        stretches: list[list[int]] = []  # the index of a task, where its bytes begin and end
         for piece in pieces:
-            nbytes = piece.run.span.n_elements * self._tasks[piece.run.task_index].dtype.itemsize
-            if nbytes:
-                self._writer.append(buffer[piece.out_offset : piece.out_offset + nbytes])
+            index, start = piece.run.task_index, piece.out_offset
+            nbytes = piece.run.span.n_elements * self._tasks[index].dtype.itemsize
+            if stretches and stretches[-1][::2] == [index, start]:
+                stretches[-1][2] += nbytes
+            elif nbytes:
+                stretches.append([index, start, start + nbytes])
+        for _, start, stop in stretches:
+            self._writer.append(buffer[start:stop])

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import ALL_TIES, RawBlock
 from mergepipe.operators.statistics import NOTHING_KEPT_BITS, Cut, tie_key
+from mergepipe.storage.ranges import scratch
 
 if TYPE_CHECKING:
     from mergepipe.kernels.reduce import Watched
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
 
 WINDOW_BINS = 8
-FINE_CHUNKS = 256
 BRACKET_SIGMAS = 10
 FEW_TIES = 1 << 12  # are all collected
+_ALL_CHUNKS = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,6 @@ class Place:
     def key(self) -> int:
         """The key of the hashes that order the equal ones."""
         return tie_key(self.bits, self.n_larger, self.n_equal)
-
-    def is_tied_at(self, rank: int) -> bool:
-        """Whether an element of that magnitude is among the `rank` largest and another is not; zeros do not matter."""
-        return bool(self.bits) and rank - self.n_larger < self.n_equal
 
 
 class RankSearch:
@@ -150,10 +147,11 @@ class RankSearch:
 
     def expected_bins(self) -> list[int]:
         """Return the bins of the open ranks, if the elements counted so far are like the others."""
+        from mergepipe.kernels.reduce import find_rank
+
         seen = int(self._coarse_B.sum())
-        from_top = _FromTop(self._coarse_B)
-        ranks = self.open_ranks if seen else []
-        return [from_top.bin_of_rank(max(1, round(rank * seen / self._n_elements)))[0] for rank in ranks]
+        ranks = [max(1, round(rank * seen / self._n_elements)) for rank in self.open_ranks] if seen else []
+        return [find_rank(self._coarse_B, rank, _ALL_CHUNKS)[0] for rank in ranks]
 
     def watch(self, bins: set[int], edges: Iterable[int] = ()) -> None:
         """Have `count_fine` count the elements of some bins, and those from edges on."""
@@ -175,14 +173,16 @@ class RankSearch:
 
         Bin 0, of zeros and of what hardly differs, is asked for alone: what was not shown is in it.
         """
-        if self._watched is None or (rows := self._watched.row_of_bin_B[bins.start : bins.stop]).min() < 0:
+        from mergepipe.kernels.reduce import find_rank
+
+        if self._watched is None or (rows := self._watched.rows_of(bins)) is None:
             return False
-        totals_R = self._watched.totals_R
+        totals_R = self._watched.totals_R[rows.start : rows.stop]
         if bins.start == 0:
-            totals_R[rows[0]] = self._n_elements - (rank - rank_inside)
-        index, inside = _FromTop(totals_R[rows]).bin_of_rank(rank_inside)
-        total, counts_B = int(totals_R[rows[index]]), self._watched.counts_RB[rows[index]]
-        self._answers[rank] = _place_in_bin(rank, bins[index], counts_B, total, inside)
+            totals_R[0] = self._n_elements - (rank - rank_inside)
+        index, above = find_rank(totals_R, rank_inside, _ALL_CHUNKS)
+        total, row = int(totals_R[index]), rows[index]
+        self._answers[rank] = _place_in_bin(rank, bins[index], self._watched, row, total, rank_inside - above)
         return True
 
     def decide(self, fine: NDArray[np.uint32] | None = None) -> bool:
@@ -193,19 +193,20 @@ class RankSearch:
         """
         if self._ties is not None:
             return self.settle()
+        from mergepipe.kernels.reduce import find_rank
+
         self._coarse_B[0] += self._n_elements - self._coarse_B.sum()  # what was not shown equals the base
         missing: set[int] = set()
-        from_top = _FromTop(self._coarse_B)
         for rank in self.open_ranks:
-            bin_index, rank_inside = from_top.bin_of_rank(rank)
-            row = -1 if self._watched is None else int(self._watched.row_of_bin_B[bin_index])
+            bin_index, above = find_rank(self._coarse_B, rank, _ALL_CHUNKS)
+            rows = None if self._watched is None else self._watched.rows_of(range(bin_index, bin_index + 1))
             total = int(self._coarse_B[bin_index])
             if fine is not None:
-                self._answers[rank] = _place_among(rank, fine, bin_index, total, rank_inside)
-            elif row < 0 or self._watched is None:
+                self._answers[rank] = _place_among(rank, fine, bin_index, total, rank - above)
+            elif rows is None or self._watched is None:
                 missing.add(bin_index)
             else:
-                self._answers[rank] = _place_in_bin(rank, bin_index, self._watched.counts_RB[row], total, rank_inside)
+                self._answers[rank] = _place_in_bin(rank, bin_index, self._watched, rows.start, total, rank - above)
         self.watch(missing)
         return self.settle()
 
@@ -230,36 +231,17 @@ def _place_among(rank: int, fine: NDArray[np.uint32], bin_index: int, total: int
     return Place(int(bits), rank - rank_inside + stop - high, high - low)
 
 
-class _FromTop:
-    """A histogram's cumulative counts from the top: finds the bin of a rank in logarithmic time."""
-
-    def __init__(self, counts_B: NDArray[np.int64]) -> None:
-        self._from_top_B = np.cumsum(counts_B[::-1])
-
-    def bin_of_rank(self, rank: int) -> tuple[int, int]:
-        """Find the bin of the `rank`-th largest element (1-based), and the element's rank inside it."""
-        index = int(np.searchsorted(self._from_top_B, rank))
-        above = int(self._from_top_B[index - 1]) if index else 0
-        return len(self._from_top_B) - 1 - index, rank - above
-
-
-def _place_in_bin(rank: int, bin_index: int, counts_B: NDArray[np.int32], total: int, rank_inside: int) -> Place:
-    """Return the place of a bin's `rank_inside`-th largest element from counts by its 16 low bits, first by 8 of them.
+def _place_in_bin(rank: int, bin_index: int, watched: Watched, row: int, total: int, rank_inside: int) -> Place:
+    """Return the place of a bin's `rank_inside`-th largest element from counts by its 16 low bits.
 
     Low bits 0 are left out by the kernel: theirs is what the others lack of the total.
     """
-    from mergepipe.kernels.reduce import chunk_sums
+    from mergepipe.kernels.reduce import find_rank
 
-    sums_C = np.empty(FINE_CHUNKS, np.int64)
-    chunk_sums(counts_B, sums_C)
-    zeros = total - int(sums_C.sum())
-    sums_C[0] += zeros
-    chunk, inside = _FromTop(sums_C).bin_of_rank(rank_inside)
-    fine_C = counts_B.reshape(FINE_CHUNKS, -1)[chunk].astype(np.int64)
-    if chunk == 0:
-        fine_C[0] += zeros
-    low, among_equal = _FromTop(fine_C).bin_of_rank(inside)
-    return Place((bin_index << 16) | chunk * len(fine_C) | low, rank - among_equal, int(fine_C[low]))
+    counts_B = watched.counts_RB[row]
+    low, above = find_rank(counts_B, rank_inside, watched.filled_RC[row])
+    n_equal = int(counts_B[low]) if low else total - above
+    return Place((bin_index << 16) | low, rank - rank_inside + above, n_equal)
 
 
 class TieSearch:
@@ -272,33 +254,42 @@ class TieSearch:
 
     def __init__(self, places: Mapping[int, Place]) -> None:
         self._places = places
-        tied = {rank: place for rank, place in places.items() if place.is_tied_at(rank)}
-        self._ties = {rank: _Tie(rank - place.n_larger, place.n_equal) for rank, place in sorted(tied.items())}
+        self._ties = {
+            rank: _Tie(rank - place.n_larger, place.n_equal)
+            for rank, place in sorted(places.items())
+            if place.bits and rank - place.n_larger < place.n_equal  # some are among the largest; zeros do not matter
+        }
         self._lock = threading.Lock()
+        self._begin_look()
+
+    def _begin_look(self) -> None:
+        """Look for the ties that are open in their brackets."""
+        self._open = [(self._places[rank], tie) for rank, tie in self._ties.items() if tie.answer is None]
+        self._brackets_R4 = np.array([(place.bits, place.key, *tie.bracket) for place, tie in self._open], np.uint32)
 
     @property
     def is_open(self) -> bool:
         """Whether some last hash is still unknown."""
-        return any(tie.answer is None for tie in self._ties.values())
+        return bool(self._open)
 
     def count(self, block: RawBlock, place: int) -> None:
         """Look at a block of deltas."""
         from mergepipe.kernels.reduce import collect_ties
 
-        ties = [(self._places[rank], tie) for rank, tie in self._open_ties()]
-        brackets_R4 = np.array([(tied.bits, tied.key, *tie.bracket) for tied, tie in ties], np.uint32)
-        hashes_RN = np.empty((len(ties), block.n_elements), np.uint32)  # hardly any of it is touched
-        counts_R2 = np.zeros((len(ties), 2), np.int64)
-        collect_ties(block, place, brackets_R4, hashes_RN, counts_R2)
+        shape = len(self._open), block.n_elements  # hardly any of it is touched
+        hashes_RN = scratch("hashes", shape[0] * shape[1], np.uint32).reshape(shape)
+        counts_R2 = np.zeros((len(self._open), 2), np.int64)
+        collect_ties(block, place, self._brackets_R4, hashes_RN, counts_R2)
         with self._lock:
-            for r, (_, tie) in enumerate(ties):
-                tie.n_below += int(counts_R2[r, 0])
-                tie.collected.append(hashes_RN[r, : counts_R2[r, 1]].copy())
+            for (_, tie), (n_below, n_inside), hashes_N in zip(self._open, counts_R2.tolist(), hashes_RN, strict=True):
+                tie.n_below += n_below
+                tie.collected.append(hashes_N[:n_inside].copy())
 
     def decide(self) -> None:
         """Decide what can be after a look at every element; if some tie is open then, another one is needed."""
-        for _, tie in self._open_ties():
+        for _, tie in self._open:
             tie.decide()
+        self._begin_look()
 
     def cut(self, rank: int) -> Cut:
         """The cut that exactly `rank` elements reach."""
@@ -308,9 +299,6 @@ class TieSearch:
         if tie.answer is None:
             raise ValueError(f"rank {rank} is not decided")
         return Cut(place.bits, place.key, tie.answer)
-
-    def _open_ties(self) -> list[tuple[int, _Tie]]:
-        return [(rank, tie) for rank, tie in self._ties.items() if tie.answer is None]
 
 
 class _Tie:
@@ -444,7 +432,11 @@ class BracketedRanks:
 
     def _suggest_edges(self, block: RawBlock, place: int) -> None:
         """Watch around the bins that the ranks have in runs of a block."""
+        from mergepipe.kernels.reduce import COARSE_BINS
+
         sample = RankSearch(self._search.open_ranks, self._n_elements)
+        sample._coarse_B = scratch("sample", COARSE_BINS, np.int64)
+        sample._coarse_B[:] = 0
         _count_runs(sample, block, place)
         self._search.watch_around(sample.expected_bins(), EDGES)
 
@@ -468,8 +460,11 @@ class BracketedRanks:
 
 
 def _count_runs(search: RankSearch, block: RawBlock, place: int) -> None:
-    """Show some runs of a block, spread over it."""
-    for start in range(0, block.n_elements, max(RUN_ELEMENTS, block.n_elements // SAMPLE_RUNS)):
+    """Show some runs of a block, spread over it; all of a small one."""
+    if block.n_elements <= SAMPLE_RUNS * RUN_ELEMENTS:
+        search.count_coarse(block, place)
+        return
+    for start in range(0, block.n_elements, block.n_elements // SAMPLE_RUNS):
         search.count_coarse(block, place, range(start, min(start + RUN_ELEMENTS, block.n_elements)))
 
 

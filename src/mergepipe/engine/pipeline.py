@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -45,6 +47,7 @@ from mergepipe.storage.ranges import BufferPool, request
 FEWEST_READERS = 8
 LOOKAHEAD_BUFFERS = 8  # or two a compute thread: more than a disk needs only costs their first touch
 REMOTE_LOOKAHEAD_BUFFERS = 192  # a network is never idle while a large tensor is computed
+BATCH_BYTES = 1 << 20  # of small reads that one thread makes one after the other
 TICK_SECONDS = 0.1
 
 
@@ -56,6 +59,9 @@ class SegmentSink(Protocol):
 
 Bases = dict[int, BaseBytes]
 """The base's bytes in one buffer, by where they begin, for all that are encoded on them."""
+
+_Order = tuple[Read, ...] | Computation
+"""What a reader thread does at once: reads of one file, or the computation of elements."""
 
 Fill = Callable[[Computation, NDArray[np.uint8], Bases], None]
 """Fetches the elements that a computation names into their place in a buffer."""
@@ -148,7 +154,7 @@ class Pipeline:
             ahead = max(self._lookahead_buffers, self._pool.limit * 3 // 4)
             self._lookahead_buffers = min(REMOTE_LOOKAHEAD_BUFFERS, ahead)
         self._events: SimpleQueue[_Event] = SimpleQueue()
-        self._read_queue: SimpleQueue[tuple[_Filled, Read | Computation] | None] = SimpleQueue()
+        self._read_queue: SimpleQueue[tuple[_Filled, _Order] | None] = SimpleQueue()
         self._compute_queue: SimpleQueue[tuple[_Filled, Stage] | None] = SimpleQueue()
         self._write_queue: SimpleQueue[_Filled | None] = SimpleQueue()
         self._stopping = threading.Event()
@@ -251,7 +257,7 @@ class Pipeline:
             layout = _as_analysis(layout)
         filled = _Filled(running, layout, buffer)
         running.buffers += 1
-        now: list[Read | Computation] = list(layout.reads)
+        now: list[_Order] = list(_batched(layout.reads, 0 if self._is_dear else BATCH_BYTES))
         for computation in layout.computations:
             if computation.key not in running.opened:
                 on_base = computation.on_base
@@ -263,7 +269,7 @@ class Pipeline:
             (filled.on_base if computation.on_base else now).append(computation)
         self._order(filled, now)
 
-    def _order(self, filled: _Filled, orders: Sequence[Read | Computation]) -> None:
+    def _order(self, filled: _Filled, orders: Sequence[_Order]) -> None:
         """Queue these reads, then the computations that depend on them."""
         if not orders and filled.on_base:
             orders, filled.on_base = filled.on_base, []
@@ -296,22 +302,19 @@ class Pipeline:
             running.held.append(filled)
         elif running.current.writes:
             self._ready[number] = filled
-            self._hand_to_writer()
+            while (following := self._ready.pop(self._next_to_write, None)) is not None:
+                self._write_queue.put(following)
+                self._next_to_write += 1
         else:
             self._release(filled)
         running.pending -= 1
         if running.pending == 0:
-            following = next(running.passes, None)
-            if following is None:
+            new = next(running.passes, None)
+            if new is None:
                 running.finished = True
                 self._retire()
             else:
-                self._begin_pass(running, following)
-
-    def _hand_to_writer(self) -> None:
-        while (filled := self._ready.pop(self._next_to_write, None)) is not None:
-            self._write_queue.put(filled)
-            self._next_to_write += 1
+                self._begin_pass(running, new)
 
     def _release(self, filled: _Filled) -> None:
         filled.job.buffers -= 1
@@ -346,10 +349,10 @@ class Pipeline:
     def _read_loop(self) -> None:
         while (entry := self._read_queue.get()) is not None and not self._stopping.is_set():
             filled, order = entry
-            if isinstance(order, Read):
-                _read(order, filled.buffer, filled.job.files)
-            else:
+            if isinstance(order, Computation):
                 filled.job.opened[order.key](order, filled.buffer, filled.bases)
+            else:
+                _read(order, filled.buffer, filled.job.files)
             self._events.put((_Step.FILLED, filled))
 
     def _compute_loop(self) -> None:
@@ -385,10 +388,19 @@ def _as_analysis(layout: SegmentLayout) -> SegmentLayout:
     )
 
 
-def _read(read: Read, buffer: NDArray[np.uint8], files: Mapping[Location, RangeFile]) -> None:
-    file = files[read.file]
-    view = buffer[read.buffer_offset : read.buffer_offset + read.nbytes]
-    request(file, read.offset, view, min(read.nbytes, file.size_bytes - read.offset), read.purpose)
+def _batched(reads: Sequence[Read], batch_bytes: int) -> Iterator[tuple[Read, ...]]:
+    """Join neighbours of one file into batches of about so many bytes at most; larger reads are alone."""
+    for _, of_file in groupby(reads, attrgetter("file")):
+        group = tuple(of_file)
+        most = max(1, batch_bytes * len(group) // sum(read.nbytes for read in group))
+        yield from (group[first : first + most] for first in range(0, len(group), most))
+
+
+def _read(batch: Sequence[Read], buffer: NDArray[np.uint8], files: Mapping[Location, RangeFile]) -> None:
+    file = files[batch[0].file]
+    for read in batch:
+        view = buffer[read.buffer_offset : read.buffer_offset + read.nbytes]
+        request(file, read.offset, view, min(read.nbytes, file.size_bytes - read.offset), read.purpose)
 
 
 def _opened(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import ComputedTensor, LeveledTensor, Readable, Source, TensorEntry, Unchanged
+from mergepipe.checkpoints.contract import ComputedTensor, LeveledTensor, Readable, TensorEntry, Unchanged
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, Span
 from mergepipe.core.units import size_option
 from mergepipe.errors import LimitError
@@ -266,18 +266,10 @@ class BufferSizes:
 
 def stored_bytes(task: MergeTask, n_elements: int, experts: Sequence[int]) -> int:
     """Buffer bytes that `n_elements` of the base and of `experts` need at most, rounding of reads included."""
-    sizes = [task.base.dtype.itemsize, *(_widest_item_bytes(task.experts[e]) for e in experts)]
-    return sum(n_elements * size + ROUNDING_BYTES for size in sizes)
-
-
-def _widest_item_bytes(source: Source) -> int:
-    """Return the largest bytes per element at any level."""
-    return max(source.dtype.itemsize, F32.itemsize if isinstance(source, LeveledTensor) else 0)
-
-
-def _run_bytes(task: MergeTask, run: Run, n_elements: int) -> int:
-    """Buffer bytes that `n_elements` of what a run reads need at most."""
-    return stored_bytes(task, n_elements, run.present)
+    item_bytes = task.base.dtype.itemsize
+    for source in (task.experts[e] for e in experts):  # at the level with the widest elements
+        item_bytes += max(source.dtype.itemsize, F32.itemsize if isinstance(source, LeveledTensor) else 0)
+    return n_elements * item_bytes + (1 + len(experts)) * ROUNDING_BYTES
 
 
 CutOf = Callable[[MergeTask], int]
@@ -350,7 +342,8 @@ class HoldLimits:
         """Return limits that leave memory unused: where little is read again for it, which costs little."""
         ample = cls.of(n_buffers)
         largest_bytes = n_buffers * sizes.total_bytes
-        bytes_T = [_whole_bytes(task) for task in tasks if task.experts]
+        merged = [(task.base, len(task.experts), task.dtype) for task in tasks if task.experts]
+        bytes_T = [base.n_elements * (base.dtype.itemsize * (1 + k) + dtype.itemsize) for base, k, dtype in merged]
         held_bytes = max(HELD_BYTES, largest_bytes // SHARE_TO_HOLD)
         while held_bytes < largest_bytes:
             if sum(max(0, nbytes - held_bytes) for nbytes in bytes_T) <= sum(bytes_T) // SHARE_READ_AGAIN:
@@ -358,11 +351,6 @@ class HoldLimits:
             held_bytes += held_bytes // 4
         most = held_bytes // sizes.total_bytes
         return cls(min(ample.whole_tensor, most), min(ample.part_of_tensor, most))
-
-
-def _whole_bytes(task: MergeTask) -> int:
-    """Estimate the buffer bytes of a whole tensor, as if experts had the base's dtype."""
-    return task.base.n_elements * (task.base.dtype.itemsize * (len(task.experts) + 1) + task.dtype.itemsize)
 
 
 def _smallest_buffer(tasks: Sequence[MergeTask], cut_of: CutOf) -> tuple[int, int]:
@@ -421,7 +409,7 @@ class _Packer:
         raw = out = 0
         for run in runs:
             task = self._tasks[run.task_index]
-            raw += _run_bytes(task, run, run.span.n_elements)
+            raw += stored_bytes(task, run.span.n_elements, run.present)
             out += run.span.n_elements * task.dtype.itemsize
         return raw, out
 
@@ -478,8 +466,8 @@ class _Packer:
             return run.span.stop
         cut = self._cut_of(self._tasks[run.task_index])
         task = self._tasks[run.task_index]
-        fixed = _run_bytes(task, run, 0)
-        raw_each = _run_bytes(task, run, cut) - fixed
+        fixed = stored_bytes(task, 0, run.present)
+        raw_each = stored_bytes(task, cut, run.present) - fixed
         out_each = cut * task.dtype.itemsize
         raw_room = (self._sizes.raw_bytes - self._raw - fixed) // raw_each
         cuts = max(0, min(raw_room, (self._sizes.out_bytes - self._out) // out_each))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.content_id import stream_key
 from mergepipe.core.blocks import BlockGrid, RawBlock, Span
-from mergepipe.engine.block_reductions import Reduction, make_reduction
+from mergepipe.engine.block_reductions import make_reduction
 from mergepipe.engine.jobs import BASE_ALONE, Sample, Tap, TensorWork
 from mergepipe.engine.segments import Run, full_access
 from mergepipe.operators.base import (
@@ -382,14 +382,13 @@ class StagedReduction:
                 break
             reduced = reduced.joined(answer)
         self._reduced, self._request = reduced, request
-        self._current = None if request is None else self._reduction(self._known.lacking(request))
+        self._current = None
+        if request is not None:
+            n_elements, lacking = self._inputs.n_elements, self._known.lacking(request)
+            if self._n_sampled is not None:
+                lacking = lacking.among(self._n_sampled, n_elements)
+            self._current = make_reduction(lacking, n_elements, len(self._inputs.experts), self._n_sampled)
         self._is_new = True  # it has not seen the blocks yet
-
-    def _reduction(self, request: ReductionRequest) -> Reduction:
-        n_elements, n_experts, n_sampled = self._inputs.n_elements, len(self._inputs.experts), self._n_sampled
-        if n_sampled is not None:
-            request = request.among(n_sampled, n_elements)
-        return make_reduction(request, n_elements, n_experts, n_sampled)
 
     @property
     def is_open(self) -> bool:

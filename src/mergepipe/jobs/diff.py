@@ -41,6 +41,7 @@ def diff(
     store = Stores()
     place_a, place_b = (find_snapshot(snapshot, home).local_path for snapshot in (a, b))
     first, second = (read_manifest_value(store, Location.local(path)) for path in (place_a, place_b))
+    lines_a, lines_b = (manifest.recipe.splitlines(keepends=True) for manifest in (first, second))
     changes, equal = _changes(first, second)
     measured = tuple(_measured(store, place_a, place_b, changes, on_progress)) if reads_tensors else tuple(changes)
     changes_with_norm = [change for change in measured if change.norm is not None]
@@ -50,18 +51,13 @@ def diff(
         b=place_b,
         a_sid=first.sid,
         b_sid=second.sid,
-        recipe="".join(_recipe_diff(first, second)),
+        recipe="".join(difflib.unified_diff(lines_a, lines_b, "a", "b", n=1)),
         settings=tuple(_settings(first, second)),
         inputs=tuple(_inputs(first, second)),
         equal_tensors=equal,
         tensors=measured,
         norm=norm,
     )
-
-
-def _recipe_diff(a: Manifest, b: Manifest) -> Iterator[str]:
-    lines_a, lines_b = a.recipe.splitlines(keepends=True), b.recipe.splitlines(keepends=True)
-    return difflib.unified_diff(lines_a, lines_b, "a", "b", n=1)
 
 
 def _settings(a: Manifest, b: Manifest) -> Iterator[str]:

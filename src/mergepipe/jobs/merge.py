@@ -244,7 +244,10 @@ class MergeRun:
         small_files = self._planned_files(0 if made else weight_bytes)
         self._limit_reads()
         self._tick("merge")  # from here on the caller may hold signals back until the next report
-        progress = made or self._new_progress()
+        progress = made or MergeProgress(
+            run_key(self._inputs, self._plan, self._output, self._seed),
+            self._output, self._plan, self._store.ledger, settings.resume, is_strict=settings.options.strict,
+        )  # fmt: skip
         can_continue = partial(progress.can_continue, is_sent=None if remote is None else remote.has)
         with published_but(settings.place):
             with (
@@ -290,12 +293,6 @@ class MergeRun:
             is_remote = self._store.counts.requests > 0
             most_bytes = max(self._plan.planned_bytes, self._plan.budget_bytes * is_remote)
             self._store.ledger.expert_limit_bytes = most_bytes
-
-    def _new_progress(self) -> MergeProgress:
-        settings, key = self._settings, run_key(self._inputs, self._plan, self._output, self._seed)
-        return MergeProgress(
-            key, self._output, self._plan, self._store.ledger, settings.resume, is_strict=settings.options.strict
-        )
 
     def _begin(self, staging: Staging, progress: MergeProgress) -> None:
         """Keep the plan for who resumes this run, and tell what it goes on from and what takes long."""

@@ -165,16 +165,13 @@ def _check_same(recorded: Manifest, made: Manifest, out: Path | Location) -> Non
     different = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
     shown = ", ".join(different[:_MOST_NAMED]) or "no tensor, but how they are cut into files"
     message = f"{len(different)} tensors are not what was recorded ({shown}): nothing was published"
-    problems = [Problem("input.changed", str(out), message, _blame(recorded, made))]
+    cause = "the values of an input have changed"
+    if recorded.version != made.version:
+        cause = f"it was made by version {recorded.version}, this is {made.version}"
+    problems = [Problem("input.changed", str(out), message, cause)]
     pairs = zip(recorded.inputs, made.inputs, strict=True)
     problems.extend(problem for before, after in pairs for problem in _touched(before, after))
     raise ConflictError(*problems)
-
-
-def _blame(recorded: Manifest, made: Manifest) -> str:
-    if recorded.version != made.version:
-        return f"it was made by version {recorded.version}, this is {made.version}"
-    return "the values of an input have changed"
 
 
 def _touched(before: InputRecord, after: InputRecord) -> list[Problem]:

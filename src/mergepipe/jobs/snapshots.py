@@ -31,7 +31,6 @@ from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import Garbage, GcReport, SnapshotReport
 from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,
-    InputRecord,
     Manifest,
     parse_manifest,
     record_folder,
@@ -181,9 +180,13 @@ def with_inputs_found(manifest: Manifest, store: Store, home: Path | None) -> Ma
     for row in Catalog(home).snapshots():
         names = [source.model for source in row.inputs]
         if row.sid == manifest.sid and names == [record.model for record in manifest.inputs]:
-            places = [source.path for source in row.inputs]
-            pairs = zip(manifest.inputs, places, strict=True)
-            manifest = replace(manifest, inputs=tuple(_at_one_of(record, path, store) for record, path in pairs))
+            moved = (
+                replace(record, path=source.path)
+                if _is_there(source.path, store) and not _is_there(record.path, store)
+                else record
+                for record, source in zip(manifest.inputs, row.inputs, strict=True)
+            )
+            manifest = replace(manifest, inputs=tuple(moved))
     return manifest
 
 
@@ -205,14 +208,6 @@ def _report(row: SnapshotRow, *, is_recorded: bool) -> SnapshotReport:
         inputs=row.inputs,
         is_present=_has_manifest(row.path),
         is_recorded=is_recorded,
-    )
-
-
-def _at_one_of(record: InputRecord, known_path: str, store: Store) -> InputRecord:
-    return (
-        record
-        if _is_there(record.path, store) or not _is_there(known_path, store)
-        else replace(record, path=known_path)
     )
 
 

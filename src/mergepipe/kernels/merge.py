@@ -404,18 +404,36 @@ def merge_nothing() -> None:
 
 
 @kernel
-def squares_of(block: RawBlock) -> tuple[float, float]:
-    """Sum up the squares of the delta of the first expert present, and those of the base, in float64."""
+def scale_change(block: RawBlock, factor: float, stretch_elements: int, harmless: float) -> None:
+    """Write the base plus the delta of the first expert present times a factor, which each stretch has of its own.
+
+    It is `f / (1 + (f - 1) (r / harmless)^2)`, at least 1, where `f` is `factor` and `r` the length of the delta over
+    that of the base. Scaled by `f`, a merge of a sample is the full one on average over draws, with a variance of
+    `f - 1` times the square of the change: harmless where the change is short beside the weights, worse than the base
+    where it is long.
+    """
     base, model, delta = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
-    of_delta, of_base = 0.0, 0.0
-    for start in range(0, block.n_elements, _TILE):
-        m = min(_TILE, block.n_elements - start)
-        decode_base(block, start, m, base)
-        decode_against(block, 0, start, m, base, model, delta)
-        for i in range(m):
-            of_delta += np.float64(delta[i]) * np.float64(delta[i])
-            of_base += np.float64(base[i]) * np.float64(base[i])
-    return of_delta, of_base
+    for first in range(0, block.n_elements, stretch_elements):
+        stop = min(first + stretch_elements, block.n_elements)
+        of_delta, of_base = 0.0, 0.0
+        for start in range(first, stop, _TILE):
+            m = min(_TILE, stop - start)
+            decode_base(block, start, m, base)
+            decode_against(block, 0, start, m, base, model, delta)
+            for i in range(m):
+                of_delta += np.float64(delta[i]) * np.float64(delta[i])
+                of_base += np.float64(base[i]) * np.float64(base[i])
+        scaled = 1.0
+        if of_base > 0.0:
+            excess = (factor - 1.0) * of_delta
+            share = factor / (1.0 + excess / (harmless * harmless * of_base))
+            scaled = share if share > scaled else scaled  # an undefined one is not
+        for start in range(first, stop, _TILE):
+            m = min(_TILE, stop - start)
+            decode_base(block, start, m, base)
+            decode_against(block, 0, start, m, base, model, delta)
+            _add_scaled(delta, m, np.float32(scaled), base)
+            encode_result(block, start, m, base)
 
 
 @kernel

@@ -28,6 +28,7 @@ FINE_BINS = 1 << 16
 
 _TILE = TILE_ELEMENTS
 _MOVED = 32
+_CHUNK = 256
 
 
 @kernel
@@ -141,32 +142,42 @@ class Watched(NamedTuple):
     """What is counted of the magnitudes of a tensor: from edges on, and finely in some bins, a row each.
 
     `from_edge_W[w]` are the elements whose upper 15 bits are at least `edges_W[w]`. `bin_R` are the upper bits of the
-    rows, rising, and `row_of_bin_B` has -1 of other bins. `counts_RB[r, b]` are the elements of row `r` with lower 16
-    bits `b > 0`, `totals_R[r]` are all of the row. Deltas of 16-bit formats have few significant bits, so most of a bin
-    has `b == 0`: that count is omitted, as it is the bin's total minus the others. What is left is seldom.
+    rows, rising, and `row_B` the rows of the bins from the first of them on, -1 where there is none. `counts_RB[r, b]`
+    are the elements of row `r` with lower 16 bits `b > 0`, `totals_R[r]` are all of the row. Deltas of 16-bit formats
+    have few significant bits, so most of a bin has `b == 0`: that count is omitted, as it is the bin's total minus the
+    others. What is left is seldom: its counts lie in the chunks of a row that `filled_RC` marks, the
+    others are undefined.
     """
 
     edges_W: NDArray[np.uint16]
     from_edge_W: Counts
     bin_R: Bits32
-    row_of_bin_B: NDArray[np.int16]
+    row_B: NDArray[np.int16]
     counts_RB: NDArray[np.int32]
+    filled_RC: Bytes
     totals_R: Counts
 
     @classmethod
     def of(cls, bins: Iterable[int], edges: Iterable[int]) -> Watched:
         """Return rows and edges at some bins, of which nothing was counted yet."""
-        bin_R, row_of_bin_B = np.array(sorted(bins), np.uint32), np.full(COARSE_BINS, -1, np.int16)
-        row_of_bin_B[bin_R] = np.arange(len(bin_R))
-        edges_W, totals_R = np.array(sorted(edges), np.uint16), np.zeros(len(bin_R), np.int64)
-        counts_RB = np.zeros((len(bin_R), FINE_BINS), np.int32)
-        return cls(edges_W, np.zeros(len(edges_W), np.int64), bin_R, row_of_bin_B, counts_RB, totals_R)
+        bin_R, edges_W = np.array(sorted(bins), np.uint32), np.array(sorted(edges), np.uint16)
+        row_B = np.full(int(bin_R[-1] - bin_R[0]) + 1 if len(bin_R) else 0, -1, np.int16)
+        row_B[bin_R - bin_R[:1]] = np.arange(len(bin_R))
+        counts_RB, totals_R = np.empty((len(bin_R), FINE_BINS), np.int32), np.zeros(len(bin_R), np.int64)
+        filled_RC = np.zeros((len(bin_R), FINE_BINS // _CHUNK), np.uint8)
+        return cls(edges_W, np.zeros(len(edges_W), np.int64), bin_R, row_B, counts_RB, filled_RC, totals_R)
+
+    def rows_of(self, bins: range) -> range | None:
+        """Return the rows of neighbouring bins; None if one is not watched."""
+        first = int(np.searchsorted(self.bin_R, bins.start))
+        rows = range(first, first + len(bins))
+        return rows if self.bin_R[rows.start : rows.stop].tolist() == list(bins) else None
 
 
 @kernel
 def count_watched(block: RawBlock, place: int, watched: Watched) -> None:
     """Add what is watched of the magnitudes of a block."""
-    edges_W, from_edge_W, bin_R, row_of_bin_B, counts_RB, totals_R = watched
+    edges_W, from_edge_W, bin_R, row_B, counts_RB, filled_RC, totals_R = watched
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
@@ -200,9 +211,13 @@ def count_watched(block: RawBlock, place: int, watched: Watched) -> None:
         for w in range((m + 7) // 8):
             if words[w] != np.uint64(0):
                 for i in range(8 * w, 8 * w + 8):
-                    row = row_of_bin_B[upper[i]]
-                    if hits[i] and row >= 0:
-                        counts_RB[row, bits[i] & np.uint32(0xFFFF)] += 1
+                    if hits[i] and row_B[upper[i] - bin_R[0]] >= 0:
+                        row, lower = row_B[upper[i] - bin_R[0]], bits[i] & np.uint32(0xFFFF)
+                        chunk = lower // np.uint32(_CHUNK)
+                        if not filled_RC[row, chunk]:
+                            counts_RB[row, chunk * np.uint32(_CHUNK) : (chunk + np.uint32(1)) * np.uint32(_CHUNK)] = 0
+                            filled_RC[row, chunk] = np.uint8(1)
+                        counts_RB[row, lower] += 1
 
 
 @kernel
@@ -220,14 +235,28 @@ def move_counts(counts_B: Counts, total_B: Counts) -> None:
 
 
 @kernel
-def chunk_sums(counts_B: NDArray[np.int32], sums_C: Counts) -> None:
-    """Sum equal chunks of a histogram, one for each entry of `sums_C`."""
-    width = counts_B.shape[0] // sums_C.shape[0]
-    for c in range(sums_C.shape[0]):
+def find_rank(counts_B: Counts | NDArray[np.int32], rank: int, filled_C: Bytes) -> tuple[int, int]:
+    """Find the bin of the `rank`-th largest element (1-based), and how many elements are in the bins above it.
+
+    Elements that are not counted are in bin 0, whatever it has. Where chunks are marked, the others are undefined: none
+    is in them.
+    """
+    above, chunk = 0, (counts_B.shape[0] - 1) // _CHUNK
+    while chunk > 0:
         total = 0
-        for b in range(c * width, (c + 1) * width):
-            total += counts_B[b]
-        sums_C[c] = total
+        if not filled_C.shape[0] or filled_C[chunk]:
+            for b in range(chunk * _CHUNK, min(counts_B.shape[0], (chunk + 1) * _CHUNK)):
+                total += counts_B[b]
+        if above + total >= rank:
+            break
+        above, chunk = above + total, chunk - 1
+    if filled_C.shape[0] and not filled_C[chunk]:
+        return 0, above
+    for b in range(min(counts_B.shape[0], (chunk + 1) * _CHUNK) - 1, 0, -1):
+        if above + counts_B[b] >= rank:
+            return b, above
+        above += counts_B[b]
+    return 0, above
 
 
 # --- summarise the delta of a block in one pass: norm, extremes, magnitude histogram, sketch, inner products ---

@@ -268,11 +268,12 @@ def tensor_cosines(columns: Columns, statistics: Mapping[Pair, TensorStatistics]
         n_pooled = min(grid.n_blocks, MOST_POOLED_BLOCKS)
         pooled = np.arange(n_pooled) * grid.n_blocks // max(1, n_pooled)
         blocks_EBK = np.stack([statistics[e, t].blocks_B["sketch"][pooled] for e in experts])
-        cosine_TEE[t][np.ix_(experts, experts)] = _shrunk(_cosines(blocks_EBK.reshape(len(experts), -1)), n_pooled)
+        cosine_TEE[t][np.ix_(experts, experts)] = _cosines(blocks_EBK.reshape(len(experts), -1), n_pooled)
     return cosine_TEE
 
 
-def _cosines(sketch_EX: NDArray[np.float16]) -> NDArray[np.float64]:
+def _cosines(sketch_EX: NDArray[np.float16], n_blocks: int) -> NDArray[np.float64]:
+    """Return the cosines of sketches of so many blocks, shorter by what noise makes of them."""
     clean_EX = np.nan_to_num(sketch_EX.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     steps_EX = np.rint(clean_EX / SKETCH_STEP)
     product_EE = np.asarray(steps_EX @ steps_EX.T, np.float64)
@@ -280,10 +281,6 @@ def _cosines(sketch_EX: NDArray[np.float16]) -> NDArray[np.float64]:
     scale_EE = length_E[:, None] * length_E[None, :]
     cosine_EE = np.zeros(product_EE.shape, np.float64)
     np.divide(product_EE, scale_EE, out=cosine_EE, where=scale_EE > 0)
-    return cosine_EE
-
-
-def _shrunk(cosine_EE: NDArray[np.float64], n_blocks: int) -> NDArray[np.float64]:
     noise = _NOISE_DEVIATIONS / np.sqrt(N_SKETCH * max(1, n_blocks))
     size_EE = np.clip(np.abs(cosine_EE) - noise, 0.0, 1.0)
     return np.asarray(np.copysign(size_EE, cosine_EE), np.float64)

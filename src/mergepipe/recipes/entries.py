@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeGuard
 
 from mergepipe.operators.spec import BaseRole, OperatorSpec, Scope
 from mergepipe.recipes.fields import (
@@ -377,7 +376,8 @@ def _layer_range(reader: DocumentReader, entry: Value, key_path: KeyPath) -> tup
     if value is None:
         reader.refuse("recipe.incomplete", at, "the source has no layer_range", hint)
         return None
-    numbers = [number for item in value if (number := _whole_number(item)) is not None] if _is_pair(value) else []
+    items = value if isinstance(value, list) and len(value) == _RANGE_LENGTH else []
+    numbers = [number for item in items if (number := _whole_number(item)) is not None]
     if len(numbers) < _RANGE_LENGTH:
         reader.refuse("recipe.value", at, "needs two whole numbers", hint)
         return None
@@ -389,10 +389,6 @@ def _layer_range(reader: DocumentReader, entry: Value, key_path: KeyPath) -> tup
         meaning = "a first or last slice still says which models the tensors around the layers are of"
         reader.notice("recipe.no-effect", at, f"[{start}, {stop}] holds no layer", meaning)
     return start, stop
-
-
-def _is_pair(value: Value) -> TypeGuard[list[Value]]:
-    return isinstance(value, list) and len(value) == _RANGE_LENGTH
 
 
 def _whole_number(value: Value) -> int | None:

@@ -126,7 +126,12 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
         config = mixture_config(content, inputs.recipe.mixture, inputs.recipe.path.name)
     for layers in inputs.resolution.layer_counts:
         config = with_layers(config, layers, where=inputs.base.root / CONFIG_NAME)
-    return _untied(config) if inputs.base.is_untied else config
+    if inputs.base.is_untied:  # the output head is a tensor of its own
+        content = dict(parsed_config(config) or {})
+        for section in (content, *(section for section in text_sections(content) if _TIED_KEY in section)):
+            section[_TIED_KEY] = False
+        config = config_bytes(content)
+    return config
 
 
 def _unquantised(config: bytes) -> bytes:
@@ -134,14 +139,6 @@ def _unquantised(config: bytes) -> bytes:
     content = parsed_config(config) or {}
     stated = [section.pop(QUANTIZATION_KEY, None) for section in (content, *text_sections(content))]
     return config_bytes(content) if any(stated) else config
-
-
-def _untied(config: bytes) -> bytes:
-    """Say that the output head is a tensor of its own."""
-    content = parsed_config(config) or {}
-    for section in (content, *(section for section in text_sections(content) if _TIED_KEY in section)):
-        section[_TIED_KEY] = False
-    return config_bytes(content)
 
 
 def _resized(contents: dict[str, bytes], model: Checkpoint, adapter: Location, store: Store) -> dict[str, bytes]:

@@ -73,7 +73,7 @@ class LocalFile:
         """Fill `buffer` from `offset`; see `RangeFile.read_into`."""
         self._ledger.charge(self._ledger_name, purpose, len(buffer))
         done = 0
-        with os_errors(self._location, f"reading {len(buffer)} bytes at {offset}"):
+        try:
             while done < len(buffer) and offset + done < self._size_bytes:
                 count = self._read_part(offset + done, buffer[done:])
                 if count == 0:
@@ -81,6 +81,8 @@ class LocalFile:
                 done += count
                 if self._reads_directly and done % DIRECT_ALIGNMENT_BYTES:
                     break  # only the end of the file ends a direct read off the grid
+        except OSError as error:
+            raise os_error(error, self._location, f"reading {len(buffer)} bytes at {offset}") from error
         return done
 
     def _read_part(self, offset: int, buffer: memoryview) -> int:

@@ -14,9 +14,11 @@ import mmap
 import os
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,10 +49,6 @@ class BufferPool:
             raise ValueError(f"{capacity_bytes} bytes hold no buffer of {self._buffer_bytes}")
         self._free: list[NDArray[np.uint8]] = []
         self._made = 0
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self._buffer_bytes
 
     @property
     def limit(self) -> int:
@@ -95,6 +93,36 @@ def _anonymous_mapping(nbytes: int, is_reused: bool) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+T = TypeVar("T", bound=np.generic)
+
+KEPT_BYTES = 8 << 20  # longer arrays are not kept
+_STEP_BYTES = 256 << 10
+
+
+class _ThreadBuffers(threading.local):
+    def __init__(self) -> None:
+        self.by_name: dict[str, NDArray[np.uint8]] = {}
+
+
+_buffers = _ThreadBuffers()
+
+
+def scratch(name: str, n: int, dtype: type[T]) -> NDArray[T]:
+    """Return this thread's page-aligned array of `n` elements for one use, `name`; contents are undefined.
+
+    It is valid until the same thread asks for `name` again: never return it to callers that may keep it. Fresh arrays
+    cost page faults.
+    """
+    element_type = np.dtype(dtype)
+    nbytes = n * element_type.itemsize
+    buffer = _buffers.by_name.get(name)
+    if buffer is None or len(buffer) < nbytes:
+        buffer = aligned_buffer(max(round_up(nbytes, _STEP_BYTES), _STEP_BYTES))
+        if nbytes <= KEPT_BYTES:
+            _buffers.by_name[name] = buffer
+    return buffer[:nbytes].view(element_type)
 
 
 def peak_memory_bytes() -> int:

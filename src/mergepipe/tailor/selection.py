@@ -113,17 +113,13 @@ def model_units(parameters: Iterable[str], tied: Mapping[str, str] | None = None
     """
     aliases = dict(tied or {})
     names = [name for name in dict.fromkeys(parameters) if name not in aliases]
-    stack = _main_stack(names)
+    counts = Counter(match["stack"] for match in map(_STACK.match, names) if match)
+    stack = min(counts, key=lambda stack: (-counts[stack], stack)) if counts else None
     members: dict[Unit, list[str]] = {}
     for name in names:
         members.setdefault(_unit_of(name, stack), []).append(name)
     ordered = {unit: tuple(members[unit]) for unit in sorted(members)}
     return ModelUnits(MappingProxyType(ordered), MappingProxyType(aliases))
-
-
-def _main_stack(names: Iterable[str]) -> str | None:
-    counts = Counter(match["stack"] for match in map(_STACK.match, names) if match)
-    return min(counts, key=lambda stack: (-counts[stack], stack)) if counts else None
 
 
 def _unit_of(name: str, main_stack: str | None) -> Unit:
