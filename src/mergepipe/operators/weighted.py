@@ -48,7 +48,7 @@ from mergepipe.operators.spec import (
 from mergepipe.operators.statistics import NOTHING_KEPT, Cut
 
 if TYPE_CHECKING:
-    from mergepipe.kernels.weigh import Weighed
+    from mergepipe.kernels.select import Weighed
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class _Numbers:
 
     @classmethod
     def of(cls, inputs: OperatorInput) -> _Numbers:
-        from mergepipe.kernels.weigh import WITHOUT_NUMBERS
+        from mergepipe.kernels.select import WITHOUT_NUMBERS
 
         models = [p for p in inputs.experts if NUMBERS_OF not in p]
         expert_K = np.full(len(models), WITHOUT_NUMBERS, np.int64)
@@ -122,7 +122,7 @@ class _Numbers:
 
     def weighed(self, block: RawBlock) -> Weighed:
         """Return the rows of deltas and importances in a block, and the factors."""
-        from mergepipe.kernels.weigh import OMITTED, WITHOUT_NUMBERS, Weighed
+        from mergepipe.kernels.select import OMITTED, WITHOUT_NUMBERS, Weighed
 
         n_experts = max(len(self.factor_K), int(self.expert_K.max(initial=-1)) + 1)
         row_E = np.full(n_experts, OMITTED, np.int64)
@@ -160,7 +160,7 @@ class Fisher(Plain):
         normalizes = bool(inputs.globals["normalize"])
 
         def merge(block: RawBlock) -> None:
-            from mergepipe.kernels.weigh import merge_weighted
+            from mergepipe.kernels.select import merge_weighted
 
             merge_weighted(block, numbers.weighed(block), normalizes, scale)
 
@@ -183,20 +183,20 @@ class _Resolved:
 
     def magnitudes(self, block: RawBlock, scores_N: NDArray[np.float32]) -> None:
         """Score elements by what is left of them."""
-        from mergepipe.kernels.weigh import resolved_scores
+        from mergepipe.kernels.select import resolved_scores
 
         resolved_scores(block, self.numbers.weighed(block), np.float32(self.epsilon), scores_N)
 
     def add_magnitudes(self, block: RawBlock, row_elements: int, sums_AK: Sums, _: Marks) -> None:
         """Sum magnitudes before and after the cut."""
-        from mergepipe.kernels.weigh import add_resolved
+        from mergepipe.kernels.select import add_resolved
 
         epsilon, cuts = np.float32(self.epsilon), self.cuts_23
         add_resolved(block, self.numbers.weighed(block), epsilon, cuts, row_elements, sums_AK)
 
     def merged(self, block: RawBlock, scale: float) -> None:
         """Merge a block."""
-        from mergepipe.kernels.weigh import merge_resolved
+        from mergepipe.kernels.select import merge_resolved
 
         epsilon, cuts = np.float32(self.epsilon), self.cuts_23
         merge_resolved(block, self.numbers.weighed(block), epsilon, cuts, np.float32(scale))
@@ -274,7 +274,7 @@ def consensus(inputs: OperatorInput) -> BlockFunction:
     least, scale = int(inputs.globals["least_models"]), np.float32(inputs.globals["lambda"])
 
     def merge(block: RawBlock) -> None:
-        from mergepipe.kernels.weigh import merge_agreed
+        from mergepipe.kernels.select import merge_agreed
 
         chosen = block.present_E
         merge_agreed(block, weights_E[chosen], thresholds_E[chosen], least, scale)
