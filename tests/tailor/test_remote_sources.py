@@ -12,7 +12,7 @@ from test_export import WRITERS
 import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import MergePipeError
-from support.bucket_outputs import Killed, files_below, objects_below, served_bucket, watch_buckets
+from support.bucket_outputs import Killed, files_below, objects_below, watch_buckets
 from support.fault_server import BucketServer
 from support.hub_server import hub_server
 from support.remote_stores import set_environment
@@ -31,9 +31,9 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with served_bucket(monkeypatch) as server:
-        yield server
+def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    set_environment(monkeypatch, server.url)
+    return server
 
 
 def put(server: BucketServer, prefix: str, folder: Path) -> None:
@@ -79,10 +79,10 @@ def test_average__of_a_bucket_is_that_of_folders(
     assert made == wanted != {}
 
 
-def test_compose__takes_units_from_a_bucket(tmp_path: Path, bucket: S3Server) -> None:
+def test_compose__takes_units_from_a_bucket(tmp_path: Path, sources: BucketServer) -> None:
     for step in (7, 9):
         FORMATS["zero3"](tmp_path / f"at-{step}", known_states(decoder_shapes(), seed=step, step=step))
-    bucket.put("bucket", {f"compose/at-7/{name}": file for name, file in files_below(tmp_path / "at-7").items()})
+    put(sources, "compose/at-7", tmp_path / "at-7")
     (opened,) = tailor.inspect("s3://bucket/compose/at-7").checkpoints
     assert str(opened.path) == "s3://bucket/compose/at-7"
     assert tailor.recipe("s3://bucket/compose", strategy="latest") == "default: s3://bucket/compose/at-7\n"
@@ -119,11 +119,11 @@ def test_export__of_a_bucket_refuses_what_lacks_a_file(tmp_path: Path, bucket: S
     assert ((tmp_path / "out").exists(), hidden(tmp_path)) == (False, [])
 
 
-def test_export__reads_a_file_of_a_bucket(tmp_path: Path, bucket: S3Server) -> None:
+def test_export__reads_a_file_of_a_bucket(tmp_path: Path, sources: BucketServer) -> None:
     known = known_states(decoder_shapes())
     content = torch_bytes({"model": {name: known.arrays[name, "fp32"] for name in known.shapes}})
     (tmp_path / "step-3.pt").write_bytes(content)
-    bucket.put("bucket", {"files/step-3.pt": content})
+    sources.put("bucket/files/step-3.pt", content)
     tailor.export("s3://bucket/files/step-3.pt", tmp_path / "out")
     tailor.export(tmp_path / "step-3.pt", tmp_path / "local")
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local") != {}
