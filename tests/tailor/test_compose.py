@@ -263,12 +263,6 @@ def test_compose__takes_tied_weights_from_one_source(tmp_path: Path, kind: str) 
     assert all(np.array_equal(stored_values(state), wanted) for state in both)
 
 
-def test_compose__needs_one_complete_checkpoint(zero2: Pair) -> None:
-    for name in ("old", "new"):
-        (zero2.folder / name / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    assert refused(zero2, PARITY).code == "checkpoint.mismatch"
-
-
 def test_compose__refuses_checksums_it_could_not_renew(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, write_hf)
     for name in ("old", "new"):
@@ -318,7 +312,6 @@ def slices(*ranges: list[int], rest: str = "base_model: old") -> str:
         ("default: new\ntake: [{from: old, units: ['name:*.mlp.up']}]", "recipe.units", "mlp.up"),
         ("default: new\ntokenizer_source: base", "recipe.unknown-name", "tokenizer_source"),
         ("default: [new]", "recipe.value", "default"),
-        ("state_from: new", "recipe.incomplete", "default"),
         ('default: new\ntake: [{from: old, units: ["layers 1,1"]}]', "recipe.units", "names layer 1 twice"),
         ("default: new\ntake: [{from: old, units: [layers 1, layers odd]}]", "recipe.conflict", "once more"),
     ],
