@@ -13,8 +13,9 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.options import RunOptions
 from mergepipe.snapshots.manifest import file_without_paths
-from support.bucket_outputs import files_below, objects_below, served_bucket
+from support.bucket_outputs import files_below, new_prefix, objects_below
 from support.families import FamilyShape, write_family
+from support.s3_server import S3Server
 from support.training_trees import decoder_shapes, known_states, write_hf
 
 SHAPE = FamilyShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
@@ -110,18 +111,18 @@ def test_pack__names_no_path_but_in_files_kept_bit_for_bit(root: Path, outputs: 
 
 
 def test_push__publishes_no_path_of_this_machine(
-    root: Path, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, root: Path, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = {name: outputs / name for name in ("merged", "mixed", "average", "resumable")}
     places["pack"] = outputs / "packs" / "expert-1"
-    with served_bucket(monkeypatch, "published"):
-        for name, path in places.items():
-            report = mergepipe.push(path, f"s3://published/{name}")
-            published = objects_below(f"s3://published/{name}")
-            assert (published.keys(), naming(root, published)) == (files_below(path).keys(), [])
-            if name != "pack":
-                assert mergepipe.verify(f"s3://published/{name}", options=OPTIONS).is_sound
-        mergepipe.unpack("s3://published/pack", tmp_path / "back", base=root / "base", threads=2)
+    prefix = new_prefix(server, monkeypatch)
+    for name, path in places.items():
+        report = mergepipe.push(path, f"{prefix}/{name}")
+        published = objects_below(f"{prefix}/{name}")
+        assert (published.keys(), naming(root, published)) == (files_below(path).keys(), [])
+        if name != "pack":
+            assert mergepipe.verify(f"{prefix}/{name}", options=OPTIONS).is_sound
+    mergepipe.unpack(f"{prefix}/pack", tmp_path / "back", base=root / "base", threads=2)
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (config["_name_or_path"], config["quantizer"]) == ("expert-1", {"base": "org/name"})
     assert report.files > 0

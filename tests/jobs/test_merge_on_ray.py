@@ -26,12 +26,13 @@ from mergepipe.jobs.merge_on_ray import PartTask, RayCluster, TaskShape, make_pa
 from mergepipe.options import OutputOptions
 from mergepipe.reports import Progress
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, parse_manifest
-from support.bucket_outputs import objects_below, served_bucket
+from support.bucket_outputs import new_prefix, objects_below
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family
 from support.families import FamilyShape
 from support.families import write_family as write_large_family
 from support.ray_merges import merge_options, write_recipe
 from support.refusals import refuses
+from support.s3_server import S3Server
 
 pytestmark = pytest.mark.usefixtures("exact_reads")
 
@@ -153,7 +154,7 @@ def test_merge__on_ray_is_resumed_within_its_budget(recipe: Path, tmp_path: Path
 
 
 def test_merge__on_ray_into_a_bucket_is_resumed_there(
-    cluster: FakeCluster, recipe: Path, whole: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, cluster: FakeCluster, recipe: Path, whole: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Progress] = []
     homes: set[object] = set()
@@ -164,21 +165,20 @@ def test_merge__on_ray_into_a_bucket_is_resumed_there(
         if len(told) == 6:
             raise KeyboardInterrupt
 
-    out, options = "s3://bucket/out", replace(merge_options("ray"), home=tmp_path / "home")
-    with served_bucket(monkeypatch):
-        with pytest.raises(KeyboardInterrupt) as caught:
-            mergepipe.merge(recipe, out, options=options, on_progress=stop_once)
-        assert caught.value.__notes__ == [
-            f"3 of 5 files are made: the same command resumes there; to give up, remove what lies at {out}"
-        ]
-        assert MANIFEST_NAME not in objects_below(out)
-        report = mergepipe.merge(recipe, out, options=options, on_progress=told.append)
-        assert str(report.out) == out
-        assert told[6].earlier_bytes > 0
-        for name, content in objects_below(out).items():
-            place = tmp_path / "copy" / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(content)
+    out, options = new_prefix(server, monkeypatch), replace(merge_options("ray"), home=tmp_path / "home")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        mergepipe.merge(recipe, out, options=options, on_progress=stop_once)
+    assert caught.value.__notes__ == [
+        f"3 of 5 files are made: the same command resumes there; to give up, remove what lies at {out}"
+    ]
+    assert MANIFEST_NAME not in objects_below(out)
+    report = mergepipe.merge(recipe, out, options=options, on_progress=told.append)
+    assert str(report.out) == out
+    assert told[6].earlier_bytes > 0
+    for name, content in objects_below(out).items():
+        place = tmp_path / "copy" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
     assert weights_digest(tmp_path / "copy") == whole
     assert homes == {tmp_path / "home"}
     assert not list((tmp_path / "home").rglob("*"))

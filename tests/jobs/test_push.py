@@ -27,12 +27,13 @@ from mergepipe.options import MergeOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.storage.remote import objects
 from mergepipe.tailor.composition import _recipe_without_paths
-from support.bucket_outputs import files_below, objects_below, served_bucket, watch_buckets
+from support.bucket_outputs import files_below, new_prefix, objects_below, watch_buckets
 from support.families import FamilyShape, write_family
 from support.fault_server import Answer, Request
 from support.hub_server import HubServer, written_hub
 from support.refusals import refuses
 from support.remote_stores import set_environment
+from support.s3_server import S3Server
 from support.training_trees import decoder_shapes, known_states, write_hf
 
 SHAPE = FamilyShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
@@ -269,27 +270,26 @@ def test_push__of_a_damaged_snapshot_is_refused(snapshot: Path, tmp_path: Path) 
 
 
 def test_push__to_a_bucket_resumes_and_shows_nothing_early(
-    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with served_bucket(monkeypatch):
-        out = "s3://bucket/merged"
-        requests = watch_buckets(monkeypatch)
-        requests.error = lambda: StorageError.of("storage.unavailable", out, "the store is away", "run again")
-        requests.fails_at = 6
-        with pytest.raises(StorageError, match="away"):
-            push(snapshot, out)
-        requests.fails_at, requests.is_dead = None, False
-        there = [name for name in objects_below(out) if name.endswith(".safetensors")]
-        assert there
-        assert MANIFEST_NAME not in objects_below(out)
-        requests.changes.clear()
-        report = push(snapshot, out)
-        assert not set(there) & set(requests.made("create") + requests.made("overwrite"))
-        assert report.kept_bytes > 0
-        check_copy(snapshot, objects_below(out))
-        assert mergepipe.verify(out, home=tmp_path / "home", threads=2).is_sound
-        with pytest.raises(OutputError):
-            push(snapshot, out)
+    out = new_prefix(server, monkeypatch)
+    requests = watch_buckets(monkeypatch)
+    requests.error = lambda: StorageError.of("storage.unavailable", out, "the store is away", "run again")
+    requests.fails_at = 6
+    with pytest.raises(StorageError, match="away"):
+        push(snapshot, out)
+    requests.fails_at, requests.is_dead = None, False
+    there = [name for name in objects_below(out) if name.endswith(".safetensors")]
+    assert there
+    assert MANIFEST_NAME not in objects_below(out)
+    requests.changes.clear()
+    report = push(snapshot, out)
+    assert not set(there) & set(requests.made("create") + requests.made("overwrite"))
+    assert report.kept_bytes > 0
+    check_copy(snapshot, objects_below(out))
+    assert mergepipe.verify(out, home=tmp_path / "home", threads=2).is_sound
+    with pytest.raises(OutputError):
+        push(snapshot, out)
 
 
 def test_push__of_a_packed_expert_to_the_hub_is_one_commit(snapshot: Path, hub: HubServer, tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from mergepipe.runs.model_card import InputCard, parse_base_model_ids, parse_car
 from mergepipe.runs.small_files import reason_of
 from mergepipe.snapshots.manifest import absolute_reference, relative_reference
 from mergepipe.storage.location import Location
-from support.bucket_outputs import files_below, objects_below, served_bucket
+from support.bucket_outputs import files_below, new_prefix, objects_below
 from support.disk_families import make_models, write_family
 from support.refusals import refuses
+from support.s3_server import S3Server
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CARD = """---
@@ -99,18 +100,20 @@ def check_names_no_path(files: dict[str, bytes], folder: Path) -> None:
     assert [name for name, content in files.items() if str(folder).encode() in content] == []
 
 
-def test_merge__into_a_bucket_names_inputs_as_if_beside_it(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merge__into_a_bucket_names_inputs_as_if_beside_it(
+    server: S3Server, family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = recipe_of(family)
-    with served_bucket(monkeypatch, "cards"):
-        mergepipe.merge(recipe, "s3://cards/merged", home=family / "home")
-        files = objects_below("s3://cards/merged")
-        check_names_no_path(files, family)
-        manifest = json.loads(files["mergepipe.json"])
-        places = [source["path"] for source in manifest["inputs"]]
-        assert places == [f"../{COMMIT}", "../expert1", "../expert2-bare.safetensors"]
-        with pytest.raises(NotFoundError, match=r"s3://cards/expert1.*is gone") as caught:
-            mergepipe.verify("s3://cards/merged", deep_fraction=1.0, catalog=False)
-        assert "move both together" in str(caught.value)
+    prefix = new_prefix(server, monkeypatch)
+    mergepipe.merge(recipe, f"{prefix}/merged", home=family / "home")
+    files = objects_below(f"{prefix}/merged")
+    check_names_no_path(files, family)
+    manifest = json.loads(files["mergepipe.json"])
+    places = [source["path"] for source in manifest["inputs"]]
+    assert places == [f"../{COMMIT}", "../expert1", "../expert2-bare.safetensors"]
+    with pytest.raises(NotFoundError, match=rf"{prefix}/expert1.*is gone") as caught:
+        mergepipe.verify(f"{prefix}/merged", deep_fraction=1.0, catalog=False)
+    assert "move both together" in str(caught.value)
     copy = family / "odd" / "copy"
     for name, content in files.items():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)

@@ -26,15 +26,6 @@ def bucket_server() -> Iterator[S3Server]:
         yield server
 
 
-@contextmanager
-def served_bucket(monkeypatch: pytest.MonkeyPatch, name: str = "bucket") -> Iterator[S3Server]:
-    """A server with a bucket of this name, to which the environment leads from now on."""
-    with s3_server() as server:
-        server.make_bucket(name)
-        set_environment(monkeypatch, server.url)
-        yield server
-
-
 def new_prefix(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix that nothing lies under, on a server that the environment leads to from now on."""
     set_environment(monkeypatch, server.url)
