@@ -79,7 +79,7 @@ def happen(event: str, family: Path, operator: str, place: Path, number: int) ->
             merge(recipe, out, home, "25%")
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5, deadline=None)  # type: ignore[union-attr]
 @given(data=st.data())
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_merge__gives_the_same_bytes_and_the_same_plan_after_any_other_merges(

@@ -145,7 +145,7 @@ def test_analyze__in_little_memory_reads_twice_and_is_right(tmp_path: Path) -> N
 
 
 @given(data=st.data(), n_experts=st.integers(1, 3), factor=st.sampled_from([1, 2, 16]))
-@settings(max_examples=6)
+@settings(max_examples=settings.default.max_examples // 3)  # type: ignore[union-attr]
 def test_analyze__is_right_for_any_family(data: st.DataObject, n_experts: int, factor: int) -> None:
     plans = data.draw(tensor_plans(n_experts))
     models = make_budget_models(n_experts, data.draw(st.integers(0, 999)), plans)

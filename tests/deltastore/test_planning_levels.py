@@ -122,7 +122,7 @@ def test_plan__of_everything_gives_the_bytes_of_the_merge_in_full(place: Place, 
     share=st.integers(0, 100), policy=st.sampled_from(POLICIES), case=st.sampled_from([AVERAGE, TIES]),
     threads=st.integers(1, 3), memory=st.integers(40 << 20, 200 << 20),
 )  # fmt: skip
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=settings.default.max_examples // 3)  # type: ignore[union-attr]
 def test_run__of_levels_reads_no_more_than_planned_whatever_the_run(
     place: Place, share: int, policy: str, case: MergeCase, threads: int, memory: int
 ) -> None:
