@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 WINDOW_BINS = 8
 BRACKET_SIGMAS = 10
 FEW_TIES = 1 << 12  # are all collected
-_ALL_CHUNKS = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ class RankSearch:
 
         seen = int(self._coarse_B.sum())
         ranks = [max(1, round(rank * seen / self._n_elements)) for rank in self.open_ranks] if seen else []
-        return [find_rank(self._coarse_B, rank, _ALL_CHUNKS)[0] for rank in ranks]
+        return [find_rank(self._coarse_B, rank)[0] for rank in ranks]
 
     def watch(self, bins: set[int], edges: Iterable[int] = ()) -> None:
         """Have `count_fine` count the elements of some bins, and those from edges on."""
@@ -180,7 +179,7 @@ class RankSearch:
         totals_R = self._watched.totals_R[rows.start : rows.stop]
         if bins.start == 0:
             totals_R[0] = self._n_elements - (rank - rank_inside)
-        index, above = find_rank(totals_R, rank_inside, _ALL_CHUNKS)
+        index, above = find_rank(totals_R, rank_inside)
         total, row = int(totals_R[index]), rows[index]
         self._answers[rank] = _place_in_bin(rank, bins[index], self._watched, row, total, rank_inside - above)
         return True
@@ -198,7 +197,7 @@ class RankSearch:
         self._coarse_B[0] += self._n_elements - self._coarse_B.sum()  # what was not shown equals the base
         missing: set[int] = set()
         for rank in self.open_ranks:
-            bin_index, above = find_rank(self._coarse_B, rank, _ALL_CHUNKS)
+            bin_index, above = find_rank(self._coarse_B, rank)
             rows = None if self._watched is None else self._watched.rows_of(range(bin_index, bin_index + 1))
             total = int(self._coarse_B[bin_index])
             if fine is not None:
@@ -236,11 +235,13 @@ def _place_in_bin(rank: int, bin_index: int, watched: Watched, row: int, total: 
 
     Low bits 0 are left out by the kernel: theirs is what the others lack of the total.
     """
-    from mergepipe.kernels.reduce import find_rank
+    from mergepipe.kernels.reduce import CHUNK, find_rank
 
-    counts_B = watched.counts_RB[row]
-    low, above = find_rank(counts_B, rank_inside, watched.filled_RC[row])
-    n_equal = int(counts_B[low]) if low else total - above
+    filled = np.flatnonzero(watched.filled_RC[row])
+    counted = watched.counts_RB[row].reshape(-1, CHUNK)[filled].ravel()
+    index, above = find_rank(np.concatenate(([0], counted)), rank_inside)
+    low = int(filled[(index - 1) // CHUNK]) * CHUNK + (index - 1) % CHUNK if index else 0
+    n_equal = int(counted[index - 1]) if index else total - above
     return Place((bin_index << 16) | low, rank - rank_inside + above, n_equal)
 
 

@@ -28,7 +28,7 @@ FINE_BINS = 1 << 16
 
 _TILE = TILE_ELEMENTS
 _MOVED = 32
-_CHUNK = 256
+CHUNK = 256
 
 
 @kernel
@@ -164,7 +164,7 @@ class Watched(NamedTuple):
         row_B = np.full(int(bin_R[-1] - bin_R[0]) + 1 if len(bin_R) else 0, -1, np.int16)
         row_B[bin_R - bin_R[:1]] = np.arange(len(bin_R))
         counts_RB, totals_R = np.empty((len(bin_R), FINE_BINS), np.int32), np.zeros(len(bin_R), np.int64)
-        filled_RC = np.zeros((len(bin_R), FINE_BINS // _CHUNK), np.uint8)
+        filled_RC = np.zeros((len(bin_R), FINE_BINS // CHUNK), np.uint8)
         return cls(edges_W, np.zeros(len(edges_W), np.int64), bin_R, row_B, counts_RB, filled_RC, totals_R)
 
     def rows_of(self, bins: range) -> range | None:
@@ -213,9 +213,9 @@ def count_watched(block: RawBlock, place: int, watched: Watched) -> None:
                 for i in range(8 * w, 8 * w + 8):
                     if hits[i] and row_B[upper[i] - bin_R[0]] >= 0:
                         row, lower = row_B[upper[i] - bin_R[0]], bits[i] & np.uint32(0xFFFF)
-                        chunk = lower // np.uint32(_CHUNK)
+                        chunk = lower // np.uint32(CHUNK)
                         if not filled_RC[row, chunk]:
-                            counts_RB[row, chunk * np.uint32(_CHUNK) : (chunk + np.uint32(1)) * np.uint32(_CHUNK)] = 0
+                            counts_RB[row, chunk * np.uint32(CHUNK) : (chunk + np.uint32(1)) * np.uint32(CHUNK)] = 0
                             filled_RC[row, chunk] = np.uint8(1)
                         counts_RB[row, lower] += 1
 
@@ -235,24 +235,20 @@ def move_counts(counts_B: Counts, total_B: Counts) -> None:
 
 
 @kernel
-def find_rank(counts_B: Counts | NDArray[np.int32], rank: int, filled_C: Bytes) -> tuple[int, int]:
+def find_rank(counts_B: Counts, rank: int) -> tuple[int, int]:
     """Find the bin of the `rank`-th largest element (1-based), and how many elements are in the bins above it.
 
-    Elements that are not counted are in bin 0, whatever it has. Where chunks are marked, the others are undefined: none
-    is in them.
+    Elements that are not counted are in bin 0, whatever it has.
     """
-    above, chunk = 0, (counts_B.shape[0] - 1) // _CHUNK
+    above, chunk = 0, (counts_B.shape[0] - 1) // CHUNK
     while chunk > 0:
         total = 0
-        if not filled_C.shape[0] or filled_C[chunk]:
-            for b in range(chunk * _CHUNK, min(counts_B.shape[0], (chunk + 1) * _CHUNK)):
-                total += counts_B[b]
+        for b in range(chunk * CHUNK, min(counts_B.shape[0], (chunk + 1) * CHUNK)):
+            total += counts_B[b]
         if above + total >= rank:
             break
         above, chunk = above + total, chunk - 1
-    if filled_C.shape[0] and not filled_C[chunk]:
-        return 0, above
-    for b in range(min(counts_B.shape[0], (chunk + 1) * _CHUNK) - 1, 0, -1):
+    for b in range(min(counts_B.shape[0], (chunk + 1) * CHUNK) - 1, 0, -1):
         if above + counts_B[b] >= rank:
             return b, above
         above += counts_B[b]
