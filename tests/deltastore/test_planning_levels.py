@@ -212,13 +212,9 @@ def test_plan__of_packed_experts_alone_needs_no_analysis_and_takes_larger_blocks
 
 def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
-    base = encode(values(1024 * 768, 1, 0.02), BF16).reshape(1024, 768)
-    name = "model.layers.0.mlp.up_proj.weight"
-    experts = [
-        encode(decode(base.tobytes(), BF16) + values(base.size, 5 + e, 3e-4), BF16).reshape(base.shape)
-        for e in range(2)
-    ]
-    family = write_family(tmp_path / "raw", [{name: stored} for stored in (base, *experts)])
+    base_N, name = values(1024 * 768, 1, 0.02), "model.layers.0.mlp.up_proj.weight"
+    models_N = (base_N, base_N + values(base_N.size, 5, 3e-4), base_N + values(base_N.size, 6, 3e-4))
+    family = write_family(tmp_path / "raw", [{name: encode(each, BF16).reshape(1024, 768)} for each in models_N])
     module, low = name.removesuffix(".weight"), {"lora_A": (4, 768), "lora_B": (1024, 4)}
     parts = {f"{module}.{part}.weight": 0.01 * rng.standard_normal(shape, np.float32) for part, shape in low.items()}
     adapter = write_adapter(tmp_path / "adapter", parts, lora_alpha=4, target_modules=["up_proj"])
@@ -236,3 +232,12 @@ def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None
     assert plan.tensors[0].access[2].blocks
     report = mergepipe.run(plan, tmp_path / "some", catalog=False)
     assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes
+
+
+def test_plan__of_everything_reads_what_overflows_in_the_dtype_of_the_expert(tmp_path: Path) -> None:
+    wide, narrow = np.array([1, 1e6], np.float32), np.array([1, np.inf], np.float16)
+    base, expert = write_family(tmp_path, ({"w": wide}, {"w": narrow})).places
+    store = pack(base, [expert], tmp_path / "stores").experts[0].folder
+    recipe = {"merge_method": "magmax", "base_model": str(base), "models": [{"model": str(store)}]}
+    mergepipe.merge(recipe, tmp_path / "out", budget="100%", catalog=False)
+    assert np.isinf(read_snapshot(tmp_path / "out")["w"][1])

@@ -237,8 +237,10 @@ def find_candidates(problem: PlanningProblem, *, samples: bool) -> Candidates:
             free_EB[e, columns.of_tensor(t)] |= is_same_B
     for (e, t), ladder in ladders.items():
         informed_ET[e, t], energy_EB[e, columns.of_tensor(t)] = True, ladder.unread_B
-        # infinities are not on its record
-        free_EB[e, columns.of_tensor(t)] |= ladder.cost_KB[-1] + ladder.square_B == 0
+        # What no byte is stored of is the base in the expert's dtype: infinities and tiny deltas are not on its record.
+        dtype, base_dtype = columns.tasks[t].experts[columns.slot_ET[e, t]].dtype, columns.tasks[t].base.dtype
+        if dtype is base_dtype or dtype.itemsize > base_dtype.itemsize:
+            free_EB[e, columns.of_tensor(t)] |= ladder.cost_KB[-1] + ladder.square_B == 0
     cost_EB = read_costs(columns, ladders)
     for e, t in (*units, *(pair for pair, reason in lacking.items() if reason == REASON_ROWS)):
         inside = columns.of_tensor(t)
