@@ -237,7 +237,8 @@ def _visible(names: Collection[str]) -> list[str]:
 def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
     if is_adapter(visible):
         message = "this is an adapter, which needs its base"
-        return unsupported(root, message, "use it as an expert, or write base+adapter")
+        hint = "use it as an expert, or write base+adapter; `mergepipe lora merge` merges adapters alone"
+        return unsupported(root, message, hint)
     foreign = [name for name in visible if name.endswith(_FOREIGN_SUFFIXES)]
     if gguf := [name for name in foreign if name.endswith(GGUF_SUFFIX)]:
         message = f"holds {names_shown(gguf)}, GGUF files"

@@ -190,7 +190,7 @@ def test_choose_weights__prefers_index_then_model_then_the_only_candidate(names:
         (["optimizer.bin", "training_args.bin"], NotFoundError, ["training_args.bin"]),
         (["model.onnx"], UnsupportedError, ["model.onnx", "not yet read"]),
         (["model-Q4.gguf"], UnsupportedError, ["holds 'model-Q4.gguf', GGUF files; name the file: x/model-Q4.gguf"]),
-        (["adapter_config.json", "adapter_model.safetensors"], UnsupportedError, ["needs its base"]),
+        (["adapter_config.json", "adapter_model.safetensors"], UnsupportedError, ["`mergepipe lora merge`"]),
         (["adapter_config.json", "adapter_model.bin"], UnsupportedError, ["needs its base"]),
         (["a.safetensors", "b.safetensors"], CorruptError, ["'a.safetensors', 'b.safetensors'"]),
         ([SHARD_1, SHARD_2], CorruptError, [SHARD_1, SHARD_2]),
