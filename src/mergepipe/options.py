@@ -352,6 +352,7 @@ class MergeOptions(OutputOptions, PlanOptions):
             "that merge alone.",
             metavar="X",
             panel=BUDGET_PANEL,
+            check=_check_finite,
         ),
     )
     evaluate: str | None = option(
