@@ -50,6 +50,7 @@ RECIPES: Mapping[str, str] = {
     "search-nothing": LINEAR,
     "search-number": LINEAR.replace("0.5", "{search: 0.5}"),
     "search-falls": LINEAR.replace("0.5", "{search: [1.0, 0.0]}"),
+    "search-infinite": LINEAR.replace("0.5", "{search: [0.0, .inf]}"),
     "search-log": LINEAR.replace("0.5", "{search: [0.0, 1.0], log: true}"),
     "search-step": LINEAR.replace("0.5", "{search: [0.0, 1.0], step: 2}"),
     "search-texts": LINEAR.replace("0.5", "{search: [a, b], log: true}"),

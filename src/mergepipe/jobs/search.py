@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,9 +117,10 @@ def _one(source: YamlSource, stated: Mapping[str, Value], at: KeyPath) -> Search
             raise RecipeError.of("recipe.value", where, "'log' is for two numbers, and this is a list of values")
         return Searched(at, tuple(options))
     low, high = numbers
-    if not low < high or (is_log and low <= 0):
-        needed = "0 < low < high" if is_log else "low < high"
-        raise RecipeError.of("recipe.value", where, f"[{low:g}, {high:g}] is no range: {needed} is needed")
+    least = 0.0 if is_log else -math.inf
+    if not least < low < high < math.inf:
+        message = f"[{low:g}, {high:g}] is no range: {least:g} < low < high < inf is needed"
+        raise RecipeError.of("recipe.value", where, message)
     return Searched(at, low=low, high=high, is_log=is_log)
 
 
@@ -346,9 +348,11 @@ class _Search:
 
     def _best(self) -> Any:
         states = import_module("optuna").trial.TrialState
-        complete = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state == states.COMPLETE]
+        trials = self._study.get_trials(deepcopy=False)
+        complete = [trial for trial in trials if trial.state == states.COMPLETE]
         if not complete:
-            message = "no trial came to an end, and nothing was published"
+            failures = [trial.user_attrs["failure"] for trial in trials if trial.user_attrs.get("failure")]
+            message = "; the last: ".join(["no trial came to an end, and nothing was published", *failures[-1:]])
             raise LimitError.of("evaluate.failed", self._study_path, message)
         is_most = bool(self._objectives) and self._objectives[0].endswith(":max")
         return (max if is_most else min)(complete, key=lambda trial: trial.values[0])
