@@ -132,6 +132,9 @@ else: print("loss", number)
     for failure, words in zip(failures, ("exit code 3", "printed no number", "more than 2 s", "is nan"), strict=False):
         assert words in failure
     assert (failures[4:], report.best) == (["", ""], 4)
+    losses = iter((np.nan, np.inf, 1.0))
+    report = mergepipe.search(write_recipe(family), family / "called", lambda _: next(losses), trials=3)
+    assert ["a finite loss is needed" in trial.failure for trial in report.trials] == [True, True, False]
     evaluate = command(family, "sys.exit(1)")
     for trials, words in ((1, "no trial came to an end, and nothing was published"), (9, "the first 5 trials failed")):
         with pytest.raises(LimitError, match=f"{words}; the last: .*exit code 1"):

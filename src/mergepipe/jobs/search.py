@@ -292,6 +292,8 @@ class _Search:
                     report = self._merged(values, rung, folder)
                 expert_bytes, losses = report.expert_bytes + report.analysis_bytes, self._evaluated(folder)
                 owned.remove_tree(folder, ignore_errors=True)
+            if not all(map(math.isfinite, losses)):
+                raise LimitError.of("evaluate.failed", "evaluate", f"gave {losses[0]:g}; a finite loss is needed")
             nbytes += expert_bytes
             at_rungs.append(losses[0])
             trial.set_user_attr("expert_bytes", nbytes)
