@@ -349,9 +349,8 @@ class _Search:
         )
 
     def _best(self) -> Any:
-        states = import_module("optuna").trial.TrialState
         trials = self._study.get_trials(deepcopy=False)
-        complete = [trial for trial in trials if trial.state == states.COMPLETE]
+        complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
         if not complete:
             failures = [trial.user_attrs["failure"] for trial in trials if trial.user_attrs.get("failure")]
             message = "; the last: ".join(["no trial came to an end, and nothing was published", *failures[-1:]])

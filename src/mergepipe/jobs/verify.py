@@ -108,6 +108,8 @@ def verify(
     started, made = time.perf_counter(), VerifyOptions.of(options, fields)
     engine, store, place = engine_options(made), Stores(), Location.of(snapshot)
     if is_packed(store, place):
+        if made.deep_fraction > 0:
+            raise RecipeError.of("option.conflict", "--deep", f"{snapshot} is a packed expert", "leave it out")
         from mergepipe.jobs.pack import verify_pack
 
         base = None if made.base is None else Location.of(made.base)
