@@ -37,10 +37,8 @@ def test_masks__restore_what_is_nearest_to_each_expert(tmp_path: Path, snapshot:
     base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
     assert [Path(mask.file).name for mask in report.masks] == [f"{name}.safetensors" for name in "abc"]
     for mask, name in zip(report.masks, "abc", strict=True):
-        expert, stored = (
-            load_file(tmp_path / name / "model.safetensors"),
-            load_file(tmp_path / "masks" / f"{name}.safetensors"),
-        )
+        expert = load_file(tmp_path / name / "model.safetensors")
+        stored = load_file(tmp_path / "masks" / f"{name}.safetensors")
         is_set = {n: abs(expert[n] - base[n]) > abs((merged[n] - base[n]) - (expert[n] - base[n])) for n in SHAPES}
         for tensor, shape in SHAPES.items():
             if shape[-1] % 8:
@@ -48,13 +46,8 @@ def test_masks__restore_what_is_nearest_to_each_expert(tmp_path: Path, snapshot:
             else:
                 found = np.unpackbits(stored[f"{tensor}.mask_bits"], axis=-1, bitorder="little").astype(bool)
             assert np.array_equal(found, is_set[tensor])
-        masked, delta = (
-            np.concatenate([of_tensor[n].astype(float).ravel() for n in SHAPES])
-            for of_tensor in (
-                {n: is_set[n] * (merged[n] - base[n]) for n in SHAPES},
-                {n: expert[n] - base[n] for n in SHAPES},
-            )
-        )
+        masked = np.concatenate([(is_set[n] * (merged[n] - base[n])).astype(float).ravel() for n in SHAPES])
+        delta = np.concatenate([(expert[n] - base[n]).astype(float).ravel() for n in SHAPES])
         assert mask.scale == pytest.approx(masked @ delta / (masked @ masked), rel=1e-5)
         lost = np.linalg.norm(delta - mask.scale * masked) / np.linalg.norm(delta)
         assert mask.lost_fraction == pytest.approx(lost, rel=1e-5)
@@ -70,6 +63,16 @@ def test_masks__restore_what_is_nearest_to_each_expert(tmp_path: Path, snapshot:
             for tensor, values in load_file(out / "model.safetensors").items():
                 wanted = base[tensor] + scale * is_set[tensor] * (merged[tensor] - base[tensor])
                 np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-6)
+
+
+def test_masks__leave_out_what_is_not_finite(tmp_path: Path, snapshot: Path) -> None:
+    weights = load_file(tmp_path / "a" / "model.safetensors")
+    weights["norm.weight"][:2] = np.nan, np.inf
+    write_model(tmp_path / "a", weights)
+    mergepipe.merge(tmp_path / "recipe.yml", snapshot, home=tmp_path / "home", force=True)
+    report = mergepipe.explain(snapshot, masks=tmp_path / "masks", home=tmp_path / "home")
+    assert all(0 < mask.lost_fraction < 1 and mask.scale > 0 for mask in report.masks)
+    assert load_file(tmp_path / "masks" / "a.safetensors")["norm.weight.mask_bits"][0] & 3 == 0
 
 
 def test_masks__need_a_snapshot_and_a_new_folder(tmp_path: Path, snapshot: Path) -> None:

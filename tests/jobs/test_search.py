@@ -28,10 +28,8 @@ def family(tmp_path: Path) -> Path:
 
 
 def write_recipe(folder: Path, first: object = LINEAR, second: object = 0.5, **more: object) -> Path:
-    models = [
-        {"model": f"expert-{number}", "parameters": {"weight": weight}}
-        for number, weight in enumerate((first, second), start=1)
-    ]
+    weights = {"expert-1": first, "expert-2": second}
+    models = [{"model": model, "parameters": {"weight": weight}} for model, weight in weights.items()]
     recipe = {"merge_method": "task_arithmetic", "base_model": "base", "models": models, "dtype": "float32", **more}
     path = folder / "recipe.yml"
     path.write_text(json.dumps(recipe))

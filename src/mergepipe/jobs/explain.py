@@ -303,13 +303,14 @@ def _mask_of(task: MergeTask) -> tuple[str, tuple[int, ...]]:
     return f"{task.name}.{MASK_BITS}", (*task.shape[:-1], task.shape[-1] // 8)
 
 
+@np.errstate(invalid="ignore")  # infinity less infinity
 def _write_masks(
     writers: Mapping[int, AdapterWriter],
     tasks: Sequence[MergeTask],
     merged: Checkpoint,
     files: Mapping[Location, RangeFile],
 ) -> list[ExpertMask]:
-    """Write the masks of all experts, in one pass; names are for the caller to say."""
+    """Write the masks of all experts, in one pass, without elements that are not finite; the caller says the names."""
 
     def values(tensor: Readable, span: Span, purpose: Purpose) -> NDArray[np.float32]:
         return decoded(read_elements(tensor, span, files, purpose), tensor.dtype.kernel_code)
@@ -326,6 +327,7 @@ def _write_masks(
                 expert, delta_N = experts.get(model), np.zeros_like(base_N)
                 if expert is not None and not isinstance(expert, Unchanged):
                     delta_N = values(expert, span, Purpose.EXPERT) - (0 if expert.is_delta else base_N)
+                delta_N = np.where(np.isfinite(delta_N) & np.isfinite(change_N), delta_N, 0)
                 mask_N = np.abs(delta_N) > np.abs(change_N - delta_N)
                 pair_2N = np.stack([np.where(mask_N, change_N, 0), delta_N]).astype(np.float64)
                 products_E3[e] += (pair_2N @ pair_2N.T)[[0, 0, 1], [0, 1, 1]]
