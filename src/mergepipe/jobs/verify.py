@@ -280,7 +280,7 @@ def _replayed(
         for made in rebuild_tensors(store, examination.manifest, names, Path(work), engine):
             file, tensor = by_name[made.digest.name]
             if made.digest.root != tensor.root:
-                message = "recomputed from the inputs, it differs"
+                message = "recomputed from the inputs, it differs from the manifest: an input has changed"
                 start, stop = tensor.offset, tensor.offset + tensor.nbytes
                 yield Damage("replay", file.name, tensor.name, start, stop, message)
 
