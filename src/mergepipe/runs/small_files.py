@@ -127,7 +127,7 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
     for layers in inputs.resolution.layer_counts:
         config = with_layers(config, layers, where=inputs.base.root / CONFIG_NAME)
     if inputs.base.is_untied:  # the output head is a tensor of its own
-        content = dict(parsed_config(config) or {})
+        content = parsed_config(config) or {}
         for section in (content, *(section for section in text_sections(content) if _TIED_KEY in section)):
             section[_TIED_KEY] = False
         config = config_bytes(content)

@@ -75,7 +75,6 @@ class Ledger:
         self._lock = threading.Lock()
         self.expert_limit_bytes: int | None = None
         self.before_expert_read: Callable[[int], None] | None = None
-        self._expert_bytes = 0
         self._by_purpose: dict[Purpose, int] = defaultdict(int)
         self._by_file: dict[tuple[str, Purpose], int] = defaultdict(int)
 
@@ -84,7 +83,6 @@ class Ledger:
         with self._lock:
             if purpose in EXPERT_PURPOSES:
                 self._admit_expert_bytes(file, nbytes)
-                self._expert_bytes += nbytes
             self._by_purpose[purpose] += nbytes
             self._by_file[(file, purpose)] += nbytes
 
@@ -93,7 +91,6 @@ class Ledger:
         with self._lock:
             if not 0 <= nbytes <= self._by_file[(file, purpose)]:
                 raise ValueError(f"{file}: no charge of {nbytes} bytes to take back")
-            self._expert_bytes -= nbytes * (purpose in EXPERT_PURPOSES)
             self._by_purpose[purpose] -= nbytes
             self._by_file[(file, purpose)] -= nbytes
 
@@ -103,7 +100,7 @@ class Ledger:
             self.charge(file, purpose, nbytes)
 
     def _admit_expert_bytes(self, file: str, nbytes: int) -> None:
-        used = self._expert_bytes
+        used = sum(self._by_purpose[purpose] for purpose in EXPERT_PURPOSES)
         if self.expert_limit_bytes is not None and used + nbytes > self.expert_limit_bytes:
             message = f"{nbytes} more bytes were asked for, {used} of {self.expert_limit_bytes} are used"
             raise LimitError.of("budget.exceeded", file, message, "report this: the plan was unsound")
