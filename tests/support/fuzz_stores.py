@@ -25,7 +25,6 @@ from mergepipe.deltastore.codec import (
     decode_deltas,
     encode_block,
     encode_converted,
-    raw_block,
 )
 from mergepipe.deltastore.encode_pass import choose_cut
 from mergepipe.deltastore.index import HEADER_NAME, INDEX_NAME, PIECE_NAMES, ROW_BYTES, StoreIndex, index_digest
@@ -141,7 +140,8 @@ def block_cases() -> list[BlockCase]:
         if dtype is F32:
             shorter = _stored(base_N, BF16)
             converted = BlockContext(shorter, F32, "fuzzed", BF16)
-            encoded += [(encode_converted(shorter, BF16, expert, F32), converted), (raw_block(expert), alone)]
+            raw = EncodedBlock(Codec.RAW, {Piece.WHOLE: expert})
+            encoded += [(encode_converted(shorter, BF16, expert, F32), converted), (raw, alone)]
             encoded.append((EncodedBlock(Codec.SAME, {}), beside))
         cases += [BlockCase(block.codec, context, len(expert), block.pieces) for block, context in encoded]
     return cases

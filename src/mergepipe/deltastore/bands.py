@@ -59,19 +59,18 @@ def encode_bands(base: Bits16, expert: Bits16, cut: float, dtype: DType) -> Enco
     return EncodedBlock(Codec.BANDS, pieces, (float(squares[0]), float(squares[1])), int(count))
 
 
-def decode_band_values(pieces: Mapping[Piece, Bytes], base: Bits16, dtype: DType, where: str, out: Bits16) -> None:
-    """Decode the expert's 16 bits an element from both pieces."""
-    _decode(pieces, base, dtype, where, out, _NO_DELTAS)
-
-
-def decode_band_deltas(pieces: Mapping[Piece, Bytes], base: Bits16, dtype: DType, where: str, out: Floats) -> None:
-    """Decode deltas: those in HEAD exactly, the others as well if there is REST, else as 0."""
-    _decode(pieces, base, dtype, where, _NO_VALUES, out)
-
-
-def _decode(
-    pieces: Mapping[Piece, Bytes], base: Bits16, dtype: DType, where: str, values: Bits16, deltas: Floats
+def decode_bands(
+    pieces: Mapping[Piece, Bytes],
+    base: Bits16,
+    dtype: DType,
+    where: str,
+    values: Bits16 = _NO_VALUES,
+    deltas: Floats = _NO_DELTAS,
 ) -> None:
+    """Decode the expert's 16 bits an element from both pieces, or deltas: those in HEAD exactly, the others with REST.
+
+    Without REST they are 0.
+    """
     n, mantissa_bits = len(base), MANTISSA_BITS[dtype]
     if len(values) + len(deltas) != n:  # compiled code does not check bounds
         raise ValueError(f"{n} elements of the base, room for {len(values)} values and {len(deltas)} deltas")
@@ -140,13 +139,15 @@ def _count_exponents(base: Bits16, mantissa_bits: int, stride: int, counts: Coun
 @template
 def _fill_rows(base: Bits16, mantissa_bits: int, lows: Bytes, rows: Bits16) -> None:
     """Write the row of each element's context: how many contexts lie above its exponent."""
+    lowest = np.zeros(MAX_CONTEXTS, np.int16)  # nothing is below the last, nor below those that are missing
+    for context in range(len(lows)):
+        lowest[context] = np.int64(lows[context]) << mantissa_bits
+    first, second, third, fourth, fifth, sixth, seventh = lowest[:7]
     for i in range(len(base)):
-        rows[i] = 0
-    for context in range(len(lows) - 1):
-        lowest = np.int16(np.int64(lows[context]) << mantissa_bits)
-        for i in range(len(base)):
-            is_below = np.int16(base[i] & np.uint16(_BIT15 - 1)) < lowest
-            rows[i] = np.uint16(rows[i] + np.uint16(np.uint16(N_STATES) * np.uint16(is_below)))
+        magnitude, above = np.int16(base[i] & np.uint16(_BIT15 - 1)), np.uint16(0)
+        for low in (first, second, third, fourth, fifth, sixth, seventh):
+            above = np.uint16(above + np.uint16(magnitude < low))
+        rows[i] = np.uint16(above * np.uint16(N_STATES))
 
 
 @template

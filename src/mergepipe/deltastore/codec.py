@@ -17,7 +17,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DType, DTypeKind
-from mergepipe.deltastore.bands import MANTISSA_BITS, decode_band_deltas, decode_band_values, encode_bands
+from mergepipe.deltastore.bands import MANTISSA_BITS, decode_bands, encode_bands
 from mergepipe.deltastore.pieces import (
     BANDED_FROM_ELEMENTS,
     BYTES_TRIED_BELOW,
@@ -294,11 +294,6 @@ class BlockContext:
         return self.base_dtype is not None and self.base_dtype is not self.dtype
 
 
-def raw_block(expert: RawBytes) -> EncodedBlock:
-    """Keep a block of a tensor without a base as it is."""
-    return EncodedBlock(Codec.RAW, {Piece.WHOLE: expert})
-
-
 def encode_converted(base: RawBytes, base_dtype: DType, expert: RawBytes, dtype: DType) -> EncodedBlock:
     """Encode a block like `encode_block` relative to a base of another dtype, which is converted; without levels."""
     encoded = encode_block(convert(base, base_dtype, dtype), expert, dtype, None)
@@ -384,7 +379,7 @@ def decode_block(codec: Codec, pieces: Mapping[Piece, RawBytes], context: BlockC
     if codec is Codec.SAME:
         out[:] = _base(context)
     elif codec is Codec.BANDS:
-        decode_band_values(pieces, _base_in_bands(context), context.dtype, context.where, out.view(np.uint16))
+        decode_bands(pieces, _base_in_bands(context), context.dtype, context.where, out.view(np.uint16))
     elif codec is Codec.BYTES:
         decode_planes(pieces[Piece.WHOLE], _base(context), context.dtype, context.where, out)
     elif codec is Codec.STANDALONE:
@@ -404,7 +399,7 @@ def decode_deltas(
         out[:] = 0
     elif codec is Codec.BANDS:
         own = {piece: content for piece, content in pieces.items() if piece in PIECES_OF[level]}
-        decode_band_deltas(own, _base_in_bands(context), context.dtype, context.where, out)
+        decode_bands(own, _base_in_bands(context), context.dtype, context.where, deltas=out)
     else:
         expert = np.empty(len(out) * context.dtype.itemsize, np.uint8)
         decode_block(codec, pieces, context, expert)

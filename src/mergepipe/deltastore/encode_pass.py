@@ -16,9 +16,9 @@ from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.checkpoints.open_files import read_elements
 from mergepipe.core.blocks import DType, Span
 from mergepipe.deltastore.builder import Place, StoreBuilder
-from mergepipe.deltastore.codec import encode_block, encode_converted, raw_block
+from mergepipe.deltastore.codec import encode_block, encode_converted
 from mergepipe.deltastore.index import digest, make_row
-from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, HEAD_DENSITY, EncodedBlock, RawBytes
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, HEAD_DENSITY, Codec, EncodedBlock, Piece, RawBytes
 from mergepipe.kernels.codec import decode_tile
 from mergepipe.kernels.compiled import Floats
 from mergepipe.kernels.merge import take_delta
@@ -188,7 +188,7 @@ class _Group:
     def _encoded(self, base: RawBytes | None, member: _Member, expert: RawBytes) -> EncodedBlock:
         dtype = member.place.entry.dtype
         if member.place.stays_plain:
-            return raw_block(expert)
+            return EncodedBlock(Codec.RAW, {Piece.WHOLE: expert})
         if base is not None and self.base is not None and self.base.dtype is not dtype:
             return encode_converted(base, self.base.dtype, expert, dtype)
         return encode_block(base, expert, dtype, member.builder.cut(member.number))

@@ -160,7 +160,9 @@ def encode_numbers(
     content[at + 8] = skipped_bits
     at += STATES_BYTES
     n_bytes = (n_bits + skipped_bits) // 8
-    content[at : at + n_bytes] = stored[len(stored) - n_bytes :]
+    source, target = stored[len(stored) - n_bytes :], content[at:]
+    for i in range(n_bytes):  # an assignment of arrays takes ten times as long
+        target[i] = source[i]
     return at + n_bytes
 
 
@@ -340,8 +342,9 @@ def read_numbers(content: Bytes, n_contexts: int, table: Bits64, states: Bits64,
     skipped_bits = int(content[at + 8])
     at += STATES_BYTES
     n_bytes = len(content) - at
-    stored = words.view(np.uint8)
-    stored[:n_bytes] = content[at:]
+    source, stored = content[at:], words.view(np.uint8)
+    for i in range(n_bytes):
+        stored[i] = source[i]
     stored[n_bytes : n_bytes + 2 * WORDS_ROOM] = 0
     return 8 * n_bytes + skipped_bits if skipped_bits < 8 else -1
 

@@ -226,24 +226,26 @@ def _drop_by_sorting(bits: Bits32, words: Bits32, last_H: Bits32, magnitudes: Bi
 def _sort_by_magnitude(order_N: Bits64) -> None:
     """Sort by the upper 32 bits, of which the first is 0, in three stable passes; input is in order of position."""
     n = order_N.shape[0]
-    spare_N = np.empty(n, np.uint64)
+    source_N, target_N = order_N, np.empty(n, np.uint64)
     counts: Counts = np.empty(1 << _DIGIT_BITS, np.int64)
     mask = np.uint64((1 << _DIGIT_BITS) - 1)
     for digit in range(3):
         shift = np.uint64(32 + digit * _DIGIT_BITS)
         counts[:] = 0
         for i in range(n):
-            counts[(order_N[i] >> shift) & mask] += 1
+            counts[(source_N[i] >> shift) & mask] += 1
         total = 0
         for c in range(counts.shape[0]):
             count = counts[c]
             counts[c] = total
             total += count
         for i in range(n):
-            c = (order_N[i] >> shift) & mask
-            spare_N[counts[c]] = order_N[i]
+            c = (source_N[i] >> shift) & mask
+            target_N[counts[c]] = source_N[i]
             counts[c] += 1
-        order_N[:] = spare_N
+        source_N, target_N = target_N, source_N
+    for i in range(n):
+        order_N[i] = source_N[i]
 
 
 @kernel
