@@ -97,7 +97,8 @@ class PickleWriter:
             known = len(self.storages)
             self.storages.append(view.storage)
         stride = view.stride or row_major(view.shape)
-        reference = ("storage", Named("torch", "FloatStorage"), str(known), "cpu", view.storage.size)
+        kind = "LongStorage" if view.storage.dtype == np.int64 else "FloatStorage"
+        reference = ("storage", Named("torch", kind), str(known), "cpu", view.storage.size)
         rebuild = self.encode(Named("torch._utils", "_rebuild_tensor_v2"))
         hooks = Call(Named("collections", "OrderedDict"))
         rest = (view.start, view.shape, stride, False, hooks)

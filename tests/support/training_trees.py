@@ -100,11 +100,17 @@ def _model_file(
 
 
 def write_zero12(
-    folder: Path, known: KnownStates, groups: Sequence[Sequence[str]], world_size: int, *, stage: int = 2
+    folder: Path,
+    known: KnownStates,
+    groups: Sequence[Sequence[str]],
+    world_size: int,
+    *,
+    stage: int = 2,
+    buffers: Mapping[str, Array] = MappingProxyType({}),
 ) -> None:
     """A DeepSpeed tag directory of stage 1 or 2: groups concatenated, padded to 2 x ranks, cut in equal parts."""
     folder.mkdir(parents=True)
-    module: dict[str, object] = {}
+    module: dict[str, object] = dict(buffers)
     parts: dict[tuple[int, str], list[Array]] = {}
     for index, group in enumerate(groups):
         for kind in ("fp32", *STATES):

@@ -49,7 +49,9 @@ from support.training_trees import (
 
 Array = npt.NDArray[np.float32]
 Write = Callable[[Path, KnownStates], None]
-NUMPY_TYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
+NUMPY_TYPES: dict[str, npt.DTypeLike] = {
+    "F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "I64": np.int64,
+}  # fmt: skip
 MEMORY_BYTES = 32 << 20
 FULL = ComposeOptions(memory_bytes=MEMORY_BYTES, self_check="full")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import FORMATS, Pair, checkpoint_at, make_pair, wrong_values
+from composing import FORMATS, Pair, checkpoint_at, edit, make_pair, model_values, stored_values, wrong_values
 
 from mergepipe import tailor
 from mergepipe.errors import MergePipeError
@@ -66,7 +66,7 @@ def test_compose__refuses_a_truncated_file(tmp_path: Path, kind: str) -> None:
     assert (str(path) in str(error), pair.out.exists()) == (True, False)
 
 
-def test_open__refuses_model_files_of_different_steps(tmp_path: Path) -> None:
+def test_open__refuses_model_files_of_different_steps_and_misses_them(tmp_path: Path) -> None:
     for name, step in (("a", 7), ("b", 9)):
         known = known_states(decoder_shapes(), seed=1, step=step)
         write_zero3(tmp_path / name, known, decay_groups(known.shapes), 2)
@@ -74,6 +74,11 @@ def test_open__refuses_model_files_of_different_steps(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "a" / file, tmp_path / "b" / file)
     error = refusal(lambda: checkpoint_at(tmp_path / "b"))
     assert (error.code, "is of step 7" in str(error), "of step 9" in str(error)) == ("checkpoint.damaged", True, True)
+    (tmp_path / "b" / file).unlink()
+    (tmp_path / "recipe.yml").write_text("default: a\ntake: [{from: b, units: [layer 1]}]\n")
+    assert tailor.check(tmp_path / "recipe.yml").plan.assignment.state.step == 7
+    error = refusal(lambda: tailor.check(tmp_path / "recipe.yml", state_from=tmp_path / "b"))
+    assert (error.code, "/b: lacks the model file of rank 1" in str(error)) == ("checkpoint.mismatch", True)
 
 
 def test_compose__takes_composites_as_sources(tmp_path: Path) -> None:
@@ -103,12 +108,28 @@ FOREIGN_STATES: dict[str, Callable[[np.ndarray], dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FOREIGN_STATES)
-def test_open__names_the_optimizer_that_it_does_not_read(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [*FOREIGN_STATES, "no frozen parameter", "of shape (11, 6)"])
+def test_export__takes_the_weights_where_the_optimizer_is_not_read(tmp_path: Path, name: str) -> None:
     known = known_states(decoder_shapes())
-    _write_optimizer(tmp_path / "at", known, FOREIGN_STATES[name])
-    error = refusal(lambda: checkpoint_at(tmp_path / "at"))
-    assert (error.code, name in str(error)) == ("checkpoint.unsupported", True)
+    _write_optimizer(tmp_path / "at", known, FOREIGN_STATES.get(name, adam_with_maxima))
+    write_hf(tmp_path / "other", known_states(decoder_shapes(width=6)))
+    if "shape" in name:
+        shutil.copy(tmp_path / "other" / "optimizer.pt", tmp_path / "at" / "optimizer.pt")
+    elif name not in FOREIGN_STATES:
+        edit(tmp_path / "at" / "optimizer.pt", {("param_groups", 0, "params"): [0, 1]})
+    tailor.export(tmp_path / "at", tmp_path / "out")
+    assert all(np.array_equal(v, known.arrays[n, "fp32"]) for n, v in model_values(tmp_path / "out").items())
+    (tmp_path / "recipe.yml").write_text("default: at\n")
+    error = refusal(lambda: tailor.check(tmp_path / "recipe.yml"))
+    assert (error.code, name in str(error)) == ("checkpoint.mismatch", True)
+
+
+def test_compose__takes_the_states_of_other_optimizers(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, lambda path, known: _write_optimizer(path, known, lambda a: {"momentum_buffer": a}))
+    pair.compose("default: new\ntake: [{from: old, units: [norm]}]\n")
+    made = checkpoint_at(pair.out).states
+    for name, known in (("model.norm.weight", pair.old), ("lm_head.weight", pair.new)):
+        assert np.array_equal(stored_values(made[name, "momentum_buffer"]), known.arrays[name, "exp_avg"])
 
 
 @pytest.mark.parametrize(
@@ -183,10 +204,6 @@ MIXED: dict[str, tuple[str, Callable[[Path, Path], object], str, str]] = {
     ),
     "file missing": ("dcp", lambda old, _: (old / "__1_0.distcp").unlink(), "storage.not-found", "__1_0.distcp"),
     "no optimizer": ("hf", lambda old, _: (old / "optimizer.pt").unlink(), "checkpoint.mismatch", "only weights"),
-    "momentum": (
-        "hf", lambda old, _: _write_optimizer(old, KNOWN, lambda a: {"momentum_buffer": a}), "checkpoint.mismatch",
-        "exp_avg",
-    ),
     "maxima": (
         "hf", lambda old, _: _write_optimizer(old, KNOWN, adam_with_maxima), "checkpoint.mismatch",
         "only one has max_exp_avg_sq",

@@ -42,10 +42,7 @@ def tensors(content: Any) -> Any:
 )
 def test_export__has_the_weights_of_nested_mappings(tmp_path: Path, content: dict[str, Any], names: set[str]) -> None:
     dcp.save(tensors(content), checkpoint_id=str(tmp_path / "step-3"), no_dist=True)
-    config = tmp_path / "config"
-    config.mkdir()
-    (config / "config.json").write_text("{}")
-    tailor.export(tmp_path / "step-3", tmp_path / "out", config=config)
+    tailor.export(tmp_path / "step-3", tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == names
 
 
@@ -54,11 +51,8 @@ def test_export__of_an_asynchronous_save_is_that_of_a_synchronous_one(tmp_path: 
     content = tensors({"model": {"w": w}, "optim": {"state": {"w": {"step": 3.0, "exp_avg": w, "exp_avg_sq": w}}}})
     dcp.save(content, checkpoint_id=str(tmp_path / "sync-3"), no_dist=True)
     dcp.async_save(content, checkpoint_id=str(tmp_path / "async-3"), no_dist=True).result()
-    config = tmp_path / "config"
-    config.mkdir()
-    (config / "config.json").write_text("{}")
     for name in ("sync-3", "async-3"):
-        tailor.export(tmp_path / name, tmp_path / f"out-{name}", config=config, self_check="full")
+        tailor.export(tmp_path / name, tmp_path / f"out-{name}", self_check="full")
     kept = [(tmp_path / name / "__0_0.distcp").stat().st_size for name in ("sync-3", "async-3")]
     made = [(tmp_path / f"out-{name}" / "model.safetensors").read_bytes() for name in ("sync-3", "async-3")]
     assert (kept[0], made[0]) == (kept[1], made[1])

@@ -154,9 +154,9 @@ def test_trainer_order__is_that_of_transformers() -> None:
 
 def test_unknown_architecture__is_asked_from_transformers(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path;"
+        "import sys; from mergepipe.storage.location import Location;"
         "from mergepipe.tailor.formats.hf_trainer import ask_transformers as ask;"
-        "print(*map(len, ask(Path(sys.argv[1]), 'gpt_neox')))"
+        "print(*map(len, ask(Location.of(sys.argv[1]), 'gpt_neox')))"
     )
     config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "num_hidden_layers": 2,
               "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}  # fmt: skip

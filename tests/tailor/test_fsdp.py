@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import Pair, checkpoint_at, make_pair, model_values, wrong_values
+from composing import Pair, checkpoint_at, edit, make_pair, model_values, wrong_values
 from test_pickled_counters import counters
 from test_universal import PARITY, from_old
 
@@ -63,8 +63,7 @@ def test_export__needs_no_optimizer(tmp_path: Path, name: str) -> None:
     assert (report.plan.assignment.skeleton.step, made.keys()) == (7, known.shapes.keys())
     assert all(np.array_equal(value, known.arrays[name, "fp32"]) for name, value in made.items())
     assert (tmp_path / "out" / "config.json").exists() == (name == "automodel")
-    opened = report.plan.assignment.skeleton
-    assert (opened.missing, opened.has_state) == (("the optimizer's state: only weights are here",), False)
+    assert report.plan.assignment.skeleton.missing == ("the optimizer's state: only weights are here",)
 
 
 def test_open__refuses_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
@@ -73,3 +72,11 @@ def test_open__refuses_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
     (pair.folder / "new" / "optimizer.bin").write_bytes(torch_bytes(state))
     with pytest.raises(MergePipeError, match="'other' of the optimizer is not among the weights"):
         api.inspect(pair.folder / "new")
+
+
+def test_open__misses_optimizer_state_of_trained_parameters_alone(tmp_path: Path) -> None:
+    """Buffers and frozen weights are in no group of the optimizer."""
+    write_fsdp(tmp_path / "at", known_states(decoder_shapes()), full=True)
+    for trained, missing in ((["lm_head.weight"], ("optimizer state of lm_head.weight",)), ([], ())):
+        edit(tmp_path / "at" / "optimizer.bin", {("param_groups", 0, "params"): trained, ("state",): {}})
+        assert checkpoint_at(tmp_path / "at").missing == missing

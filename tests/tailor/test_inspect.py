@@ -29,8 +29,7 @@ KNOWN = known_states(SHAPES)
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     write_zero12(tmp_path / "zero2", KNOWN, decay_groups(SHAPES), 2)
-    write_zero12(tmp_path / "zero2-later", replace(KNOWN, step=9), decay_groups(SHAPES), 2)
-    write_zero12(tmp_path / "zero2-wide", KNOWN, decay_groups(SHAPES), 3)
+    write_zero12(tmp_path / "later", replace(KNOWN, step=9), decay_groups(SHAPES), 2)
     write_zero3(tmp_path / "zero3", KNOWN, decay_groups(SHAPES), 2)
     write_hf(tmp_path / "hf", KNOWN)
     write_dcp(tmp_path / "dcp", KNOWN, 2)
@@ -58,21 +57,10 @@ def test_inspect_checkpoints__says_where_a_step_counter_is_shared(run: Path) -> 
     assert (shared, steps) == ([{True}, {False}, {False}], {7.0})
 
 
-def test_inspect_checkpoints__accepts_two_of_one_run(run: Path) -> None:
-    report = inspected(run, "zero2", "zero2-later")
-    assert (report.comparable, [c.step for c in report.checkpoints]) == (True, [7, 9])
-
-
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        ("zero3", "only one has weight"),
-        ("dcp", "framework deepspeed and torch"),
-    ],
-)
-def test_inspect_checkpoints__says_why_two_do_not_fit(run: Path, other: str, reason: str) -> None:
-    report = inspected(run, "zero2", other)
-    assert any(reason in r for r in report.reasons)
+def test_inspect_checkpoints__says_why_two_do_not_fit(run: Path) -> None:
+    for other, reason in (("zero3", "only one has weight"), ("dcp", "framework deepspeed and torch"), ("later", "")):
+        report = inspected(run, "zero2", other)
+        assert (report.comparable, reason in "; ".join(report.reasons)) == (not reason, True)
 
 
 def test_to_json__is_json_and_complete(run: Path) -> None:

@@ -9,18 +9,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import FORMATS, FULL, Pair, checkpoint_at, edit, make_pair, stored_values, wrong_values
+from composing import FORMATS, FULL, Pair, checkpoint_at, edit, make_pair, model_values, stored_values, wrong_values
 from test_pickled_counters import counters, write_fused
 
 from mergepipe.errors import MergePipeError
+from mergepipe.options import ComposeOptions
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.checkpoint import FP32
 from mergepipe.tailor.composition import compose
-from support.training_trees import KnownStates
+from support.training_trees import (
+    KnownStates,
+    decay_groups,
+    decoder_shapes,
+    write_trainer_files,
+    write_zero3,
+    write_zero12,
+)
 
 UNIVERSAL = replace(FULL, export="universal")
 KINDS = ("zero1", "zero2", "zero2-regrouped", "zero3", "zero3-regrouped", "zero3-saved", "hf-zero2")
+EMBED = "model.embed_tokens.weight"
 PARITY = "default: new\ntake: [{from: old, units: [layers even, embed]}]\n"
 
 
@@ -69,6 +78,40 @@ def test_compose__exports_counters_that_are_numbers(tmp_path: Path, stage: int) 
     second.folder.mkdir()
     second.compose("default: ../out\n")
     assert counters(second) == counters(pair)
+
+
+@pytest.mark.parametrize("options", [FULL, UNIVERSAL])
+def test_compose__keeps_what_stage_3_does_not_train(tmp_path: Path, options: ComposeOptions) -> None:
+    """A frozen embedding, which the Trainer's safetensors have too, stays the newest; a head tied to it is no unit."""
+
+    def write(folder: Path, known: KnownStates) -> None:
+        write_trainer_files(folder, known)
+        trained = replace(known, shapes={name: shape for name, shape in known.shapes.items() if name != EMBED})
+        frozen = {EMBED: known.arrays[EMBED, FP32]}
+        write_zero3(folder / "step", trained, decay_groups(trained.shapes), 2, frozen=frozen)
+        for path in (folder / "step").glob("*_model_states.pt"):
+            edit(path, {("shared_params",): {"lm_head.weight": EMBED}})
+        (folder / "latest").write_text("step")
+
+    pair = make_pair(tmp_path, write, decoder_shapes(tied=True))
+    with pytest.raises(MergePipeError, match="'lm_head' matches nothing"):
+        pair.compose("default: new\ntake: [{from: old, units: [lm_head]}]\n")
+    pair.compose("default: new\ntake: [{from: old, units: [layers even]}]\n", options)
+    assert wrong_values(pair.out, pair, [name for name in from_old(pair) if name != EMBED]) == []
+    api.export(pair.out, tmp_path / "model")
+    assert np.array_equal(model_values(tmp_path / "model")[EMBED], pair.new.arrays[EMBED, FP32])
+
+
+def test_compose__exports_no_count_as_a_master(tmp_path: Path) -> None:
+    """A buffer of integers, which stages 1 and 2 keep among the module's weights."""
+    seen = {"model.seen": np.array([3])}
+    pair = make_pair(tmp_path, lambda f, known: write_zero12(f, known, decay_groups(known.shapes), 2, buffers=seen))
+    pair.compose("default: new\n", UNIVERSAL)
+    assert not (pair.out / "zero" / "model.seen").exists()
+    api.export(pair.out, tmp_path / "model")
+    assert np.array_equal(model_values(tmp_path / "model")["model.seen"], seen["model.seen"])
+    (other,) = (unit for unit in api.diff(tmp_path / "old", tmp_path / "new").units if unit.unit == "other:model")
+    assert other.weights is None
 
 
 def test_average__reads_universal_checkpoints(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class PickledTensor:
     stride: tuple[int, ...]
 
 
-_STORAGE_DTYPES: Mapping[str, DType | None] = MappingProxyType({
+STORAGE_DTYPES: Mapping[str, DType | None] = MappingProxyType({
     "DoubleStorage": F64, "FloatStorage": F32, "HalfStorage": F16, "BFloat16Storage": BF16,
     "LongStorage": DTYPES["I64"], "IntStorage": DTYPES["I32"], "ShortStorage": DTYPES["I16"],
     "CharStorage": DTYPES["I8"], "ByteStorage": DTYPES["U8"], "BoolStorage": DTYPES["BOOL"],
@@ -130,7 +130,7 @@ def _is_record(qualified_name: tuple[str, str]) -> bool:
 
 def _is_torch_constant(module: str, name: str) -> bool:
     if module == "torch":
-        return name in _STORAGE_DTYPES or name in TORCH_DTYPES
+        return name in STORAGE_DTYPES or name in TORCH_DTYPES
     return module == "torch.storage" and name in ("UntypedStorage", "TypedStorage")
 
 
@@ -151,12 +151,12 @@ def storage_of(reference: object, where: str) -> PickledStorage:
     if not isinstance(reference, tuple) or len(reference) != 5 or reference[0] != "storage":
         raise damaged(where, "a persistent id is not a storage")
     _, kind, key, _location, n_elements = reference
-    if not isinstance(kind, Global) or kind.name not in _STORAGE_DTYPES:
+    if not isinstance(kind, Global) or kind.name not in STORAGE_DTYPES:
         raise damaged(where, "a storage has no storage type")
     if not isinstance(key, str) or not _is_count(n_elements):
         raise damaged(where, "a storage has no key or no size")
     assert isinstance(n_elements, int)
-    return PickledStorage(key, _STORAGE_DTYPES[kind.name], n_elements)
+    return PickledStorage(key, STORAGE_DTYPES[kind.name], n_elements)
 
 
 def is_key(value: object) -> bool:

@@ -7,9 +7,15 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
-from mergepipe.checkpoints.inert_pickle import Global, PickledStorage, PickledTensor, Record, load_with_memo
+from mergepipe.checkpoints.inert_pickle import (
+    STORAGE_DTYPES,
+    Global,
+    PickledStorage,
+    PickledTensor,
+    Record,
+    load_with_memo,
+)
 from mergepipe.checkpoints.torch_file import (
     TorchArchive,
     Window,
@@ -17,18 +23,14 @@ from mergepipe.checkpoints.torch_file import (
     read_zip_directory,
     walk_tensors,
 )
-from mergepipe.core.blocks import BF16, F16, F32, F64, DType, element_count
+from mergepipe.core.blocks import DType, element_count
 from mergepipe.errors import damaged, unsupported
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import PicklePath, SkeletonFile
 from mergepipe.tailor.copy_plan import Checksum, CopyRange, FilePlan, Literal, Patch, Segment, joined, patched_range
 
-_STORAGES: Mapping[str, str] = MappingProxyType({
-    F64.name: "DoubleStorage", F32.name: "FloatStorage", F16.name: "HalfStorage", BF16.name: "BFloat16Storage",
-    "I64": "LongStorage", "I32": "IntStorage", "I16": "ShortStorage", "I8": "CharStorage", "U8": "ByteStorage",
-    "BOOL": "BoolStorage", "C64": "ComplexFloatStorage",
-})  # fmt: skip
+_STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items() if dtype}
 _REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 _ORDERED = Global("collections", "OrderedDict")
 _SIZE = Global("torch", "Size")
@@ -135,11 +137,11 @@ class InertPickler:
 
     def _tensor(self, tensor: PickledTensor) -> None:
         storage, dtype = tensor.storage, tensor.storage.dtype
-        if dtype is None or dtype.name not in _STORAGES:
+        if dtype not in _STORAGES:
             raise TypeError(f"a storage of {dtype.name if dtype else 'no dtype'} is not written")
         self._put(_REBUILD)
         self._out.append(b"(")
-        self._put(("storage", Global("torch", _STORAGES[dtype.name]), storage.key, "cpu", storage.n_elements))
+        self._put(("storage", Global("torch", _STORAGES[dtype]), storage.key, "cpu", storage.n_elements))
         self._out.append(b"Q")
         for value in (tensor.storage_offset, tensor.shape, tensor.stride, False):
             self._put(value)

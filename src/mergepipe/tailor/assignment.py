@@ -41,12 +41,12 @@ class Assignment:
         return self.sources[self.skeleton_index if self.state_index is None else self.state_index]
 
     def source(self, parameter: str) -> TrainingCheckpoint:
-        """Return the source of a parameter."""
-        return self.sources[self.source_of[parameter]]
+        """Return the source of a parameter; what is none, as a frozen weight of ZeRO-3, is the skeleton's."""
+        return self.sources[self.source_of.get(parameter, self.skeleton_index)]
 
     def keeps(self, name: str) -> bool:
-        """Whether a parameter, or the owner of an alias, is the skeleton's own."""
-        return self.source_of[self.skeleton.units.tied.get(name, name)] == self.skeleton_index
+        """Whether a weight, or the owner of an alias, is the skeleton's own."""
+        return self.source(self.skeleton.units.tied.get(name, name)) is self.skeleton
 
     def find_state(self, name: str, kind: str) -> StoredState | None:
         """Return the source's state that a parameter or an alias is copied from, if there is one."""
@@ -91,8 +91,9 @@ def _state(
     """Choose the source of the state: the requested one, else the newest that has state."""
     if recipe.state_from is not None:
         return places[recipe.state_from]
-    newer = [i for i, source in enumerate(opened) if source.has_state and source.step > opened[skeleton].step]
-    return max(newer, key=lambda index: opened[index].step, default=skeleton)
+    partial = (index for index, source in enumerate(opened) if source.has_state)
+    newest = max(partial, key=lambda index: opened[index].step, default=skeleton)
+    return newest if opened[newest].step > opened[skeleton].step else skeleton
 
 
 def _skeleton(
@@ -257,14 +258,9 @@ def _regrouped(steps: Sequence[AdamStep], groups: Sequence[Sequence[str]]) -> It
 
 
 def _choose(assignment: Assignment, counters: list[dict[str, float]], counter: AdamStep) -> StepChoice:
-    used = {assignment.source_of[name] for name in counter.parameters if name in assignment.source_of}
-    candidates = [
-        counters[assignment.source_of[name]].get(name, counter.value)
-        for name in counter.parameters
-        if name in assignment.source_of
-    ]
-    value = max(candidates, default=counter.value)
-    return StepChoice(counter, value, StepPolicy.EXACT if len(used) <= 1 else StepPolicy.NEWEST)
+    used = {name: assignment.source_of[name] for name in counter.parameters if name in assignment.source_of}
+    value = max((counters[index].get(name, counter.value) for name, index in used.items()), default=counter.value)
+    return StepChoice(counter, value, StepPolicy.EXACT if len({*used.values()}) <= 1 else StepPolicy.NEWEST)
 
 
 def staleness_of(assignment: Assignment, steps: tuple[StepChoice, ...]) -> tuple[UnitStaleness, ...]:

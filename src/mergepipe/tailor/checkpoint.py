@@ -209,10 +209,10 @@ class TrainingCheckpoint:
 
     `path` is as given; `root` is the directory of the optimizer files. `parameters` maps names to shapes, aliases
     left out. `flat_groups` are the parameters of each flat buffer in order (ZeRO only). `missing` says in words what
-    a complete checkpoint would hold and this one does not. `has_state` says whether training can resume at its step:
-    only a partial checkpoint (`is_partial`) may lack scheduler, random states and the like. `untrained` are weights of
-    a model that its optimizer does not know and that are no `parameters`: buffers and frozen ones of ZeRO-3. `lender`
-    is the directory of configuration and tokenizer, where that is not `path`.
+    a complete checkpoint would hold and this one does not. A partial one (`is_partial`) may have scheduler, random
+    states and the like: `has_state` says whether training can resume at its step. `untrained` are weights of a model
+    that its optimizer does not know and that are no `parameters`: buffers and frozen ones of ZeRO-3. `lender` is the
+    directory of configuration and tokenizer, where that is not `path`.
     """
 
     path: Location
@@ -228,7 +228,7 @@ class TrainingCheckpoint:
     steps: tuple[AdamStep, ...] = ()
     flat_groups: tuple[tuple[str, ...], ...] = ()
     missing: tuple[str, ...] = ()
-    has_state: bool = True
+    has_state: bool = False
     is_partial: bool = False
     untrained: Mapping[str, StoredState] = field(default_factory=dict)
     lender: Location | None = None
@@ -259,10 +259,10 @@ def differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterato
     for one, another in ((first, other), (other, first)):
         absent = [name for name in one.parameters if name not in another.parameters]
         if absent:
-            yield f"{another.path} lacks {_named(absent)}, which {one.path} has"
+            yield f"{another.path} lacks {first_names(absent)}, which {one.path} has"
     reshaped = [name for name, shape in first.parameters.items() if other.parameters.get(name, shape) != shape]
     if reshaped:
-        yield f"{pair}: different shapes of {_named(reshaped)}"
+        yield f"{pair}: different shapes of {first_names(reshaped)}"
     kinds = set(first.kinds) ^ set(other.kinds)
     if kinds:
         yield f"{pair}: only one has {', '.join(sorted(kinds))}"
@@ -271,14 +271,15 @@ def differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterato
     )
     recast = [what for what, state, others in states if others is not None and others.dtype != state.dtype]
     if recast:
-        yield f"{pair}: different dtypes of {_named(recast)}"
+        yield f"{pair}: different dtypes of {first_names(recast)}"
     if first.flat_groups != other.flat_groups and first.parameters == other.parameters:
         yield f"{pair}: parameters are grouped or ordered differently in the flat buffers"
     if first.units.tied != other.units.tied:
         yield f"{pair}: different tied parameters"
 
 
-def _named(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
+    """List the first names, and say how many there are more."""
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return ", ".join(names[:_MAX_NAMED]) + more
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from mergepipe.checkpoints.directory import stat_regular
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import Window, read_torch_zip, walk_tensors
-from mergepipe.core.blocks import F32, DType
+from mergepipe.core.blocks import F32, DType, DTypeKind
 from mergepipe.errors import damaged, mismatched, unsupported
 from mergepipe.snapshots.manifest import UnitStaleness
 from mergepipe.storage.contract import Store, is_file
@@ -48,7 +48,7 @@ from mergepipe.tailor.checkpoint import (
 )
 from mergepipe.tailor.copy_plan import FilePlan, Literal, Patch, patch_states, patched_file
 from mergepipe.tailor.formats import format_named
-from mergepipe.tailor.formats.contract import Node, root_of
+from mergepipe.tailor.formats.contract import STEP_FORMS, Node, root_of
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata, unpack_piece
 from mergepipe.tailor.formats.deepspeed import (
     LATEST_NAME,
@@ -71,8 +71,6 @@ from mergepipe.tailor.formats.hf_trainer import (
     read_global_step,
 )
 from mergepipe.tailor.formats.partial import read_partial_manifest
-
-_STEP_FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +175,7 @@ class SkeletonChanges:
 
 def pack_step(choice: StepChoice) -> bytes:
     """Encode a step counter."""
-    form = _STEP_FORMS[choice.counter.dtype.name]
+    form = STEP_FORMS[choice.counter.dtype.name]
     return struct.pack(form, int(choice.value) if form[1] in "qi" else choice.value)
 
 
@@ -213,6 +211,9 @@ def take_state(changes: SkeletonChanges, assignment: Assignment) -> None:
 
 def _check_state(store: Store, assignment: Assignment) -> None:
     folder = assignment.state.path
+    if not assignment.state.is_partial:
+        hint = "name a complete checkpoint in state_from, or a partial one"
+        raise mismatched(folder, f"lacks {assignment.state.missing[0]}", hint)
     if not assignment.state.has_state:
         what = format_named(assignment.state.format).state_file
         raise damaged(folder, f"holds no {what} to resume from", "name another checkpoint in state_from")
@@ -419,7 +420,7 @@ class _Export:
         for (name, kind), state in model.states.items():
             if kind not in DERIVED_KINDS:
                 yield self._state_file(name, kind, state.dtype, kind)
-            elif kind == WEIGHT and (name, FP32) not in model.states:  # frozen: there is no master
+            elif kind == WEIGHT and (name, FP32) not in model.states and state.dtype.kind is DTypeKind.FLOAT:  # frozen
                 yield self._state_file(name, FP32, F32, kind)
         for choice in self.steps if model.stage != 3 else ():
             # some optimizers keep the counter among the options of the parameter group

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import Span, element_count
+from mergepipe.core.blocks import DTypeKind, Span, element_count
 from mergepipe.core.display import Displayed, Table, shown, told, yaml_document
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import format_bytes
@@ -213,7 +213,8 @@ def diff_checkpoints(
             """Measure the change of one kind over all parameters that both checkpoints have completely."""
             before = difference = 0.0
             pairs = [(first.states.get((name, kind)), second.states.get((name, kind))) for name in names]
-            whole = [(a, b) for a, b in pairs if a is not None and b is not None and not a.gaps and not b.gaps]
+            floats = [(a, b) for a, b in pairs if a and b and a.dtype.kind is b.dtype.kind is DTypeKind.FLOAT]
+            whole = [(a, b) for a, b in floats if not a.gaps and not b.gaps]
             for a, b in ((unpacked(store, a), unpacked(store, b)) for a, b in whole):
                 for start in range(0, a.n_elements, BLOCK_ELEMENTS):
                     span = Span(start, min(start + BLOCK_ELEMENTS, a.n_elements))

@@ -128,17 +128,17 @@ def read_counter(
 # --- small values read out of tensor files: step counters, which are one element each ---
 
 
-_FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
+STEP_FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
 def read_scalar(store: Store, file: Location, offset: int, dtype: DType) -> float:
     """Read one element as a float."""
-    if dtype.name not in _FORMS:
+    if dtype.name not in STEP_FORMS:
         raise unsupported(file, f"a step counter of dtype {dtype.name}")
     raw = store.read_metadata(file, offset, dtype.itemsize)
     if len(raw) != dtype.itemsize:
         raise damaged(file, f"the file ends before byte {offset + dtype.itemsize}")
-    (value,) = struct.unpack(_FORMS[dtype.name], raw)
+    (value,) = struct.unpack(STEP_FORMS[dtype.name], raw)
     if not abs(value) < 2.0**62:
         raise damaged(file, f"a step counter is {value}")
     return float(value)

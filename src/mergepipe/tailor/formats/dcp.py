@@ -25,6 +25,7 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     Strip,
     TrainingCheckpoint,
+    first_names,
 )
 from mergepipe.tailor.formats.contract import (
     NO_OPTIMIZER,
@@ -47,7 +48,6 @@ _SIZED_FIELDS = {
 _DESCRIBED = "state_dict_metadata"
 _STORED = "storage_data"
 _KEYS = "planner_data"
-_MAX_NAMED = 3
 
 
 def read_dcp_metadata(store: Store, folder: Location) -> object:
@@ -94,9 +94,8 @@ def merge_state(metadata: object, folder: Location, state: object, state_folder:
     plain = [k for k, v in described.items() if isinstance(v, Record) and v.kind.name == "BytesStorageMetadata"]
     lacking = [str(key) for key in plain if key not in added]
     if lacking:
-        more = f" and {len(lacking) - _MAX_NAMED} more" if len(lacking) > _MAX_NAMED else ""
         hint = "save the same state with every partial checkpoint, or name a complete one in state_from"
-        raise mismatched(state_folder, f"lacks {', '.join(lacking[:_MAX_NAMED])}{more}, which {folder} holds", hint)
+        raise mismatched(state_folder, f"lacks {first_names(lacking)}, which {folder} holds", hint)
     described.update(added)
     keys, added_keys = metadata_root.find(_KEYS), new.find(_KEYS)
     if keys is not None and added_keys is not None:
@@ -221,7 +220,6 @@ def dcp_checkpoint(
         states=states,
         steps=steps,
         missing=tuple(missing),
-        has_state=bool(optimizer),
     )
 
 

@@ -62,8 +62,8 @@ class _Rank:
         return self.archive.locate(node.tensor(), node.path)
 
 
-def list_zero_files(store: Store, folder: Location) -> tuple[dict[int, Location], tuple[Location, ...]] | None:
-    """Return a directory's optimizer files by rank, and its model files; None when it holds no ZeRO optimizer file."""
+def list_zero_files(store: Store, folder: Location) -> tuple[dict[int, Location], dict[int, Location]] | None:
+    """Return a directory's optimizer and model files by rank; None when it holds no ZeRO optimizer file."""
     names = [entry.name for entry in store.list(folder)]
     optimizer = {match: name for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
     if not optimizer:
@@ -74,8 +74,8 @@ def list_zero_files(store: Store, folder: Location) -> tuple[dict[int, Location]
     return {int(match[1]): folder / name for match, name in optimizer.items()}, models
 
 
-def _sorted_models(folder: Location, names: Sequence[str], optimizer: Sequence[re.Match[str]]) -> tuple[Location, ...]:
-    """Return the model files in order of ranks; refuse files of other kinds of parallelism."""
+def _sorted_models(folder: Location, names: Sequence[str], optimizer: Sequence[re.Match[str]]) -> dict[int, Location]:
+    """Return the model files by rank, in order; refuse files of other kinds of parallelism."""
     model = [match for name in names if (match := _MODEL_FILE.fullmatch(name))]
     parallel = [match.string for match in (*optimizer, *model) if int(match[2])]
     parallel += [name for name in names if _FOREIGN_FILE.fullmatch(name)]
@@ -83,12 +83,7 @@ def _sorted_models(folder: Location, names: Sequence[str], optimizer: Sequence[r
         raise unsupported(folder, f"{parallel[0]!r} belongs to tensor, pipeline or expert parallel training")
     if not model:
         raise NotFoundError.of("checkpoint.incomplete", folder, "there is no *_model_states.pt file")
-    return tuple(folder / match.string for match in sorted(model, key=lambda match: int(match[1] or 0)))
-
-
-def model_files(store: Store, folder: Location) -> tuple[Location, ...]:
-    """Return the model files of a tag directory, in order of ranks."""
-    return _sorted_models(folder, [entry.name for entry in store.list(folder)], ())
+    return dict(sorted((int(match[1] or 0), folder / match.string) for match in model))
 
 
 def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
@@ -97,7 +92,8 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     if files is None:
         raise NotFoundError.of("checkpoint.incomplete", folder, "there is no zero_pp_rank_*_optim_states.pt file")
     optimizer_files, models = files
-    model_archive, *others = archives = [read_torch_zip(store, path) for path in models]
+    archives = {rank: read_torch_zip(store, path) for rank, path in models.items()}
+    model_archive, *others = archives.values()
     model = root_of(model_archive)
     ranks = []
     for number, path in sorted(optimizer_files.items()):
@@ -124,6 +120,8 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     states |= {(name, WEIGHT): state for name, state in weights.items() if name in parameters}
     missing_ranks = sorted(set(range(world_size)) - {r.rank for r in ranks})
     missing = [f"the optimizer file of rank {rank}" for rank in missing_ranks]
+    saving = range(world_size if stage == 3 else 1)
+    missing += [f"the model file of rank {rank}" for rank in saving if rank not in models]
     missing += [f"{kind} of {name}" for name, kind in reader.absent(states, missing_ranks)]
     checkpoint = TrainingCheckpoint(
         path=folder,
@@ -146,11 +144,12 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
 def _model_parameters(
     model: Node, archive: TorchArchive, stage: int, grouped: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str], dict[str, StoredState]]:
-    """Return the shapes of all parameters, the aliases, and the module's own weights, which stages 1 and 2 keep."""
-    tied = {alias: owner.text() for alias, owner in model.get("shared_params").named_items()}
+    """Return the shapes of all parameters, their aliases, and the module's own weights, which stages 1 and 2 keep."""
+    shared = {alias: owner.text() for alias, owner in model.get("shared_params").named_items()}
     weights = {} if stage == 3 else dict(module_weights(model, archive))
-    ungrouped = {name: s.shape for name, s in weights.items() if name not in grouped and name not in tied}
-    return {**grouped, **ungrouped}, tied, weights
+    ungrouped = {name: s.shape for name, s in weights.items() if name not in grouped and name not in shared}
+    parameters = {**grouped, **ungrouped}
+    return parameters, {alias: owner for alias, owner in shared.items() if owner in parameters}, weights
 
 
 def base_optimizer_path(stage: int | None) -> tuple[str, str]:
@@ -216,33 +215,37 @@ def module_weights(model: Node, archive: TorchArchive) -> Iterator[tuple[str, St
             yield name, StoredState.whole(name, WEIGHT, archive.locate(node.value, node.path))
 
 
-def with_untrained(checkpoint: TrainingCheckpoint, archives: Sequence[TorchArchive]) -> TrainingCheckpoint:
-    """Add what the model files of stage 3 hold: buffers, whole in each, and frozen weights, in parts by rank.
+def with_untrained(checkpoint: TrainingCheckpoint, archives: Mapping[int, TorchArchive]) -> TrainingCheckpoint:
+    """Add what the model files of stage 3, by rank, hold: buffers, whole in each, and frozen weights, in parts.
 
     Source: `parse_model_states` and `_zero3_merge_frozen_params` of DeepSpeed's `zero_to_fp32`.
     """
     if checkpoint.stage != 3:
         return checkpoint
-    models = [root_of(archive) for archive in archives]
-    stored = {name: state for name, state in module_weights(models[0], archives[0]) if state.n_elements}
-    shapes = models[0].find("frozen_param_shapes")
-    for name, node in shapes.named_items() if shapes is not None and shapes.value is not None else ():
-        parts = [model.get("frozen_param_fragments").get(name) for model in models]
-        tensors = [archive.locate(part.tensor(), part.path) for archive, part in zip(archives, parts, strict=True)]
+    first = next(iter(archives.values()))
+    stored = {name: state for name, state in module_weights(root_of(first), first) if state.n_elements}
+    shapes = root_of(first).find("frozen_param_shapes")
+    for name, node in shapes.named_items() if shapes is not None else ():
+        tensors = {}
+        for rank, archive in archives.items():
+            part = root_of(archive).get("frozen_param_fragments").get(name)
+            tensors[rank] = archive.locate(part.tensor(), part.path)
         stored[name] = _frozen(name, node.shape(), tensors)
     untrained = {name: state for name, state in stored.items() if name not in checkpoint.parameters}
     return replace(checkpoint, untrained=MappingProxyType(untrained))
 
 
-def _frozen(name: str, shape: tuple[int, ...], parts: Sequence[StoredTensor]) -> StoredState:
-    """Join the ranks' parts of a frozen weight, the last of which is padded."""
-    pieces, start = [], 0
-    for part in parts:
+def _frozen(name: str, shape: tuple[int, ...], parts: Mapping[int, StoredTensor]) -> StoredState:
+    """Join the ranks' parts of a frozen weight, which are of one size and padded behind its end."""
+    pieces, first = [], next(iter(parts.values()))
+    for rank, part in parts.items():
+        if (part.n_elements, part.dtype) != (first.n_elements, first.dtype):
+            raise _lies(part, f"{part.n_elements} elements of {part.dtype.name}, {first.file.name} has others")
+        start = rank * part.n_elements
         stop = min(start + part.n_elements, element_count(shape))
         if start < stop:
             pieces.append(Piece(part.file, part.offset, (stop - start) * part.dtype.itemsize, Span(start, stop)))
-        start += part.n_elements
-    return StoredState(name, WEIGHT, parts[0].dtype, shape, tuple(pieces))
+    return StoredState(name, WEIGHT, first.dtype, shape, tuple(pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,9 +355,8 @@ class _Reader:
             node = options[group].find("step") if group < len(options) else None
         if node is None:
             return None
-        return read_counter(
-            self.store, rank.archive, node, (*base_optimizer_path(self.stage), place, group, "step")
-        )  # fmt: skip
+        path = (*base_optimizer_path(self.stage), place, group, "step")
+        return read_counter(self.store, rank.archive, node, path)
 
     def absent(
         self, states: Mapping[tuple[str, str], StoredState], missing_ranks: list[int]
@@ -458,8 +460,9 @@ SHARED_STEP: PicklePath = ("optimizer_state_dict", "state", 0, "step")
 
 def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
     """Read a universal tag directory; of tensors, only step counters are read."""
-    first, *others = model_files(store, folder)
-    archive = read_torch_zip(store, first)
+    files = _sorted_models(folder, [entry.name for entry in store.list(folder)], ())
+    archives = {rank: read_torch_zip(store, path) for rank, path in files.items()}
+    archive = next(iter(archives.values()))
     model = root_of(archive)
     options = read_torch_zip(store, folder / STATES_FOLDER / OPTIMIZER_STATE_NAME)
     stage = zero_stage(Node(options.root, OPTIMIZER_STATE_NAME))
@@ -496,7 +499,7 @@ def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
             f"{kind} of {name}" for name in grouped for kind in kinds or (FP32,) if (name, kind) not in states
         ),
     )  # fmt: skip
-    return with_untrained(opened, [archive, *(read_torch_zip(store, path) for path in others)])
+    return with_untrained(opened, archives)
 
 
 def _universal_states(store: Store, folder: Location, name: str, shape: tuple[int, ...]) -> Iterator[StoredState]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from importlib import import_module
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -17,7 +16,7 @@ from mergepipe.checkpoints.quantised import refuse_quantised
 from mergepipe.checkpoints.torch_file import SUFFIXES, TorchArchive, read_torch_weights, read_torch_zip
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.strict_json import JsonValue, parse_object
-from mergepipe.errors import damaged, mismatched, unsupported
+from mergepipe.errors import MismatchError, UnsupportedError, damaged, mismatched, unsupported
 from mergepipe.storage.contract import TRAINER_JSON_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import WEIGHT, AdamStep, Framework, PicklePath, StoredState, TrainingCheckpoint
@@ -104,23 +103,26 @@ def _decays(name: str) -> bool:
 _build_lock = Lock()  # models are built under settings of the process
 
 
-def ask_transformers(folder: Path, model_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def ask_transformers(folder: Location, model_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Build the model of `folder`'s configuration without memory; return parameters with weight decay and without.
 
     No code of the checkpoint is run: only architectures that transformers itself has.
     """
+    message = f"the order of parameters of model type {model_type!r} is not known here"
+    if not folder.is_local:
+        raise unsupported(folder, message, "copy the checkpoint to this machine")
     try:
         torch: Any = import_module("torch")
         transformers: Any = import_module("transformers")
     except ImportError as error:
-        message = f"the order of parameters of model type {model_type!r} is not known here"
         raise unsupported(folder, message, "install mergepipe[torch], which asks transformers") from error
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        place = folder.local_path
+        config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=True)
         kind = getattr(transformers, config.architectures[0])
         with _build_lock, torch.device("meta"):
             model = kind(config)
-    except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
+    except Exception as error:  # of any kind: a configuration that its class refuses, a package that is not installed
         raise unsupported(folder, f"transformers cannot build model type {model_type!r}: {error}") from error
     decayed = frozenset(transformers.Trainer.get_decay_parameter_names(None, model))
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -173,21 +175,32 @@ OPTIMIZER_NAME = "optimizer.pt"
 
 
 def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
-    """Read a Trainer checkpoint directory with an `optimizer.pt`; of tensors, only step counters are read."""
+    """Read a Trainer checkpoint directory with an `optimizer.pt`; of tensors, only step counters are read.
+
+    Where the optimizer's states are not known by parameter, there are the weights, and `missing` says why.
+    """
     model = open_checkpoint(store, folder)
     archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
-    optimizer = Node(archive.root, OPTIMIZER_NAME)
     config = read_json(store, folder / CONFIG_NAME)
-    names = _numbering(folder, config, model, optimizer)
     entries = {entry.name: entry for tensor in model.tensors.values() for entry in tensor.stored}
-    states = {(t.name, WEIGHT): StoredState.whole(t.name, WEIGHT, t) for t in entries.values()}
-    steps = []
-    for number, name in enumerate(names):
-        entry = optimizer.get("state").find(number)
-        if entry is not None:
-            held, counters = parameter_states(store, archive, entry, ("state", number), states[name, WEIGHT])
-            states |= held
-            steps += counters
+    weights = {t.name: StoredState.whole(t.name, WEIGHT, t) for t in entries.values()}
+    states: dict[tuple[str, str], StoredState] = {}
+    steps: list[AdamStep] = []
+    missing: list[str] = []
+    try:
+        names = _numbering(folder, config, model, Node(archive.root, OPTIMIZER_NAME))
+        for number, name in enumerate(names):
+            entry = Node(archive.root, OPTIMIZER_NAME).get("state").find(number)
+            if entry is not None:
+                held, counters = parameter_states(store, archive, entry, ("state", number), weights[name])
+                states |= held
+                steps += counters
+        kinds = {kind for _, kind in states}
+        missing += [f"optimizer state of {n}" for n in names if any((n, kind) not in states for kind in kinds)]
+    except (MismatchError, UnsupportedError) as error:
+        states, steps = {}, []
+        problem = error.problems[0]
+        missing.append(f"the optimizer's state by parameter: {problem.message}; {problem.hint}".removesuffix("; "))
     parameters = {t.name: t.shape for t in model.tensors.values()}
     return TrainingCheckpoint(
         path=folder,
@@ -198,9 +211,9 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
         step=read_global_step(store, folder),
         units=model_units(parameters, tied_aliases(config, parameters)),
         parameters=parameters,
-        states=states,
+        states={**{(name, WEIGHT): state for name, state in weights.items()}, **states},
         steps=tuple(steps),
-        missing=tuple(f"optimizer state of {name}" for name in names if (name, "exp_avg") not in states),
+        missing=tuple(missing),
     )
 
 
@@ -212,13 +225,19 @@ def rank_count(store: Store, folder: Location) -> int:
 def _numbering(
     folder: Location, config: Mapping[str, JsonValue], model: Checkpoint, optimizer: Node
 ) -> tuple[str, ...]:
-    """The parameter behind each number of the optimizer, checked against the groups and every shape."""
+    """The parameter behind each number of the optimizer, checked against the groups and the weights."""
     model_type = str(config.get("model_type", ""))
     defined = defined_order(model_type, model.tensors)
-    decayed, plain = trainer_order(defined) if defined is not None else ask_transformers(folder.local_path, model_type)
+    decayed, plain = trainer_order(defined) if defined is not None else ask_transformers(folder, model_type)
     _check_groups(folder, optimizer, len(decayed), len(decayed) + len(plain))
-    _check_shapes(folder, optimizer, decayed + plain, model)
-    return decayed + plain
+    names = decayed + plain
+    absent = next((name for name in names if name not in model.tensors), None)
+    if absent is not None:
+        raise mismatched(folder, f"parameter {absent!r} is not among the weights")
+    beyond = next((key for key in optimizer.get("state").mapping() if key not in range(len(names))), None)
+    if beyond is not None:
+        raise optimizer.get("state").error(f"state {str(beyond)[:40]!r} belongs to no parameter")
+    return names
 
 
 def _check_groups(folder: Location, optimizer: Node, n_decayed: int, n_all: int) -> None:
@@ -232,21 +251,6 @@ def _check_groups(folder: Location, optimizer: Node, n_decayed: int, n_all: int)
             f"{[len(g) for g in expected]} for this model",
             "only the Trainer's own parameter groups are read, with no frozen parameter",
         )  # fmt: skip
-
-
-def _check_shapes(folder: Location, optimizer: Node, names: Sequence[str], model: Checkpoint) -> None:
-    states = optimizer.get("state")
-    for number, name in enumerate(names):
-        if name not in model.tensors:
-            raise mismatched(folder, f"parameter {name!r} is not among the weights")
-        entry = states.find(number)
-        average = entry.find("exp_avg") if entry is not None else None
-        if average is not None and average.tensor().shape != model.tensors[name].shape:
-            message = f"state {number} has shape {average.tensor().shape}, {name!r} has {model.tensors[name].shape}"
-            raise mismatched(folder / OPTIMIZER_NAME, message)
-    beyond = [key for key in states.mapping() if key not in range(len(names))]
-    if beyond:
-        raise states.error(f"state {str(beyond[0])[:40]!r} belongs to no parameter")
 
 
 def parameter_states(
@@ -311,7 +315,6 @@ def _read_weights(store: Store, path: Location, home: Location) -> TrainingCheck
         parameters=parameters,
         states={(entry.name, WEIGHT): StoredState.whole(entry.name, WEIGHT, entry) for entry in entries},
         missing=(NO_OPTIMIZER,),
-        has_state=False,
     )
 
 
@@ -364,11 +367,8 @@ def read_one_file(store: Store, path: Location, home: Location) -> TrainingCheck
         parameters=parameters,
         states={(name, WEIGHT): StoredState.whole(name, WEIGHT, named[name]) for name in parameters},
         missing=(NO_OPTIMIZER,),
-        has_state=False,
         lender=path.parent,
     )
 
 
-ONE_FILE = TrainingFormat(
-    ONE_FILE_FORMAT, f"a file of torch.save ({', '.join(SUFFIXES)})", is_file, read_one_file
-)  # fmt: skip
+ONE_FILE = TrainingFormat(ONE_FILE_FORMAT, f"a file of torch.save ({', '.join(SUFFIXES)})", is_file, read_one_file)

@@ -78,15 +78,16 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
         if isinstance(node.value, PickledTensor)
     }
     archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
-    entries = dict(Node(archive.root, OPTIMIZER_NAME).get("state").named_items())
+    optimizer = Node(archive.root, OPTIMIZER_NAME)
+    entries = dict(optimizer.get("state").named_items())
+    groups = (group.get("params").elements() for group in optimizer.get("param_groups").elements())
+    trained = {name.text() for names in groups for name in names}  # no buffers and frozen weights
     unknown = next((name for name in entries if name not in weights), None)
     if unknown is not None:
         raise damaged(folder, f"{unknown[:80]!r} of the optimizer is not among the weights")
     tied = dict(_aliases(weights, entries))
     parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}
-    states = {
-        (name, WEIGHT): StoredState.whole(name, WEIGHT, weights[name]) for name in parameters
-    }  # an alias has its owner's bytes
+    states = {(n, WEIGHT): StoredState.whole(n, WEIGHT, weights[n]) for n in parameters}  # aliases have their owner's
     steps = []
     for name, entry in entries.items():
         parameter = StoredState.whole(name, WEIGHT, weights[name])
@@ -103,7 +104,7 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
         parameters=parameters,
         states=states,
         steps=tuple(steps),
-        missing=tuple(f"optimizer state of {name}" for name in parameters if name not in entries),
+        missing=tuple(f"optimizer state of {name}" for name in parameters if name in trained and name not in entries),
     )
 
 
@@ -200,7 +201,6 @@ def read_megatron(store: Store, path: Location, home: Location) -> TrainingCheck
             *(f"part of {kind} of {name}" for (name, kind), state in states.items() if state.gaps),
             "step counters by parameter, which Megatron does not keep",
         ),
-        has_state=False,
     )
 
 
@@ -269,7 +269,6 @@ def read_verl(store: Store, folder: Location, home: Location) -> TrainingCheckpo
         states={**{(n, WEIGHT): weights[n] for n in parameters}, **states},
         steps=tuple(steps),
         missing=() if states else ("the optimizer's state by parameter",),
-        has_state=bool(states),
         untrained={n: state for n, state in weights.items() if n not in parameters and n not in tied},
         lender=config if is_folder(store, config) else None,
     )
