@@ -85,10 +85,6 @@ def _check_fraction(name: str, fraction: float) -> None:
         raise LimitError.of("option.out-of-range", name, f"{fraction:g} was given", "give a share from 0 to 1")
 
 
-def _check_block_elements(_name: str, value: int) -> None:
-    block_elements_of(value)
-
-
 def _needs(name: str, other: str) -> MergePipeError:
     return RecipeError.of("option.conflict", name, "has no meaning by itself", f"add {other}")
 
@@ -126,7 +122,7 @@ BLOCK_ELEMENTS = Flag(
     metavar="N",
     default="262144",
     panel=RARE_PANEL,
-    check=_check_block_elements,
+    check=lambda _, value: block_elements_of(value),
 )
 BASE_PLACE = Flag("Where the base of a packed expert is now.", metavar="BASE", default="where it was")
 WEIGHTS = Flag(

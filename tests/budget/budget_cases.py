@@ -14,18 +14,9 @@ from mergepipe.errors import LimitError
 from mergepipe.planning.plan import Plan
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, forget_statistics, make_budget_models
 from support.disk_families import DiskFamily, write_family, write_recipe
+from support.oracle import CASES as CASES
 from support.oracle import MergeCase
 
-WEIGHTS, DENSITIES = (0.7, 0.5, -0.3), (0.2, 0.37, 1.0)
-CASES = {
-    "linear": MergeCase("linear", WEIGHTS, DENSITIES, base_weight=0.4, normalize=True),
-    "linear_sum": MergeCase("linear", WEIGHTS, DENSITIES, base_weight=0.4),
-    "task_arithmetic": MergeCase("task_arithmetic", WEIGHTS, DENSITIES, lambda_=0.8),
-    "ties": MergeCase("ties", WEIGHTS, DENSITIES, normalize=True, lambda_=1.1),
-    "dare_linear": MergeCase("dare_linear", WEIGHTS, DENSITIES),
-    "dare_ties": MergeCase("dare_ties", (0.7, 0.5, 0.3), DENSITIES, normalize=True),
-    "slerp": MergeCase("slerp", (1.0,), (1.0,), t=0.3),
-}
 POLICIES = ("norm", "conflict", "random")
 
 

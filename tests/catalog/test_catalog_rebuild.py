@@ -32,7 +32,7 @@ def family(tmp_path: Path, n_models: int = 2) -> None:
     catalog.record_snapshot(manifest, tmp_path / "out" / "one", created=NOON)
 
 
-def test_rebuild__of_a_sound_catalog_changes_nothing(tmp_path: Path) -> None:
+def test_rebuild__of_a_sound_catalog_changes_nothing_and_tells_of_a_snapshot_that_is_gone(tmp_path: Path) -> None:
     family(tmp_path)
     before = Catalog(tmp_path / "home").snapshots()
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
@@ -40,6 +40,9 @@ def test_rebuild__of_a_sound_catalog_changes_nothing(tmp_path: Path) -> None:
     assert Catalog(tmp_path / "home").snapshots() == before
     catalog = Catalog(tmp_path / "home")
     assert catalog.stats().digests == 2
+    shutil.rmtree(tmp_path / "out" / "one")
+    assert rebuild(tmp_path / "home", [tmp_path / "out"]).missing == (tmp_path / "out" / "one",)
+    assert Catalog(tmp_path / "home").snapshots() == before
 
 
 def test_rebuild__finds_snapshots_that_were_never_recorded_and_their_lineage(tmp_path: Path) -> None:
@@ -85,15 +88,6 @@ def test_rebuild__tells_which_manifests_cannot_be_read_and_takes_the_others(tmp_
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
     assert report.snapshots == 1
     assert [problem.code for problem in report.unreadable] == ["format.damaged"]
-
-
-def test_rebuild__a_snapshot_that_is_gone_keeps_its_row_and_is_told(tmp_path: Path) -> None:
-    family(tmp_path)
-    before = Catalog(tmp_path / "home").snapshots()
-    shutil.rmtree(tmp_path / "out" / "one")
-    report = rebuild(tmp_path / "home", [tmp_path / "out"])
-    assert report.missing == (tmp_path / "out" / "one",)
-    assert Catalog(tmp_path / "home").snapshots() == before
 
 
 @pytest.mark.parametrize("leave_link", [False, True])

@@ -175,22 +175,16 @@ def test_merge__stopped_on_a_terminal_says_what_is_durable_and_resumes_there(wor
     assert mergepipe.verify(work.out).is_sound
 
 
-def test_interrupts__after_a_report_a_signal_waits_for_the_next() -> None:
+@pytest.mark.parametrize(("first", "second"), [(signal.SIGTERM, None), (signal.SIGINT, signal.SIGTERM)])
+def test_interrupts__after_a_report_a_signal_waits_for_the_next_and_a_second_does_not(
+    first: signal.Signals, second: signal.Signals | None
+) -> None:
     with Interrupts() as interrupts:
         interrupts.report()
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(first)
         with pytest.raises(KeyboardInterrupt):
-            interrupts.report()
-    assert interrupts.exit_code == 143
-
-
-def test_interrupts__a_second_signal_does_not_wait() -> None:
-    with Interrupts() as interrupts:
-        interrupts.report()
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
-    assert interrupts.exit_code == 130
+            interrupts.report() if second is None else signal.raise_signal(second)
+    assert interrupts.exit_code == 128 + first
 
 
 def test_interrupts__cleaning_up_is_not_interrupted_again() -> None:

@@ -34,21 +34,15 @@ from support.disk_families import (
     write_single,
     wrong_elements,
 )
-from support.oracle import MergeCase
+from support.oracle import CASES as USUAL_CASES
+from support.oracle import DENSITIES, WEIGHTS, MergeCase
 from support.refusals import refuses
 
-WEIGHTS, DENSITIES = (0.7, 0.5, -0.3), (0.2, 0.37, 1.0)
 CASES = {
-    "linear": MergeCase("linear", WEIGHTS, DENSITIES, base_weight=0.4, normalize=True),
-    "linear_sum": MergeCase("linear", WEIGHTS, DENSITIES, base_weight=0.4),
-    "task_arithmetic": MergeCase("task_arithmetic", WEIGHTS, DENSITIES, lambda_=0.8),
-    "ties": MergeCase("ties", WEIGHTS, DENSITIES, normalize=True, lambda_=1.1),
+    **USUAL_CASES,
     "ties_whole": MergeCase("ties", (1.0, 0.5, 0.25), (1.0, 1.0, 1.0), normalize=True),
     "ties_sum": MergeCase("ties", (1.0, 0.5, 0.25), (0.01, 0.5, 0.9)),
-    "dare_linear": MergeCase("dare_linear", WEIGHTS, DENSITIES),
-    "dare_ties": MergeCase("dare_ties", (0.7, 0.5, 0.3), DENSITIES, normalize=True),
     "dare_plain": MergeCase("dare_linear", WEIGHTS, DENSITIES, normalize=True, rescale=False),
-    "slerp": MergeCase("slerp", (1.0,), (1.0,), t=0.3),
     "passthrough": MergeCase("passthrough"),
     "passthrough_scaled": MergeCase("passthrough", scale=-1.7),
 }

@@ -156,7 +156,7 @@ sentencepiece.SentencePieceTrainer.train(
     user_defined_symbols=["<|x|>"], minloglevel=2,
 )
 loaded = sentencepiece.SentencePieceProcessor(model_file=sys.argv[1] + ".model")
-print(json.dumps([loaded.id_to_piece(n) for n in range(loaded.get_piece_size())]))
+print(json.dumps([[loaded.id_to_piece(n), loaded.get_score(n)] for n in range(loaded.get_piece_size())]))
 """
 
 
@@ -165,7 +165,8 @@ def test_read_pieces__agrees_with_the_sentencepiece_library(tmp_path: Path) -> N
         pytest.skip("no .venv-peer: run `make test-peers`")
     command = [str(PEER_PYTHON), "-c", TRAIN, str(tmp_path / "trained")]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert list(read_pieces((tmp_path / "trained.model").read_bytes(), where="x")) == json.loads(ran.stdout)
+    found = read_pieces((tmp_path / "trained.model").read_bytes(), where="x")
+    assert [[text, score] for text, (score, _) in found.items()] == json.loads(ran.stdout)
 
 
 def test_far_apart__counts_elements_that_are_two_units_apart() -> None:

@@ -189,10 +189,13 @@ def test_with_dtype__changes_nothing_where_nothing_is_to_be_changed() -> None:
         assert with_dtype(same, BF16) == same
 
 
-def test_with_token_ids__takes_only_ids_that_both_have() -> None:
-    config, lent = raw({"bos_token_id": 1, "eos_token_id": 2, "hidden": 3}), raw({"eos_token_id": [4, 5], "hidden": 9})
-    assert json.loads(with_token_ids(config, lent)) == {"bos_token_id": 1, "eos_token_id": [4, 5], "hidden": 3}
-    assert with_token_ids(config, config) == config
+def test_with_token_ids__leaves_no_id_of_another_vocabulary() -> None:
+    text = {"eos_token_id": 2, "pad_token_id": 900}
+    config = raw({"bos_token_id": 1, "pad_token_id": 900, "image_token_id": 3, "hidden": 3, "text_config": text})
+    lent = raw({"eos_token_id": [4, 5], "mask_token_id": 6, "hidden": 9})
+    ids = {"eos_token_id": [4, 5], "mask_token_id": 6}
+    assert json.loads(with_token_ids(config, lent)) == {**ids, "image_token_id": 3, "hidden": 3, "text_config": ids}
+    assert with_token_ids(lent, lent) == lent
 
 
 def test_with_chat_template__replaces_every_other_one() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe.errors import OutputError
+from mergepipe.errors import NotFoundError, OutputError
 from support.disk_families import make_models, write_bare, write_sharded
 
 pytestmark = pytest.mark.usefixtures("exact_reads")
@@ -60,8 +60,13 @@ def test_single_file__of_a_bare_base_is_not_cut(recipe: Path, tmp_path: Path) ->
 
 def test_single_file__is_verified_repaired_and_replayed_by_its_name(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "merged.safetensors"
-    mergepipe.merge(recipe, out, catalog=False)
+    report = mergepipe.merge(recipe, out)
     whole = out.read_bytes()
+    assert mergepipe.show(out).sid == mergepipe.explain(out, masks=tmp_path / "masks").sid == report.sid
+    shutil.copy(out, tmp_path / "copy.safetensors")
+    shutil.copytree(out.with_suffix(".mergepipe"), tmp_path / "copy.mergepipe")
+    with pytest.raises(NotFoundError, match=r"copy.mergepipe is the record of another file"):
+        mergepipe.verify(tmp_path / "copy.safetensors")
     assert mergepipe.verify(out).is_sound
     assert mergepipe.verify(out.with_suffix(".mergepipe")).is_sound
     out.write_bytes(whole[:-3] + b"xyz")

@@ -48,6 +48,18 @@ class MergeCase:
         return self.operator.startswith("dare_")
 
 
+WEIGHTS, DENSITIES = (0.7, 0.5, -0.3), (0.2, 0.37, 1.0)
+CASES = {
+    "linear": MergeCase("linear", WEIGHTS, DENSITIES, base_weight=0.4, normalize=True),
+    "linear_sum": MergeCase("linear", WEIGHTS, DENSITIES, base_weight=0.4),
+    "task_arithmetic": MergeCase("task_arithmetic", WEIGHTS, DENSITIES, lambda_=0.8),
+    "ties": MergeCase("ties", WEIGHTS, DENSITIES, normalize=True, lambda_=1.1),
+    "dare_linear": MergeCase("dare_linear", WEIGHTS, DENSITIES),
+    "dare_ties": MergeCase("dare_ties", (0.7, 0.5, 0.3), DENSITIES, normalize=True),
+    "slerp": MergeCase("slerp", (1.0,), (1.0,), t=0.3),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Expected:
     """Acceptable results: inside one of the ranges `[low, high]` (NaN: NaN is right), or anything if undetermined."""

@@ -20,12 +20,7 @@ from mergepipe.kernels.compiled import Kernel
 
 N = codec.TILE_ELEMENTS
 ONE = np.float32(1)
-FLOATS, BYTES, WORDS, HALVES = (
-    np.zeros(N, np.float32),
-    np.zeros(N, np.uint8),
-    np.zeros(N, np.uint32),
-    np.zeros(N, np.uint16),
-)
+FLOATS, BYTES, WORDS = np.zeros(N, np.float32), np.zeros(N, np.uint8), np.zeros(N, np.uint32)
 COUNTS = np.zeros(1, np.int64)
 DOUBLES, DOUBLES_2N, FLOATS_2N = np.zeros(N), np.zeros((2, N)), np.zeros((2, N), np.float32)
 BOUNDS, ROWS_3N = np.zeros(16, np.uint64), np.zeros((3, N), np.uint32)

@@ -43,7 +43,7 @@ from mergepipe.errors import (
     UnsupportedError,
     did_you_mean,
 )
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, record_folder
 from mergepipe.storage import owned
 from mergepipe.storage.contract import CATALOG_RECORD_BYTES, FileId, Store, modified_at, resolved
 from mergepipe.storage.ranges import read_small
@@ -277,7 +277,7 @@ def _of_manifest(rows: Iterable[SnapshotRow], digest: str) -> list[SnapshotRow]:
 
 def _one_of(rows: Sequence[SnapshotRow], reference: str | Path) -> SnapshotRow:
     """Find a snapshot by path, sid or a prefix of its sid; of several with that sid, the newest."""
-    path = _real_path(Path(reference))
+    path = record_folder(_real_path(Path(reference)))
     at_path = next((row for row in rows if row.path == path), None)
     if at_path is not None:
         return at_path

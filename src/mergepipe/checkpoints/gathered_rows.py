@@ -195,7 +195,10 @@ class GatheredRows(ComputedTensor):
     def _source_cost_bytes(self, index: int, runs: _Runs) -> int:
         source = self.sources[index]
         if isinstance(source, TensorEntry):
-            return _requested_bytes(*_byte_ranges(source, runs))
+            start_N, stop_N = _byte_ranges(source, runs)
+            order_N = np.argsort(start_N, kind="stable")
+            first_G, stop_G = _joined_pages(start_N[order_N], stop_N[order_N])
+            return int((stop_G - first_G).sum())
         if source.is_unit:
             return 0
         return sum(source.cost_bytes(Span(first, first + n)) for first, n, _ in runs)
@@ -469,12 +472,6 @@ def _joined_pages(start_N: NDArray[np.int64], stop_N: NDArray[np.int64]) -> tupl
     begins_N[1:] = first_N[1:] > reach_N[:-1]
     begins_G = np.flatnonzero(begins_N)
     return first_N[begins_G], reach_N[np.append(begins_G[1:], start_N.size) - 1]
-
-
-def _requested_bytes(start_N: NDArray[np.int64], stop_N: NDArray[np.int64]) -> int:
-    order_N = np.argsort(start_N, kind="stable")
-    first_G, stop_G = _joined_pages(start_N[order_N], stop_N[order_N])
-    return int((stop_G - first_G).sum())
 
 
 def _requests(start_N: NDArray[np.int64], stop_N: NDArray[np.int64]) -> Iterator[Span]:

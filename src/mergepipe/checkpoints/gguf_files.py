@@ -6,8 +6,8 @@ import math
 import re
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.codes import CodedTensor, Scheme
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
-from mergepipe.checkpoints.directory import GGUF_SUFFIX, parse_config
+from mergepipe.checkpoints.directory import GGUF_SUFFIX, config_bytes, parse_config
 from mergepipe.checkpoints.open_files import decoded, open_files, read_span
 from mergepipe.checkpoints.safetensors import read_header
-from mergepipe.checkpoints.vocabulary import CONFIG_NAME
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, read_pieces, read_vocabulary
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType, Span, element_count
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError, UnsupportedError, damaged, unsupported
@@ -38,6 +38,7 @@ _ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2",
 _READ: Final = (*dict.fromkeys(_ARCHITECTURES.values()), "qwen3moe")
 _IN_PAIRS: Final = ("llama",)  # the rows of Q and K stand as llama.cpp rotates them: neighbours, not halves of a head
 _MODULES: Final = ("model.embed_tokens", "model.norm", "lm_head")
+_EMBEDDING: Final = "model.embed_tokens.weight"
 _LAYER_MODULES: Final = (
     "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
     "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -49,7 +50,9 @@ _SCALED_ROPES: Final = ("LINEAR", "YARN")  # names of gguf's
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 _PLAIN: Final[Mapping[str, DType]] = {"F32": F32, "F16": F16, "BF16": BF16}
 _ADVICE: Final = "name the safetensors model that it was converted from"
+_OWN_CONFIG: Final = "give the model its own config.json"
 _CONVERTER: Final = "merge into a folder, and convert that with llama.cpp's convert_hf_to_gguf.py"
+_PIECES: Final = "tokenizer.model"
 _READ_BYTES: Final = 1 << 20
 _MOST_HEADER_BYTES: Final = 256 << 20  # the tokens and merges of 262,000 tokens take 12 MB
 _MOST_TENSORS: Final = 1 << 20
@@ -203,15 +206,11 @@ class _Header:
         nbytes = element_count(shape) // block * block_bytes
         if columns % block or info[3] + nbytes > self.size_bytes:
             raise self.damaged(f"{shown(name)} of {list(shape)} reaches beyond the file, or is not of whole blocks")
-        plain, match = _PLAIN.get(kind.name), _PAIRED.fullmatch(name)
+        plain = _PLAIN.get(kind.name)
         if plain is None and kind not in gguf.quants._type_traits:
             message = f"{shown(name)} is {kind.name}, which gguf {gguf.__name__} does not read"
             raise unsupported(self.path, message, _ADVICE)
-        head_rows = 0
-        if match and heads:
-            head_rows, rest = divmod(shape[0], heads[match["role"]])
-            if rest or head_rows % 2 or not head_rows:
-                raise self.damaged(f"{shown(name)} has {shape[0]} rows for {heads[match['role']]} heads")
+        head_rows = _rows_of_head(name, shape, heads, self.path)
         if plain is not None and not head_rows:
             return TensorEntry(name, plain, shape, self.path, info[3], nbytes, granularity_bytes=granularity)
         if len(shape) == 1:  # a bias: its rows are its elements
@@ -263,6 +262,18 @@ class _Header:
         self._at = end
 
 
+def _rows_of_head(name: str, shape: tuple[int, ...], heads: Mapping[str, int], where: object) -> int:
+    """Return the rows of a head of Q or K by their `heads`, where these are in pairs; 0 of all else."""
+    match = _PAIRED.fullmatch(name)
+    if match is None or not heads:
+        return 0
+    head_rows, rest = divmod(shape[0], heads[match["role"]])
+    if rest or head_rows % 2 or not head_rows:
+        message = f"{shown(name)} has {shape[0]} rows for {heads[match['role']]} heads"
+        raise damaged(where, message, "it needs a configuration of its own")
+    return head_rows
+
+
 def _stored_names(gguf: Any, architecture: str, n_layers: int) -> Iterator[tuple[str, str]]:
     """Pair the names of Hugging Face with those of GGUF, as gguf's own map has them."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -309,11 +320,12 @@ class GGUFTarget:
     names: Mapping[str, str]
 
     @classmethod
-    def of(cls, name: str, small_files: Mapping[str, bytes], tensors: Iterable[str]) -> GGUFTarget:
-        """Check that a model of these small files and tensors can be written.
+    def of(cls, name: str, small_files: Mapping[str, bytes], tensors: Mapping[str, tuple[int, ...]]) -> GGUFTarget:
+        """Check that a model of these small files and shapes by name can be written.
 
         Raises:
             UnsupportedError: gguf is missing, or the architecture, a tensor, the tokenizer or the encoding is unknown.
+            CorruptError: the configuration lacks a number, or the tokenizer contradicts itself or the tensors.
         """
         gguf = _gguf(name)
         match = _ENCODING.fullmatch(name.removesuffix(GGUF_SUFFIX))
@@ -330,37 +342,34 @@ class GGUFTarget:
             known = ", ".join(_ARCHITECTURES)
             message = f"the model is of the type {shown(config.get('model_type'))}; {known} are written as GGUF"
             raise UnsupportedError.of("model.unsupported", name, message, _CONVERTER)
-        names = dict(_stored_names(gguf, architecture, int(config["num_hidden_layers"])))
-        unknown = [tensor for tensor in tensors if tensor not in names]
-        if unknown:
+        target = cls(name, config, tokenizer, small_files, encoding, architecture, {})
+        n_layers = min(target._count("num_hidden_layers"), len(tensors))
+        names = dict(_stored_names(gguf, architecture, n_layers))
+        if unknown := [tensor for tensor in tensors if tensor not in names]:
             message = f"{len(unknown)} tensors have no name in GGUF, {shown(unknown[0])} among them"
             raise UnsupportedError.of("model.unsupported", name, message, _CONVERTER)
-        target = cls(name, config, tokenizer, small_files, encoding, architecture, names)
-        target._vocabulary_kind()
-        target._rope()
-        return target
+        target._add_facts(gguf, gguf.GGUFWriter(None, architecture))
+        for tensor, shape in tensors.items() if architecture in _IN_PAIRS else ():
+            _rows_of_head(tensor, shape, target._heads(), name)
+        target._tokens(gguf, tensors.get(_EMBEDDING, (0,))[0])
+        return replace(target, names=names)
 
     def write(self, store: Store, model: Path, path: Path) -> Digested:
         """Write the file durably from a model's safetensors file; return its record.
 
         Memory: 4 million elements, in float32, and the vocabulary.
         """
-        entries = read_header(store, Location.local(model)).entries
+        gguf, entries = _gguf(self.name), read_header(store, Location.local(model)).entries
         with tempfile.TemporaryDirectory(prefix="mergepipe-gguf-") as folder:
-            for name, content in self.small_files.items():
+            ids = {key: value for key, value in self.config.items() if key.endswith("_token_id")}
+            stated = {key: value for key, value in ids.items() if type(value) is int and value >= 0}
+            for name, content in {**self.small_files, CONFIG_NAME: config_bytes(stated)}.items():
                 if "/" not in name:
                     write_durably(Path(folder) / name, content, Ledger())
-            with open_files(store, [Location.local(model)]) as files:
-                self._write(entries, partial(read_span, files=files, purpose=Purpose.METADATA), path, Path(folder))
-        digest = blake3()
-        digest.update_mmap(path)
-        return Digested(path.name, path.stat().st_size, digest.hexdigest(length=16))
-
-    def _write(self, entries: Sequence[TensorEntry], read: Read, path: Path, folder: Path) -> None:
-        gguf = _gguf(self.name)
-        writer = gguf.GGUFWriter(None, self.architecture)
-        self._add_facts(gguf, writer)
-        self._add_vocabulary(gguf, writer, folder, entries)
+            writer = gguf.GGUFWriter(None, self.architecture)
+            self._add_facts(gguf, writer)
+            n_rows = next(entry.shape[0] for entry in entries if entry.name == _EMBEDDING)
+            self._add_vocabulary(gguf, writer, Path(folder), n_rows)
         kinds = [self._kind(gguf, entry) for entry in entries]
         factors = self._rope_factors()
         if factors is not None:
@@ -377,14 +386,19 @@ class GGUFTarget:
         if factors is not None:
             stream.write(factors.tobytes())
             writer.write_padding(stream, factors.nbytes)
-        for entry, kind in zip(entries, kinds, strict=True):
-            written = 0
-            for rows in self._rows(entry, read):
-                written += stream.write(np.ascontiguousarray(gguf.quants.quantize(rows, kind)).tobytes())
-            writer.write_padding(stream, written)
+        with open_files(store, [Location.local(model)]) as files:
+            read = partial(read_span, files=files, purpose=Purpose.METADATA)
+            for entry, kind in zip(entries, kinds, strict=True):
+                written = 0
+                for rows in self._rows(entry, read):
+                    written += stream.write(np.ascontiguousarray(gguf.quants.quantize(rows, kind)).tobytes())
+                writer.write_padding(stream, written)
         stream.flush()
         owned.sync_file(stream.fileno())
         writer.close()
+        digest = blake3()
+        digest.update_mmap(path)
+        return Digested(path.name, path.stat().st_size, digest.hexdigest(length=16))
 
     def _kind(self, gguf: Any, entry: TensorEntry) -> Any:
         """The type of a stored tensor, as llama.cpp's converter chooses it."""
@@ -397,32 +411,44 @@ class GGUFTarget:
     def _rows(self, entry: TensorEntry, read: Read) -> Iterator[NDArray[np.float32]]:
         """Yield a tensor in float32, some rows at a time, those of Q and K in the order of the format."""
         columns = entry.shape[-1] if len(entry.shape) > 1 else 1
-        match = _PAIRED.fullmatch(entry.name) if self.architecture in _IN_PAIRS else None
-        n_heads = self._heads()[match["role"]] if match else 0
-        head_rows = entry.shape[0] // n_heads if n_heads else 1
-        step = max(1, _CHUNK_ELEMENTS // (columns * head_rows)) * head_rows * columns
+        heads = self._heads() if self.architecture in _IN_PAIRS else {}
+        head_rows = _rows_of_head(entry.name, entry.shape, heads, self.name)
+        row_step = head_rows or 1
+        step = max(1, _CHUNK_ELEMENTS // (columns * row_step)) * row_step * columns
         for first in range(0, entry.n_elements, step):
             span = Span(first, min(entry.n_elements, first + step))
             values = decoded(read(entry, span), entry.dtype.kernel_code).reshape(-1, columns)
-            if n_heads:
+            if head_rows:
                 values = values.reshape(-1, 2, head_rows // 2, columns).swapaxes(1, 2).reshape(-1, columns)
             yield values if len(entry.shape) > 1 else values.reshape(-1)
 
+    def _number(self, key: str, default: float | None = None, *, of: Json | None = None) -> float:
+        """Return a number above 0 of the configuration, or of a part of it."""
+        section = self.config if of is None else of
+        value: object = default if section.get(key) is None else section[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 31:
+            message = f"its configuration states {shown(value)} as '{key}', where a number above 0 is needed"
+            raise damaged(self.name, message, _OWN_CONFIG)
+        return float(value)
+
+    def _count(self, key: str, default: float | None = None) -> int:
+        return int(self._number(key, default))
+
     def _heads(self) -> dict[str, int]:
-        n_heads = int(self.config["num_attention_heads"])
-        return {"q": n_heads, "k": int(self.config.get("num_key_value_heads") or n_heads)}
+        n_heads = self._count("num_attention_heads")
+        return {"q": n_heads, "k": self._count("num_key_value_heads", n_heads)}
 
     def _head_size(self) -> int:
-        return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
+        return self._count("head_dim", self._count("hidden_size") // self._heads()["q"])
 
     def _rope(self) -> Json:
         """The rotary embedding's parameters."""
         rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind.upper() not in ("DEFAULT", "LLAMA3", *_SCALED_ROPES):
+        kind = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, dict) else None
+        if str(kind).upper() not in ("DEFAULT", "LLAMA3", *_SCALED_ROPES):
             message = f"its rotary embedding is of a type that is not written: {shown(kind)}"
             raise UnsupportedError.of("model.unsupported", self.name, message, _CONVERTER)
-        theta = rope.get("rope_theta", self.config.get("rope_theta", 10000.0))
+        theta = self._number("rope_theta", self._number("rope_theta", 10000.0), of=rope)
         return {**rope, "rope_type": kind, "rope_theta": theta}
 
     def _rope_factors(self) -> NDArray[np.float32] | None:
@@ -430,30 +456,30 @@ class GGUFTarget:
         rope, size = self._rope(), self._head_size()
         if rope["rope_type"] != "llama3":
             return None
-        waves = 2 * math.pi * float(rope["rope_theta"]) ** (np.arange(0, size, 2) / size)
-        context, low = rope["original_max_position_embeddings"], rope["low_freq_factor"]
-        share = np.clip((context / waves - low) / (rope["high_freq_factor"] - low), 0, 1)
-        return np.asarray(1 / ((1 - share) / rope["factor"] + share), np.float32)
+        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        factor, low, high, context = (self._number(key, of=rope) for key in keys)
+        waves = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
+        share = np.clip((context / waves - low) / (high - low), 0, 1)
+        return np.asarray(1 / ((1 - share) / factor + share), np.float32)
 
     def _add_facts(self, gguf: Any, writer: Any) -> None:
-        config, rope = self.config, self._rope()
-        heads = self._heads()
-        writer.add_context_length(config.get("max_position_embeddings", 2048))
-        writer.add_embedding_length(config["hidden_size"])
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_feed_forward_length(config["intermediate_size"])
+        rope, heads = self._rope(), self._heads()
+        writer.add_context_length(self._count("max_position_embeddings", 2048))
+        writer.add_embedding_length(self._count("hidden_size"))
+        writer.add_block_count(self._count("num_hidden_layers"))
+        writer.add_feed_forward_length(self._count("intermediate_size"))
         writer.add_head_count(heads["q"])
         writer.add_head_count_kv(heads["k"])
-        writer.add_key_length(self._head_size())
-        writer.add_value_length(self._head_size())
-        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
-        writer.add_rope_dimension_count(self._head_size())
+        for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+            add(self._head_size())
+        writer.add_layer_norm_rms_eps(self._number("rms_norm_eps", 1e-6))
         writer.add_rope_freq_base(rope["rope_theta"])
         if rope["rope_type"].upper() in _SCALED_ROPES:
             writer.add_rope_scaling_type(gguf.RopeScalingType[rope["rope_type"].upper()])
-            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_factor(self._number("factor", of=rope))
         if rope["rope_type"] == "yarn":
-            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            length = self._number("original_max_position_embeddings", self._number("max_position_embeddings"), of=rope)
+            writer.add_rope_scaling_orig_ctx_len(int(length))
         writer.add_file_type(_FILE_TYPES.get(self.encoding, 1))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
@@ -463,46 +489,52 @@ class GGUFTarget:
         """Return llama.cpp's name of how a byte-level tokenizer splits text; empty for SentencePiece.
 
         Raises:
-            UnsupportedError: it is another tokenizer, or sentencepiece is missing.
+            UnsupportedError: it is another tokenizer.
         """
         splitter = self.tokenizer.get("pre_tokenizer") or {}
         steps = splitter.get("pretokenizers", [splitter])
-        if steps[-1].get("type") == "ByteLevel" and self.tokenizer.get("model", {}).get("type") == "BPE":
+        if steps and steps[-1].get("type") == "ByteLevel" and self.tokenizer.get("model", {}).get("type") == "BPE":
             stated = [(step.get("pattern") or {}).get("Regex") for step in steps if step.get("type") == "Split"]
             kind = _SPLITS.get(stated[0]) if len(stated) == 1 and len(steps) == 2 else None
             kind = "gpt-2" if len(steps) == 1 and steps[0].get("use_regex", True) else kind
             if kind is not None:
                 return kind
-        elif "tokenizer.model" in self.small_files:
-            try:
-                import_module("sentencepiece")
-            except ImportError as error:
-                message = "a tokenizer.model needs the package sentencepiece, which is not installed"
-                raise UnsupportedError.of("extra.missing", self.name, message, "install mergepipe[gguf]") from error
+        elif _PIECES in self.small_files:
             return ""
-        message = "its tokenizer splits text as none of Llama 3, Qwen 2 and GPT-2, and there is no tokenizer.model"
+        message = f"its tokenizer splits text as none of Llama 3, Qwen 2 and GPT-2, and there is no {_PIECES}"
         raise UnsupportedError.of("model.unsupported", self.name, message, _CONVERTER)
 
-    def _add_vocabulary(self, gguf: Any, writer: Any, folder: Path, entries: Sequence[TensorEntry]) -> None:
-        n_rows = next(entry.shape[0] for entry in entries if entry.name == f"{_MODULES[0]}.weight")
-        kind = self._vocabulary_kind()
-        types = gguf.TokenType
-        tokens: list[tuple[bytes, float, int]] = []
-        if kind:
-            by_id = {number: (token, types.NORMAL) for token, number in self.tokenizer["model"]["vocab"].items()}
-            for added in self.tokenizer.get("added_tokens", []):
-                by_id[added["id"]] = added["content"], types.CONTROL if added["special"] else types.USER_DEFINED
-            missing = [(f"[PAD{number}]", types.UNUSED) for number in range(n_rows)]
-            tokens = [(text.encode(), 0.0, type_) for text, type_ in (by_id.get(i, missing[i]) for i in range(n_rows))]
-            n_tokens = max(by_id, default=-1) + 1
-        else:
-            tokens = list(gguf.vocab.SentencePieceVocab(folder).all_tokens())
-            n_tokens = len(tokens)
-            tokens += [(f"[PAD{i}]".encode(), -1000.0, types.UNUSED) for i in range(n_tokens, n_rows)]
-            writer.add_token_scores([score for _, score, _ in tokens])
-        if n_tokens > n_rows:
-            message = f"its tokenizer has {n_tokens} tokens, and the embedding {n_rows} rows"
+    def _tokens(self, gguf: Any, n_rows: int) -> list[tuple[str, float, int]]:
+        """Return text, score and type of each row's token: a piece's own, but for tokens that are added.
+
+        Raises:
+            CorruptError: the tokenizer's files contradict themselves, or it has more tokens than rows.
+        """
+        types, root = gguf.TokenType, Location.local(Path(self.name))
+        pieces = {} if self._vocabulary_kind() else read_pieces(self.small_files[_PIECES], where=_PIECES)
+        stored = Checkpoint(root, root, MappingProxyType({}), (), tuple(self.small_files))
+        vocabulary = read_vocabulary(stored, self.small_files)
+        assert vocabulary is not None
+        if vocabulary.n_ids > n_rows:
+            message = f"its tokenizer has {vocabulary.n_ids} tokens, and the embedding {n_rows} rows"
             raise damaged(self.name, message, "give it the model's own tokenizer")
+        added_score = -1000.0 if pieces else 0.0
+        tokens = [(f"[PAD{row}]", added_score, int(types.UNUSED)) for row in range(n_rows)]
+        for text, row in vocabulary.ids.items():
+            score, kind = pieces.get(text, (added_score, types.NORMAL))
+            added = vocabulary.added.get(text)
+            if added is not None and kind in (types.NORMAL, types.USER_DEFINED):
+                kind = types.CONTROL if added.special else types.USER_DEFINED
+            tokens[row] = text, score, int(kind)
+        return tokens
+
+    def _add_vocabulary(self, gguf: Any, writer: Any, folder: Path, n_rows: int) -> None:
+        kind, tokens = self._vocabulary_kind(), self._tokens(gguf, n_rows)
+        if not kind:
+            writer.add_token_scores([score for _, score, _ in tokens])
+            settings = parse_config(self.small_files.get(SETTINGS_NAME, b"{}"), SETTINGS_NAME)
+            if isinstance(settings.get("add_prefix_space"), bool):
+                writer.add_add_space_prefix(settings["add_prefix_space"])
         writer.add_vocab_size(n_rows)
         writer.add_tokenizer_model("gpt2" if kind else "llama")
         writer.add_tokenizer_pre(kind or "default")

@@ -112,7 +112,8 @@ def resolve_global(module: str, name: str, where: str) -> Global:
     """Accept a name of the closed list."""
     qualified_name = (module, name)
     is_listed = _is_record(qualified_name) or qualified_name in _CONSTRUCTORS or qualified_name in _TYPES
-    if not (is_listed or _is_torch_constant(module, name)):
+    is_constant = module == "torch" and (name in STORAGE_DTYPES or name in TORCH_DTYPES)
+    if not (is_listed or is_constant or (module == "torch.storage" and name in ("UntypedStorage", "TypedStorage"))):
         raise _refused(f"{module[:80]}.{name[:80]}", where)
     return Global(module, name)
 
@@ -126,12 +127,6 @@ def _refused(name: str, where: str) -> Exception:
 def _is_record(qualified_name: tuple[str, str]) -> bool:
     module, name = qualified_name
     return qualified_name in _RECORDS or (module.startswith("torch.distributed.") and name in _DISTRIBUTED)
-
-
-def _is_torch_constant(module: str, name: str) -> bool:
-    if module == "torch":
-        return name in STORAGE_DTYPES or name in TORCH_DTYPES
-    return module == "torch.storage" and name in ("UntypedStorage", "TypedStorage")
 
 
 def construct(kind: object, args: object, where: str) -> object:

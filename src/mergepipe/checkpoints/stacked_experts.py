@@ -195,13 +195,9 @@ def _replaced(
     tensors: Mapping[str, Readable], spare: Mapping[str, Readable], made: Mapping[str, Readable], used: set[Piece]
 ) -> dict[str, Readable]:
     """Replace the tensors that were used up by those that were assembled, in storage order."""
-    unused = (t for name, t in tensors.items() if name not in spare or not _is_used_up(t, used))
+    pieces = {name: pieces_of(name, tensor.shape) for name, tensor in spare.items()}
+    unused = (t for name, t in tensors.items() if not pieces.get(name) or not used.issuperset(pieces[name]))
     return {tensor.name: tensor for tensor in sorted([*unused, *made.values()], key=_place)}
-
-
-def _is_used_up(tensor: Readable, used: set[Piece]) -> bool:
-    pieces = pieces_of(tensor.name, tensor.shape)
-    return bool(pieces) and all(piece in used for piece in pieces)
 
 
 def _place(tensor: Readable) -> tuple[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -59,29 +60,30 @@ class Vocabulary:
 # --- parse the pieces of a sentencepiece model file: known protobuf fields, everything else skipped ---
 
 
-_PIECES_FIELD, _TEXT_FIELD = 1, 1
+_PIECES_FIELD, _TEXT_FIELD, _SCORE_FIELD, _KIND_FIELD = 1, 1, 2, 3
+_NORMAL = 1
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 
 
-def read_pieces(raw: bytes, *, where: object) -> tuple[str, ...]:
-    """Read the pieces in order of id."""
+def read_pieces(raw: bytes, *, where: object) -> dict[str, tuple[float, int]]:
+    """Read the pieces in order of id: score and kind (1 is a usual one) by text."""
     parser = _Parser(raw, where)
-    pieces: dict[str, None] = {}
+    pieces: dict[str, tuple[float, int]] = {}
     for number, value in parser.fields(0, len(raw)):
         if number != _PIECES_FIELD:
             continue
         if not isinstance(value, tuple):
             raise parser.error(f"field {number} must be a message")
-        piece = parser.piece(*value)
+        piece, score, kind = parser.piece(*value)
         if piece in pieces:
             raise parser.error(f"the piece {shown(piece)} occurs twice")
-        pieces[piece] = None
+        pieces[piece] = score, kind
         if len(pieces) > MAX_TOKEN_ID:
             raise parser.error(f"more than {MAX_TOKEN_ID} pieces")
     if not pieces:
         raise parser.error("no piece found; is it a sentencepiece model?")
-    return tuple(pieces)
+    return pieces
 
 
 class _Parser:
@@ -94,15 +96,20 @@ class _Parser:
     def error(self, message: str) -> MergePipeError:
         return CorruptError.of("tokenizer.damaged", self._where, message)
 
-    def piece(self, start: int, stop: int) -> str:
-        """Return the text of one piece message."""
-        text: str | None = None
+    def piece(self, start: int, stop: int) -> tuple[str, float, int]:
+        """Return text, score and kind of one piece message."""
+        text, score, kind = "", 0.0, _NORMAL
         for number, value in self.fields(start, stop):
-            if number == _TEXT_FIELD and isinstance(value, tuple):
-                text = self._text(*value)
+            match number, value:
+                case (_, (first, last)) if number == _TEXT_FIELD:
+                    text = self._text(first, last)
+                case (_, (first, last)) if number == _SCORE_FIELD and last - first == 4:
+                    (score,) = struct.unpack_from("<f", self._raw, first)
+                case (_, int()) if number == _KIND_FIELD:
+                    kind = value
         if not text:
             raise self.error(f"the piece at byte {start} has no text")
-        return text
+        return text, score, kind
 
     def fields(self, start: int, stop: int) -> Iterator[tuple[int, int | tuple[int, int]]]:
         """Yield the fields of one message: number, and value or byte range `[start, stop)`."""
@@ -116,18 +123,16 @@ class _Parser:
                 value, at = self._varint(at, stop)
                 yield number, value
                 continue
-            n_bytes, at = self._extent(kind, at, stop)
+            if kind == _BYTES:
+                n_bytes, at = self._varint(at, stop)
+            elif kind in (_FIXED32, _FIXED64):
+                n_bytes = 4 if kind == _FIXED32 else 8
+            else:
+                raise self.error(f"wire type {kind} at byte {at}")
             if n_bytes > stop - at:
                 raise self.error(f"field {number} needs {n_bytes} bytes at byte {at}, found {stop - at}")
             yield number, (at, at + n_bytes)
             at += n_bytes
-
-    def _extent(self, kind: int, at: int, stop: int) -> tuple[int, int]:
-        if kind == _BYTES:
-            return self._varint(at, stop)
-        if kind in (_FIXED32, _FIXED64):
-            return (4 if kind == _FIXED32 else 8), at
-        raise self.error(f"wire type {kind} at byte {at}")
 
     def _varint(self, at: int, stop: int) -> tuple[int, int]:
         value = 0
@@ -160,8 +165,8 @@ _SHIFTED = ("XLMRoberta", "Camembert", "MBart", "Barthez", "Nllb", "XGLM", "Pega
 _TIKTOKEN_SUFFIX = ".tiktoken"
 
 
-def read_vocabulary(checkpoint: Checkpoint, store: Store) -> Vocabulary | None:
-    """Read the vocabulary of a checkpoint; None if it has no tokenizer file."""
+def read_vocabulary(checkpoint: Checkpoint, store: Store | Mapping[str, bytes]) -> Vocabulary | None:
+    """Read the vocabulary of a checkpoint; None if it has no tokenizer file. `store`: or its small files."""
     for name, read in _READERS.items():
         if name in checkpoint.sidecars:
             return read(TokenizerFiles(checkpoint, store), name)
@@ -175,7 +180,7 @@ def read_vocabulary(checkpoint: Checkpoint, store: Store) -> Vocabulary | None:
 class TokenizerFiles:
     """The small files of one checkpoint, of a bounded size."""
 
-    def __init__(self, checkpoint: Checkpoint, store: Store) -> None:
+    def __init__(self, checkpoint: Checkpoint, store: Store | Mapping[str, bytes]) -> None:
         self._checkpoint = checkpoint
         self._store = store
 
@@ -188,6 +193,8 @@ class TokenizerFiles:
 
     def raw(self, name: str) -> bytes:
         """Read all bytes of one file."""
+        if isinstance(self._store, Mapping):
+            return self._store[name]
         return self._store.read_small(self.path(name), sidecar_limit(name))
 
     def document(self, name: str) -> dict[str, JsonValue]:
@@ -381,19 +388,14 @@ def extended_files(files: TokenizerFiles, output: Vocabulary, tokens: Sequence[A
         )
     settings = files.document(SETTINGS_NAME)
     if not is_fast or DECODER_KEY in settings:
-        changed[SETTINGS_NAME] = _written(_with_decoder(settings, output, tokens))
+        decoder = settings.get(DECODER_KEY)
+        described: dict[str, object] = dict(decoder) if isinstance(decoder, dict) else {}
+        described |= {str(output.ids[token.content]): asdict(token) for token in tokens}
+        changed[SETTINGS_NAME] = _written({**settings, DECODER_KEY: described})
     if not is_fast or ADDED_NAME in files:
         ids = {token.content: output.ids[token.content] for token in tokens}
         changed[ADDED_NAME] = _written({**files.document(ADDED_NAME), **ids})
     return changed
-
-
-def _with_decoder(
-    settings: Mapping[str, JsonValue], output: Vocabulary, tokens: Sequence[AddedToken]
-) -> dict[str, object]:
-    decoder = settings.get(DECODER_KEY)
-    records = {str(output.ids[token.content]): asdict(token) for token in tokens}
-    return {**settings, DECODER_KEY: {**(decoder if isinstance(decoder, dict) else {}), **records}}
 
 
 def _written(document: Mapping[str, object]) -> bytes:

@@ -114,7 +114,9 @@ def with_option_groups(function: Callable[..., object]) -> Callable[..., None]:
     takes_context = declared_parameters.pop("context", None) is not None
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     for parameter in (context, *declared_parameters.values()):
-        kind, *marks = get_args(parameter.annotation) if _is_marked(parameter) else (parameter.annotation,)
+        kind, *marks = (
+            get_args(parameter.annotation) if get_origin(parameter.annotation) is Annotated else (parameter.annotation,)
+        )
         flags = [mark for mark in marks if isinstance(mark, Flag)]
         declared: list[Option] = []
         if isinstance(kind, type) and is_dataclass(kind):
@@ -161,10 +163,6 @@ def with_option_groups(function: Callable[..., object]) -> Callable[..., None]:
 def _place(panel: str) -> int:
     """Return the place of a section in a command's help: those that are not known come last."""
     return PANELS.index(panel) if panel in PANELS else len(PANELS)
-
-
-def _is_marked(parameter: inspect.Parameter) -> bool:
-    return get_origin(parameter.annotation) is Annotated
 
 
 def _parameter(option: Option) -> inspect.Parameter:

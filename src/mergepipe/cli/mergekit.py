@@ -16,7 +16,7 @@ from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
 from mergepipe.cli.printing import DEBUG, ReportOptions, print_report, print_warnings
 from mergepipe.cli.progress import progress_shown
 from mergepipe.core.display import printable
-from mergepipe.core.flags import Flag, option
+from mergepipe.core.flags import Flag, declared_options, option
 from mergepipe.core.units import parse_size
 from mergepipe.errors import Problem, UnsupportedError
 from mergepipe.options import FORCE, MergeOptions, RecipeOptions
@@ -32,6 +32,8 @@ DONE, ALWAYS, NOTICED, REFUSED = (
     "Refused if they are set",
 )
 _done, _always, _noticed, _refused = (partial(Flag, panel=panel) for panel in (DONE, ALWAYS, NOTICED, REFUSED))
+_NO_GPU = "The processor merges, in bounded memory; no GPU is used."
+_PROCESSORS = ("cpu", "auto")  # as devices
 _COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 
 
@@ -56,57 +58,47 @@ class MergekitFlags:
     clone_tensors: bool | None = option(None, _always("Every output tensor is written by itself."))
     async_write: bool | None = option(None, _always("Reading, merging and writing overlap."))
     write_threads: int | None = option(None, _always("One thread writes, at the disk's speed.", metavar="N"))
-    cuda: bool | None = option(None, _noticed("The processor merges, as fast as disks read."))
-    device: str | None = option(None, _noticed("As --cuda.", metavar="NAME"))
-    low_cpu_memory: bool | None = option(None, _noticed("Memory is bounded anyway."))
-    read_to_gpu: bool | None = option(None, _noticed("As --cuda."))
-    multi_gpu: bool | None = option(None, _noticed("As --cuda."))
-    gpu_rich: bool = option(False, _noticed("As --cuda."))
-    trust_remote_code: bool | None = option(None, _noticed("No code of a model is ever run."))
-    allow_crimes: bool | None = option(None, _noticed("Names and shapes of tensors decide what can be merged."))
-    transformers_cache: str | None = option(
-        None, _noticed("The Hub's own cache is used: $HF_HUB_CACHE.", metavar="DIR")
+    cuda: bool | None = option(None, _noticed(_NO_GPU))
+    device: str | None = option(None, _noticed(_NO_GPU, metavar="NAME"))
+    low_cpu_memory: bool | None = option(None, _noticed(_NO_GPU))
+    read_to_gpu: bool | None = option(None, _noticed(_NO_GPU))
+    multi_gpu: bool | None = option(None, _noticed(_NO_GPU))
+    gpu_rich: bool = option(False, _noticed(_NO_GPU))
+    trust_remote_code: bool | None = option(None, _noticed("No code of a model is ever run, and none is needed."))
+    allow_crimes: bool | None = option(
+        None, _noticed("Names and shapes of tensors decide what can be merged, with it or not.")
     )
-    lora_merge_cache: str | None = option(None, _noticed("LoRAs are applied while they are read.", metavar="DIR"))
-    unsafe_truncate_embeddings: bool | None = option(None, _noticed("The base's rows are kept, all of them."))
+    transformers_cache: str | None = option(
+        None, _noticed("Models are found in the Hub's own cache; set HF_HUB_CACHE to choose it.", metavar="DIR")
+    )
+    lora_merge_cache: str | None = option(
+        None, _noticed("Nothing is kept of LoRAs: they are applied while they are read.", metavar="DIR")
+    )
+    unsafe_truncate_embeddings: bool | None = option(
+        None, _noticed("All rows of the base are kept; `tokenizer_source` in the recipe matches rows by token.")
+    )
     safe_serialization: bool | None = option(None, _refused("Safetensors are written; pickles are refused."))
     lora_merge_dtype: str | None = option(None, _refused("LoRAs are applied in float32.", metavar="DTYPE"))
 
     def check(self) -> None:
         """Refuse what was asked for and cannot be done, all at once."""
-        problems = []
-        if self.safe_serialization is False:
-            message, hint = "pickled weights are not written", "leave it out: the output is safetensors"
-            problems.append(Problem("option.unsupported", "--no-safe-serialization", message, hint))
-        if self.lora_merge_dtype is not None:
-            message = "LoRAs are applied in float32 and rounded once"
-            problems.append(Problem("option.unsupported", "--lora-merge-dtype", message, "leave it out"))
-        if problems:
+        refusals = {
+            "--no-safe-serialization": "safetensors are written, no pickles" * (self.safe_serialization is False),
+            "--lora-merge-dtype": "LoRAs are applied in float32 and rounded once" * (self.lora_merge_dtype is not None),
+        }
+        if problems := [
+            Problem("option.unsupported", *of_flag, "leave it out") for of_flag in refusals.items() if of_flag[1]
+        ]:
             raise UnsupportedError(*problems)
 
     def notices(self) -> tuple[str, ...]:
         """Return a line for each thing that was asked for and that holds otherwise here."""
         flags: dict[str, list[str]] = {}
-        for name, text in _NOTICES.items():
-            if getattr(self, name) not in (None, False, *_NO_GPU.get(name, ())):
-                flags.setdefault(text, []).append(f"--{name.replace('_', '-')}")
+        for declared in declared_options(type(self)):
+            value, text = getattr(self, declared.field), declared.flag.help
+            if declared.flag.panel == NOTICED and value not in (None, False, *_PROCESSORS):
+                flags.setdefault(f"{text[0].lower()}{text[1:-1]}", []).append(declared.name)
         return tuple(f"{', '.join(named)}: {text}" for text, named in flags.items())
-
-
-_NO_GPU = {"device": ("cpu", "auto")}
-_NOTICES = {
-    **dict.fromkeys(
-        ("cuda", "device", "low_cpu_memory", "read_to_gpu", "multi_gpu", "gpu_rich"),
-        "the processor merges, in bounded memory; no GPU is used",
-    ),
-    "trust_remote_code": "no code of a model is ever run, and none is needed",
-    "allow_crimes": "names and shapes of tensors decide what can be merged, with it or not",
-    "transformers_cache": "models are found in the Hub's own cache; set HF_HUB_CACHE to choose it",
-    "lora_merge_cache": "LoRAs are applied while they are read; nothing is kept of them",
-    "unsafe_truncate_embeddings": "embeddings keep the base's rows, which stand in where a model has fewer; "
-    "`tokenizer_source` in the recipe matches rows by token",
-}
-"""What is said of flags that are taken, by the names of their fields."""
 
 
 @dataclass(frozen=True, kw_only=True)

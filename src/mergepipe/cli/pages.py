@@ -41,17 +41,14 @@ def render_page(template: str, made: datetime | None, **values: object) -> str:
 @cache
 def _environment() -> Environment:
     """Return what compiles the templates and keeps them for the next pages of this process."""
+    templates = resources.files("mergepipe.cli") / "templates"
     environment = Environment(
-        loader=FunctionLoader(_template_text), undefined=StrictUndefined,
+        loader=FunctionLoader(lambda name: (templates / name).read_text(encoding="utf-8")), undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, autoescape=True, finalize=as_line,
     )  # fmt: skip
     environment.filters |= {"bytes": format_bytes, "seconds": format_seconds}
     environment.globals |= {"share": share_text}
     return environment
-
-
-def _template_text(name: str) -> str:
-    return resources.files("mergepipe.cli").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,7 +306,8 @@ class StoreBuilder:
         self._writer = StoreWriter(staging.path, store.ledger, durable)
         try:
             for file in () if self.is_noted else job.expert.files:
-                self._writer.append_header(self._file_header(file))
+                header = self._store.read_metadata(self.job.expert.root / file.name, 0, self._header_bytes(file))
+                self._writer.append_header(header)
         except BaseException:  # also on an interrupt: no other code closes them
             self.close()
             raise
@@ -417,9 +418,6 @@ class StoreBuilder:
         """The bytes of a weight file before its tensors: the header, with its length prefix."""
         path = self.job.expert.root / file.name
         return file.size_bytes - sum(place.entry.nbytes for place in self.job.places if place.entry.file == path)
-
-    def _file_header(self, file: FileId) -> bytes:
-        return self._store.read_metadata(self.job.expert.root / file.name, 0, self._header_bytes(file))
 
     def _keep(self, name: str) -> KeptFile:
         """Copy a file unchanged."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Annotated, Final, TypeAlias
 
 import numpy as np
@@ -48,11 +49,7 @@ PIECE_NAMES: dict[Piece, str] = {
 OWN_NAMES = frozenset({HEADER_NAME, INDEX_NAME, HEADERS_NAME, *PIECE_NAMES.values()})
 
 
-def _name_of(dtype: DType) -> str:
-    return dtype.name
-
-
-_NamedDType: TypeAlias = Annotated[DType, AsText(_name_of, DTYPES.__getitem__)]
+_NamedDType: TypeAlias = Annotated[DType, AsText(attrgetter("name"), DTYPES.__getitem__)]
 
 
 def is_own_name(name: str) -> bool:
@@ -378,11 +375,9 @@ class StoreIndexReader:
         if self._index is None:
             with self._lock:
                 if self._index is None:
-                    self._index = self._read_index()
+                    content = read_index(self._store, self.index_file, self.n_rows * ROW_BYTES, self._purpose)
+                    self._index = self._checked_index(content)
         return self._index
-
-    def _read_index(self) -> StoreIndex:
-        return self._checked_index(read_index(self._store, self.index_file, self.n_rows * ROW_BYTES, self._purpose))
 
     def _checked_index(self, content: bytes) -> StoreIndex:
         path = self.index_file

@@ -334,13 +334,14 @@ class PackedFetch:
         self._fetch(span, None, out, purpose, is_checked=False)
 
     def _fetch(self, span: Span, base: BaseBytes | None, out: RawBytes, purpose: Purpose, *, is_checked: bool) -> None:
+        row = self._tensor.first_row
         for first, stop in block_groups(span):
             group = self._read_group(first, stop, purpose)
             group_base = self._read_base(first, stop) if base is None else _Base(span, base)
             with self._turns:
                 for piece, offsets in group.offsets.items() if is_checked else ():
                     content = group.content(piece, first, stop)
-                    self._index.check_pieces(piece, self._tensor.first_row + first, offsets, content, self._where_row)
+                    self._index.check_pieces(piece, row + first, offsets, content, lambda at: self._where(at - row))
                 for block in range(first, stop):
                     block_base = self._base_of(block, group_base, is_checked=is_checked)
                     self._decode(block, block_base, group, _Target(span, self._tensor.block_span(block), out))
@@ -389,9 +390,6 @@ class PackedFetch:
 
     def _where(self, block: int) -> str:
         return f"{self._tensor.root}: tensor {self._tensor.name!r}, block {block}"
-
-    def _where_row(self, row: int) -> str:
-        return self._where(row - self._tensor.first_row)
 
     def _decode(self, block: int, base: RawBytes | None, group: _Group, target: _Target) -> None:
         """Decode a block into its place in the buffer of a span."""

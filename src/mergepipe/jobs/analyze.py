@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.statistics_file import StatisticsFile, portable_content, statistics_path, write_statistics
 from mergepipe.checkpoints.content_id import CHUNK_BYTES, content_id, read_digests, with_digests
-from mergepipe.checkpoints.contract import Checkpoint, Readable, Source, TensorEntry, files_of
+from mergepipe.checkpoints.contract import Checkpoint, Source, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.engine import analysis
@@ -185,21 +185,16 @@ def _subject(
     block_elements: int,
     densities: Sequence[float],
 ) -> _Subject:
-    comparable = tuple(name for name, entry in base.tensors.items() if _can_compare(entry, expert.tensors.get(name)))
-    incomparable = tuple(
-        name for name, entry in base.tensors.items() if entry.dtype.kind is DTypeKind.FLOAT and name not in comparable
+    floating = {name: entry for name, entry in base.tensors.items() if entry.dtype.kind is DTypeKind.FLOAT}
+    forms = {name: (entry.shape, entry.dtype.kind) for name, entry in expert.tensors.items()}
+    comparable = tuple(
+        name
+        for name, entry in floating.items()
+        if entry.n_elements and forms.get(name) == (entry.shape, DTypeKind.FLOAT)
     )
+    incomparable = tuple(name for name in floating if name not in comparable)
     is_covered = on_record is not None and on_record.covers(comparable, block_elements, densities)
     return _Subject(expert, comparable, incomparable, on_record, bool(comparable) and not is_covered)
-
-
-def _can_compare(base: Readable, expert: Readable | None) -> bool:
-    return (
-        expert is not None
-        and base.shape == expert.shape
-        and base.dtype.kind is expert.dtype.kind is DTypeKind.FLOAT
-        and base.n_elements > 0
-    )
 
 
 def _densities(wanted: Iterable[float], subjects: Iterable[_Subject]) -> tuple[float, ...]:

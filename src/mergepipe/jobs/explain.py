@@ -35,7 +35,7 @@ from mergepipe.runs.budget import BlockCounts, analysis_advice, blocks_by_level,
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.stored_plan import plan_of, read_plan
 from mergepipe.runs.work import KnownStatistics
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+from mergepipe.snapshots.manifest import BESIDE, FILE_SUFFIXES, MANIFEST_NAME, Manifest
 from mergepipe.snapshots.staging import Staging, check_target
 from mergepipe.storage.contract import RangeFile, Store, is_file
 from mergepipe.storage.ledger import Purpose
@@ -63,7 +63,7 @@ def explain(
         explanation = explanation_of(Path(), subject, None, tensor)
     else:
         place, decided, manifest = Location.of(subject), None, None
-        if place.name != MANIFEST_NAME and is_file(store, place):
+        if place.name != MANIFEST_NAME and Path(place.name).suffix not in FILE_SUFFIXES and is_file(store, place):
             path, decided = Path(subject), read_plan(subject)
         else:
             path = find_snapshot_path(subject, folder)
@@ -257,11 +257,13 @@ def _with_masks(explanation: Explanation, out: Path, home: Path) -> Explanation:
     if explanation.sid is None:
         raise RecipeError.of("option.conflict", "masks", "a plan has no merged weights", "give a snapshot")
     store, place = Stores(), Location.local(explanation.path)
-    inputs = open_recorded(with_inputs_found(read_manifest_value(store, place), store, home), store)
+    manifest = read_manifest_value(store, place)
+    inputs = open_recorded(with_inputs_found(manifest, store, home), store)
     if inputs.intermediates:
         message = "its experts were merged by other documents of its recipe, and are not stored"
         raise UnsupportedError.of("recipe.unsupported", place, message, "merge those into folders of their own first")
-    merged = open_path(store, place)
+    beside = [place.parent / file.name.removeprefix(BESIDE) for file in manifest.files if file.name.startswith(BESIDE)]
+    merged = open_path(store, beside[0] if beside else place)
     resolution = (inputs.plain or inputs).resolution
     tasks = [task for task in resolution.tasks if task.action is Action.MERGE and task.base.n_elements]
     experts = sorted({

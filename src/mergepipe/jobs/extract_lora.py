@@ -261,7 +261,8 @@ class _Extraction:
     def _take_whole(self, writer: AdapterWriter, name: str, tensor: Readable, changed: Readable) -> None:
         """Save a tensor that is no product of factors in full, or list it with what it leaves."""
         spans = BlockGrid(tensor.n_elements, _CHUNK_ELEMENTS).spans()
-        squared = sum(self._squared(tensor, changed, span) for span in spans)
+        deltas = (self._delta(tensor, changed, span).astype(np.float64) for span in spans)
+        squared = sum(float(np.vdot(delta, delta)) for delta in deltas)
         self.squared_norm += squared
         if self._is_saved(name, tensor):
             if squared and self._is_bias(name):
@@ -298,10 +299,6 @@ class _Extraction:
         if self._is_bias(name):
             return "a bias; --save-modules stores it in full"
         return f"of shape {list(tensor.shape)}, no module's matrix: LoRA does not change it"
-
-    def _squared(self, tensor: Readable, changed: Readable, span: Span) -> float:
-        delta = self._delta(tensor, changed, span).astype(np.float64)
-        return float(np.vdot(delta, delta))
 
     def _delta(self, tensor: Readable, changed: Readable, span: Span) -> NDArray[np.float32]:
         values = self._read(changed, span, Purpose.EXPERT)

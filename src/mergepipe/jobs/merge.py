@@ -280,8 +280,8 @@ class MergeRun:
         elif self._settings.file.endswith(GGUF_SUFFIX):
             from mergepipe.checkpoints.gguf_files import GGUFTarget
 
-            names = [task.name for task in self._output.tasks]
-            self._gguf = GGUFTarget.of(self._settings.file, planned_sidecars(self._inputs, self._store), names)
+            shapes = {task.name: task.shape for task in self._output.tasks}
+            self._gguf = GGUFTarget.of(self._settings.file, planned_sidecars(self._inputs, self._store), shapes)
             weight_bytes *= 2
         small_bytes = sum(map(len, planned.contents.values())) + SPARE_BYTES
         check_free_space(self._settings.out, small_bytes + weight_bytes)

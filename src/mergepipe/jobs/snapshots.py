@@ -30,6 +30,7 @@ from mergepipe.options import home_of
 from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import Garbage, GcReport, SnapshotReport
 from mergepipe.snapshots.manifest import (
+    BESIDE,
     MANIFEST_NAME,
     Manifest,
     parse_manifest,
@@ -86,7 +87,7 @@ def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotRep
     try:
         return _report(Catalog(home_of(home)).snapshot(str(snapshot)), is_recorded=True)
     except NotFoundError:
-        path = Path(snapshot)
+        path = record_folder(Path(snapshot))
         if not _has_manifest(path):
             raise
         created, store = modified_at(path / MANIFEST_NAME), Stores()
@@ -104,9 +105,9 @@ def lineage(snapshot: str | Path, *, down: bool = False, home: str | Path | None
     try:
         return Catalog(home_of(home)).lineage(str(snapshot), down=down)
     except NotFoundError:
-        if not _has_manifest(Path(snapshot)):
+        if not _has_manifest(record_folder(Path(snapshot))):
             raise
-        read_manifest(Stores(), Path(snapshot))  # which says so where it is no snapshot's
+        read_manifest(Stores(), record_folder(Path(snapshot)))  # which says so where it is no snapshot's
         hint = f"run `mergepipe catalog rebuild {snapshot}`"
         raise NotFoundError.of("snapshot.not-found", snapshot, "a snapshot that is not in the catalog", hint) from None
 
@@ -138,8 +139,13 @@ def find_snapshot_path(reference: str | Path, home: Path) -> Path:
     path = Path(reference)
     if path.name == MANIFEST_NAME and path.is_file():
         return path.parent
-    if path.is_file() and _has_manifest(record_folder(path)):
-        return record_folder(path)
+    record = record_folder(path)
+    if path.is_file() and _has_manifest(record):
+        manifest = read_manifest_value(Stores(), Location.local(record))
+        if BESIDE + path.name not in {file.name for file in (*manifest.files, *manifest.sidecars)}:
+            hint = "give back the name that it was made under, or merge again"
+            raise NotFoundError.of("snapshot.not-found", path, f"{record.name} is the record of another file", hint)
+        return record
     if path.is_dir():
         if not _has_manifest(path):
             message = f"holds no {MANIFEST_NAME}: not a snapshot"

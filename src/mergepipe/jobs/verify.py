@@ -123,6 +123,8 @@ def verify(
             raise UnsupportedError.of("snapshot.composite", path, message, "verify it without --deep")
         return _verify_composite(store, path, engine.threads, on_progress)
     examination = examine(store, path, engine.threads, on_progress)
+    if made.deep_fraction > 0 and not examination.manifest.files:
+        raise UnsupportedError.of("model.unsupported", path, "is the record of a GGUF file", "verify it without --deep")
     names = sampled_tensors(examination.manifest, made.deep_fraction) if made.deep_fraction > 0 else ()
     if names:
         examination = replace(examination, manifest=with_inputs_found(examination.manifest, store, catalog_home(made)))

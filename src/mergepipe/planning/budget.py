@@ -86,7 +86,11 @@ def parse_budget(value: str | float, where: str = "--budget") -> BudgetRequest:
     if number < 0:
         raise RecipeError.of("option.invalid", where, f"'{text}' is negative", "0 reads nothing from the experts")
     if unit == "%" or (not unit and "." in text):
-        return _share_budget(number / 100 if unit else number, text, where)
+        share = number / 100 if unit else number
+        if share > 1:
+            hint = "100% reads everything" if unit else f"did you mean {text.strip()}%?"
+            raise RecipeError.of("option.invalid", where, f"'{text}' is more than everything", hint)
+        return ShareBudget(share)
     factor = unit_bytes(unit)
     if factor is None:
         message = f"'{text}': unknown unit '{unit}'"
@@ -99,13 +103,6 @@ def parse_budget(value: str | float, where: str = "--budget") -> BudgetRequest:
     if nbytes > MAX_SIZE_BYTES:
         raise RecipeError.of("option.invalid", where, f"'{text}' is more than {MAX_SIZE_BYTES} bytes", _EXAMPLES)
     return ByteBudget(nbytes)
-
-
-def _share_budget(share: Fraction, text: str, where: str) -> ShareBudget:
-    if share > 1:
-        hint = "100% reads everything" if "%" in text else f"did you mean {text.strip()}%?"
-        raise RecipeError.of("option.invalid", where, f"'{text}' is more than everything", hint)
-    return ShareBudget(share)
 
 
 def parse_fraction(value: str | float, where: str, code: str = "option.share") -> float:

@@ -239,7 +239,10 @@ def _is_there(reader: DocumentReader, name: ModelName, text: str, path: Location
     shown, where = shortened(text), reader.source.where(*key_path)
     hint = f"looked for {shortened(str(path.without_detours()), 200)}"
     try:
-        reason = _why_missing(reader.store, path, shown) if path.is_local else _why_missing_remotely(reader.store, path)
+        if path.is_local:
+            reason = _why_missing(reader.store, path, shown)
+        else:
+            reason = f"there is no '{path}'" if reader.store.stat(path) is None else None
     except NotFoundError as error:
         reason, hint = error.problems[0].message, error.problems[0].hint
     except MergePipeError as error:  # access, or the network: nothing is known of the recipe
@@ -251,10 +254,6 @@ def _is_there(reader: DocumentReader, name: ModelName, text: str, path: Location
     message = f"there is no folder '{shown}', and as a model of the Hub: {reason}" if name.is_hub_id else reason
     reader.findings.add(NotFoundError, "model.not-found", where, message, hint)
     return False
-
-
-def _why_missing_remotely(store: Store, location: Location) -> str | None:
-    return None if store.stat(location) is not None else f"there is no '{location}'"
 
 
 def _why_missing(store: Store, path: Location, shown: str) -> str | None:

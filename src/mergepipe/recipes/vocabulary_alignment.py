@@ -55,7 +55,8 @@ class Alignment:
 
     `checkpoints`: the given ones in order, their embeddings as aligned ones of `n_rows` rows; a tensor that already
     is aligned stays itself. `lender`: whose tokenizer the output has; `files` are those of its tokenizer files that
-    change, with their new content. `dropped`: by model its tokens that the output does not have.
+    change, with their new content. `dropped`: by model its tokens that the output does not have. `words`: the tokens
+    that a union takes of other models' ordinary vocabularies.
     `digest` (32 hex digits) is of the output's tokens and of where every row comes from: tokenizer files may change
     where weights do not.
     """
@@ -66,14 +67,20 @@ class Alignment:
     files: Mapping[str, bytes]
     dropped: Mapping[int, tuple[str, ...]]
     digest: str
+    words: tuple[str, ...] = ()
 
     def notices(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Format one line per model that loses tokens; `names` are the models' names."""
-        return tuple(
+        """Format a line per model that loses tokens, and one of ordinary tokens; `names` are the models' names."""
+        notices = [
             f"{plural(len(tokens), 'token')} of '{names[model]}' not in the output's tokenizer, "
             f"embeddings left out: {examples_of(tokens)}"
             for model, tokens in self.dropped.items()
-        )
+        ]
+        if self.words:
+            text = f"the union adds {plural(len(self.words), 'ordinary token')} of other models"
+            effect = "which are found in a text before the base's own rules split it, so that it splits otherwise"
+            notices.append(f"{text} ({examples_of(self.words)}), {effect}")
+        return tuple(notices)
 
 
 def align_vocabulary(
@@ -103,6 +110,7 @@ def align_vocabulary(
     for group in groups:
         for index, tensor in aligner.aligned(group, n_rows).items():
             replaced[index][group[index].name] = tensor
+    words = {word for vocabulary in vocabularies for word in vocabulary.ids.keys() - vocabulary.added.keys()}
     missing = [tuple(token for token in vocabulary.ids if token not in output.ids) for vocabulary in vocabularies]
     dropped = {model: tokens for model, tokens in enumerate(missing) if tokens}
     return Alignment(
@@ -115,6 +123,7 @@ def align_vocabulary(
         MappingProxyType(extended_files(TokenizerFiles(models[lender], store), output, added)),
         dropped,
         _digest(output, replaced),
+        tuple(token.content for token in added if token.content in words),
     )
 
 

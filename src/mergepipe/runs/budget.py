@@ -94,11 +94,8 @@ def _encoded_cost(source: Readable, access: Access, grid: BlockGrid) -> int:
     for start, stop in access.blocks:
         for block in range(start, stop):
             spans[levels.get(block, 0)].append(grid.span(block))
-    return sum(_source_cost(at_level(source, level), spans_of_level) for level, spans_of_level in spans.items())
-
-
-def _source_cost(source: Readable, spans: Sequence[Span]) -> int:
-    return sum(source.cost_bytes(span) for span in (spans[:1] if source.is_unit else spans))
+    levelled = ((at_level(source, level), spans_of_level) for level, spans_of_level in spans.items())
+    return sum(part.cost_bytes(span) for part, blocks in levelled for span in (blocks[:1] if part.is_unit else blocks))
 
 
 # --- count what a plan covers: blocks that any expert contributes to, and those of each expert by level ---

@@ -40,6 +40,7 @@ MERGEKIT_CONFIG_NAME = "mergekit_config.yml"
 """Where the Hub looks for the recipe of a merged model."""
 GENERATION_NAME = "generation_config.json"
 _TOKEN_ID_SUFFIX = "_token_id"
+_TOKEN_IDS = frozenset(f"{kind}{_TOKEN_ID_SUFFIX}" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
 _TIED_KEY = "tie_word_embeddings"
 
 
@@ -181,8 +182,9 @@ def _align_configuration(contents: dict[str, bytes], alignment: Alignment, lende
     if alignment.lender != 0:
         lent = read_sidecars(lender, store)
         for name in (CONFIG_NAME, GENERATION_NAME):
-            if name in contents and name in lent:
-                contents[name] = with_token_ids(contents[name], lent[name])
+            stated = lent.get(name, lent.get(CONFIG_NAME))
+            if name in contents and stated is not None:
+                contents[name] = with_token_ids(contents[name], stated)
 
 
 def with_vocab_size(config: bytes, n_rows: int) -> bytes:
@@ -197,12 +199,18 @@ def with_vocab_size(config: bytes, n_rows: int) -> bytes:
 
 
 def with_token_ids(config: bytes, lent: bytes) -> bytes:
-    """Copy the ids of special tokens (`bos_token_id`, ...) from `lent`; unchanged if there are none."""
+    """Make the ids of special tokens those of `lent`, also where it states none: they belong to another vocabulary."""
     content, other = parsed_config(config), parsed_config(lent)
     if content is None or other is None:
         return config
-    ids = {key: other[key] for key in content if key.endswith(_TOKEN_ID_SUFFIX) and key in other}
-    return config if all(content[key] == ids[key] for key in ids) else config_bytes({**content, **ids})
+    theirs = {key: value for section in text_sections(other)[::-1] for key, value in section.items()}
+    stating = [section for section in text_sections(content) if _TOKEN_IDS & section.keys()] or [content]
+    for section in stating:
+        ids = [key for key in theirs if key in _TOKEN_IDS or (key.endswith(_TOKEN_ID_SUFFIX) and key in section)]
+        section.update({key: theirs[key] for key in ids})
+        for key in section.keys() & _TOKEN_IDS - theirs.keys():
+            del section[key]
+    return config if content == parsed_config(config) else config_bytes(content)
 
 
 def with_chat_template(contents: Mapping[str, bytes], template: str) -> dict[str, bytes]:

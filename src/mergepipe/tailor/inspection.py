@@ -99,10 +99,8 @@ class InspectReport(Displayed):
 def inspect_checkpoints(store: Store, paths: Sequence[Location]) -> InspectReport:
     """Open every path and report, compared with the first; reads structure and step counters only."""
     checkpoints = [open_training_checkpoint(store, path) for path in paths]
-    reasons = [reason for other in checkpoints[1:] for reason in differences(checkpoints[0], other)]
-    if len(checkpoints) > 1 and all(checkpoint.missing for checkpoint in checkpoints):
-        reasons.append("none of them is complete: a composition needs one that is")
-    return InspectReport(tuple(map(_report, checkpoints)), not reasons, tuple(reasons))
+    reasons = tuple(reason for other in checkpoints[1:] for reason in differences(checkpoints[0], other))
+    return InspectReport(tuple(map(_report, checkpoints)), not reasons, reasons)
 
 
 def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:
@@ -169,7 +167,8 @@ class UnitChange(Displayed):
     def to_json(self) -> dict[str, JsonValue]:
         """Return the change as JSON values."""
         changes = {"weights": self.weights, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return {"unit": self.unit, **{kind: _json_number(change) for kind, change in changes.items()}}
+        shares = {kind: math.inf if change is None else change.relative for kind, change in changes.items()}
+        return {"unit": self.unit, **{kind: share if math.isfinite(share) else None for kind, share in shares.items()}}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -187,10 +186,6 @@ class DiffReport(Displayed):
             "second": {"path": str(self.second.path), "step": self.second.step},
             "units": [unit.to_json() for unit in self.units],
         }
-
-
-def _json_number(change: Change | None) -> float | None:
-    return change.relative if change is not None and math.isfinite(change.relative) else None
 
 
 def diff_checkpoints(

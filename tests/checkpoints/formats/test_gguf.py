@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import mergepipe
 from mergepipe.errors import MergePipeError, UnsupportedError
+from support.fuzz_seeds import sentencepieces
 from support.late_modules import torch, transformers
 
 gguf = pytest.importorskip("gguf")
@@ -270,6 +271,8 @@ def test_gguf_out__is_what_gguf_makes_of_the_merge(tmp_path: Path, family: str, 
     made = {path.name for path in tmp_path.glob(f"{name}.*")}
     assert made == {f"{name}.gguf", f"{name}.gguf.yml", f"{name}.mergepipe"}
     assert mergepipe.verify(out).is_sound
+    with pytest.raises(UnsupportedError, match="is the record of a GGUF file"):
+        mergepipe.verify(out, deep_fraction=1.0)
     mergepipe.replay(out, tmp_path / "again" / out.name, catalog=False)
     assert (tmp_path / "again" / out.name).read_bytes() == out.read_bytes()
     out.write_bytes(out.read_bytes()[:-1] + b"?")
@@ -294,6 +297,24 @@ def test_gguf_out__transformers_reads_the_same_model_and_tokenizer(tmp_path: Pat
     assert ids_of[0] == ids_of[1]
 
 
+def test_gguf_out__of_sentencepieces_has_the_tokens_that_other_files_add(tmp_path: Path) -> None:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": 3 + i, "content": text, "special": not i, **flags} for i, text in enumerate(("<|x|>", "tool"))]
+    model = {"type": "BPE", "vocab": {"<unk>": 0, "a": 1, "é": 2}, "merges": []}
+    stated = {"model": model, "added_tokens": added}
+    write_model(tmp_path / "model", "llama", config={"pad_token_id": -1}, tokenizer=stated)
+    (tmp_path / "model" / "tokenizer.model").write_bytes(sentencepieces()[0])
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"add_prefix_space": false}')
+    tokenizer = {"tokens": {"<|new|>": {"source": {"kind": "zero"}}}}
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "model")}], "tokenizer": tokenizer}
+    fields = gguf.GGUFReader(merged(tmp_path, recipe, "m.gguf")).fields
+    lists = [fields[f"tokenizer.ggml.{key}"].contents()[:7] for key in ("tokens", "token_type", "scores")]
+    assert lists[0] == ["<unk>", "a", "é", "<|x|>", "tool", "<|new|>", "[PAD6]"]
+    assert lists[1:] == [[1, 1, 1, 3, 4, 4, 5], [1.0, 1.0, 1.0, *[-1000.0] * 4]]
+    assert not fields["tokenizer.ggml.add_space_prefix"].contents()
+    assert "tokenizer.ggml.padding_token_id" not in fields
+
+
 @pytest.mark.parametrize(
     ("name", "config", "tokenizer", "message"),
     [
@@ -301,13 +322,18 @@ def test_gguf_out__transformers_reads_the_same_model_and_tokenizer(tmp_path: Pat
         ("m.gguf", {"model_type": "gemma3"}, None, "type 'gemma3'.*convert_hf_to_gguf.py"),
         ("m.gguf", {"num_hidden_layers": 1}, None, "tensors have no name in GGUF, 'model.layers.1"),
         ("m.gguf", {"rope_scaling": {"rope_type": "longrope"}}, None, "'longrope'"),
+        ("m.gguf", {"rope_scaling": "linear"}, None, "rotary embedding is of a type that is not written"),
+        ("m.gguf", {"rope_scaling": {"rope_type": "llama3"}}, None, "states None as 'factor'"),
+        ("m.gguf", {"intermediate_size": None}, None, "states None as 'intermediate_size'"),
+        ("m.gguf", {"num_attention_heads": 3}, None, "'model.layers.0.self_attn.q_proj.weight' has 256 rows for 3"),
         ("m.gguf", {}, {"model": {"type": "WordPiece"}}, "splits text as none of"),
+        ("m.gguf", {}, {"pre_tokenizer": {"pretokenizers": []}}, "splits text as none of"),
     ],
 )
 def test_gguf_out__of_another_kind_is_refused(
     tmp_path: Path, name: str, config: Mapping[str, object], tokenizer: Any, message: str
 ) -> None:
     write_model(tmp_path / "model", "llama", config=config, tokenizer=tokenizer)
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(MergePipeError, match=message):
         merged(tmp_path, {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "model")}]}, name)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.yml", "model"]

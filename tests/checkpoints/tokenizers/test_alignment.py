@@ -113,6 +113,7 @@ def test_align_vocabulary__tokens_that_join_take_the_place_of_padding(tmp_path: 
     expert = write_model(tmp_path / "expert", WORDS[:6], seed=1)
     aligned = align_vocabulary(UNION, [base, expert], LocalStore(), has_base=True)
     assert aligned.n_rows == 8
+    assert "2 ordinary tokens of other models ('e', 'f')" in aligned.notices([])[0]
     found = [values_of(each.tensors[EMBED]) for each in aligned.checkpoints]
     base_rows, expert_rows = embedding(8, 0).astype(np.float64), embedding(6, 1).astype(np.float64)
     assert np.array_equal(found[0], np.concatenate([base_rows[:4], expert_rows[4:], base_rows[6:]]))

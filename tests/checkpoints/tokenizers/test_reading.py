@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from vocabulary_cases import fast_tokenizer
 
 from mergepipe.checkpoints.contract import Checkpoint
@@ -17,7 +15,6 @@ from mergepipe.checkpoints.vocabulary import (
     Vocabulary,
     extended,
     extended_files,
-    read_pieces,
     read_vocabulary,
 )
 from mergepipe.errors import CorruptError, UnsupportedError
@@ -162,11 +159,6 @@ def test_read_vocabulary__refuses_ids_that_only_code_knows(tmp_path: Path) -> No
     model = checkpoint(tmp_path, tokenizer__model=pieces("a"), tokenizer_config__json=dict(shifted))
     with pytest.raises(UnsupportedError, match="other ids than their places"):
         read_vocabulary(model, LocalStore())
-
-
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, unique=True))
-def test_read_pieces__gives_the_pieces_in_order(texts: list[str]) -> None:
-    assert read_pieces(pieces(*texts), where="x") == tuple(texts)
 
 
 NEW = (AddedToken("<n>", special=True, normalized=False), AddedToken("d"))

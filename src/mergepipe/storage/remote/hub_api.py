@@ -297,7 +297,9 @@ def refusal(location: Location, status: int, headers: Mapping[str, str], *, has_
     code, message = headers.get("x-error-code", ""), headers.get("x-error-message", "")
     model = location.root
     if code == "GatedRepo":
-        return _gated(location, has_token)
+        hint = f"accept its terms at hf.co/{model}, then {_LOG_IN}"
+        why = "your account has not been granted access" if has_token else "no token was sent"
+        return StorageError.of("hub.gated", location, f"is a gated model, and {why}", hint)
     if code == "RevisionNotFound":
         text = f"the model has no branch, tag or commit '{location.revision}'"
         return NotFoundError.of("model.not-found", location, text, f"see hf.co/{model}/tree/main for what there is")
@@ -326,12 +328,6 @@ def offline(location: Location, why: str) -> MergePipeError:
 def is_unreachable(error: MergePipeError) -> bool:
     """Whether an error means that there is no network, or no Hub at its other end."""
     return error.code == UNREACHABLE
-
-
-def _gated(location: Location, has_token: bool) -> MergePipeError:
-    hint = f"accept its terms at hf.co/{location.root}, then {_LOG_IN}"
-    why = "your account has not been granted access" if has_token else "no token was sent"
-    return StorageError.of("hub.gated", location, f"is a gated model, and {why}", hint)
 
 
 def _no_model(location: Location, status: int, has_token: bool) -> MergePipeError:
