@@ -929,10 +929,10 @@ class SweepPoint(Displayed):
     """One merge under a budget, compared with the full merge M.
 
     `error` is `||M_A - M|| / ||M - M_0||`, `flattering_error` is `||M_A - M|| / ||M||`; None where the divisor is 0.
-    `expert_bytes` is everything requested of expert files but headers, and `share` that of what reading all costs;
-    `seconds` includes planning. `levels` are blocks by the form in which they are read; `unread` names the experts of
-    which nothing is read. `loss` is what the command of the sweep printed, if one was given. No error is measured of
-    samples, which are right on average and far from the full merge in each draw.
+    `expert_bytes` is everything requested of expert files but headers, and `share` that of what the full merge
+    requested; `seconds` includes planning. `levels` are blocks by the form in which they are read; `unread` names the
+    experts of which nothing is read. `loss` is what the command of the sweep printed, if one was given. No error is
+    measured of samples, which are right on average and far from the full merge in each draw.
     """
 
     budget: str = shown("budget")

@@ -72,9 +72,9 @@ def test_sweep__everything_is_the_full_merge_and_nothing_is_the_base(recipe: Pat
     density = "" if operator == "task_arithmetic" else ", density: 0.5"
     recipe.write_text(RECIPE.format(operator=operator, density=density))
     nothing, _, everything, _ = sweep(recipe, "0", "100%").points
-    assert nothing.expert_bytes == 0
+    assert nothing.share == 0.0
     assert nothing.error == pytest.approx(1.0)
-    assert everything.error == 0.0
+    assert (everything.share, everything.error) == (1.0, 0.0)
 
 
 def test_sweep__leaves_nothing_behind(recipe: Path, tmp_path: Path) -> None:

@@ -439,6 +439,7 @@ def _swept(
         policies.append(Policy.RANDOM)
     full_settings = begin("full merge", "full")
     full_report = run_merge(recipe, full_settings)
+    full_expert_bytes = full_report.expert_bytes + full_report.analysis_bytes
     full = open_checkpoint(store, Location.local(full_settings.out))
     changed_norm = distance(store, full, inputs.base, meter("full merge", full, inputs.base))
     full_norm = norm(store, full, meter("full merge", full))
@@ -465,7 +466,7 @@ def _swept(
             budget_bytes=plan.budget_bytes,
             planned_bytes=plan.planned_bytes,
             expert_bytes=expert_bytes,
-            share=expert_bytes / max(plan.full_cost_bytes, 1),
+            share=expert_bytes / max(full_expert_bytes, 1),
             seconds=report.seconds,
             error=shares[0],
             flattering_error=shares[1],
@@ -481,7 +482,7 @@ def _swept(
         seed=options.seed,
         dtypes=tuple(sorted({entry.dtype.name for entry in full.tensors.values()})),
         full_cost_bytes=first_plan.full_cost_bytes,
-        full_expert_bytes=full_report.expert_bytes + full_report.analysis_bytes,
+        full_expert_bytes=full_expert_bytes,
         full_seconds=full_report.seconds,
         changed_norm=changed_norm,
         full_norm=full_norm,
