@@ -46,8 +46,7 @@ def test_inspect_checkpoints__counts_bytes_per_unit_and_kind(run: Path) -> None:
     n_elements = sum(KNOWN.arrays[n, "fp32"].size for n in SHAPES if ".layers.1." in n)
     assert (layer.parameters, layer.elements) == (4, n_elements)
     assert dict(layer.bytes) == dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq", "weight"), 4 * n_elements)
-    total = sum(4 * KNOWN.arrays[n, "fp32"].size for n in SHAPES) * 4
-    assert report.bytes == total
+    assert report.bytes == 16 * sum(KNOWN.arrays[n, "fp32"].size for n in SHAPES)
 
 
 def test_inspect_checkpoints__says_where_a_step_counter_is_shared(run: Path) -> None:
@@ -61,6 +60,9 @@ def test_inspect_checkpoints__says_why_two_do_not_fit(run: Path) -> None:
     for other, reason in (("zero3", "only one has weight"), ("dcp", "framework deepspeed and torch"), ("later", "")):
         report = inspected(run, "zero2", other)
         assert (report.comparable, reason in "; ".join(report.reasons)) == (not reason, True)
+    for lost in (*run.rglob("zero2/*rank_1_*optim*"), *run.rglob("later/*rank_1_*optim*")):
+        lost.unlink()
+    assert inspected(run, "zero2", "later").reasons == ("none of them is complete: a composition needs one that is",)
 
 
 def test_to_json__is_json_and_complete(run: Path) -> None:

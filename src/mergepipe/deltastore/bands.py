@@ -67,10 +67,7 @@ def decode_bands(
     values: Bits16 = _NO_VALUES,
     deltas: Floats = _NO_DELTAS,
 ) -> None:
-    """Decode the expert's 16 bits an element from both pieces, or deltas: those in HEAD exactly, the others with REST.
-
-    Without REST they are 0.
-    """
+    """Decode the expert's 16 bits an element from both pieces, or deltas: without REST those outside HEAD are 0."""
     n, mantissa_bits = len(base), MANTISSA_BITS[dtype]
     if len(values) + len(deltas) != n:  # compiled code does not check bounds
         raise ValueError(f"{n} elements of the base, room for {len(values)} values and {len(deltas)} deltas")

@@ -99,8 +99,10 @@ class InspectReport(Displayed):
 def inspect_checkpoints(store: Store, paths: Sequence[Location]) -> InspectReport:
     """Open every path and report, compared with the first; reads structure and step counters only."""
     checkpoints = [open_training_checkpoint(store, path) for path in paths]
-    reasons = tuple(reason for other in checkpoints[1:] for reason in differences(checkpoints[0], other))
-    return InspectReport(tuple(map(_report, checkpoints)), not reasons, reasons)
+    reasons = [reason for other in checkpoints[1:] for reason in differences(checkpoints[0], other)]
+    if len(checkpoints) > 1 and all(checkpoint.missing for checkpoint in checkpoints):
+        reasons.append("none of them is complete: a composition needs one that is")
+    return InspectReport(tuple(map(_report, checkpoints)), not reasons, tuple(reasons))
 
 
 def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:
