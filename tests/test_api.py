@@ -8,13 +8,16 @@ import pydoc
 import re
 import subprocess
 import sys
+from functools import partial
 
+import numpy as np
 import pytest
 
 import mergepipe
-from mergepipe import cli, errors, options, reports
+from mergepipe import cli, errors, options, reports, tailor
 from mergepipe.catalog import snapshots as catalog_snapshots
 from mergepipe.core.flags import Options
+from mergepipe.errors import MergePipeError
 from mergepipe.options import (
     AnalyzeOptions,
     ApplyLoraOptions,
@@ -121,7 +124,15 @@ def test_calls__take_a_keyword_over_the_field_of_their_options() -> None:
     assert MergeOptions.of(given, {"seed": 7, "allow_dropped": ["*.bias"]}) == MergeOptions(
         threads=2, seed=7, allow_dropped=("*.bias",)
     )
+    of_numpy = MergeOptions(seed=np.int64(7), budget=np.float64(0.5), allow_dropped="*.bias")  # type: ignore[arg-type]
+    assert (of_numpy, type(of_numpy.seed)) == (MergeOptions(seed=7, budget=0.5, allow_dropped=("*.bias",)), int)
     assert OutputOptions.of(MergeOptions(threads=2), {}) == OutputOptions(threads=2)
+
+
+def test_calls__take_one_model_where_several_may_stand() -> None:
+    for call in (mergepipe.gc, partial(mergepipe.merge_lora, out="out"), partial(tailor.average, out="out")):
+        with pytest.raises(MergePipeError, match="nowhere"):
+            call("nowhere")
 
 
 def test_calls__refuse_options_that_would_be_ignored() -> None:

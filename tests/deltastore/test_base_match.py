@@ -64,7 +64,7 @@ def test_match__of_an_expert_of_another_dtype_is_by_its_values(family: PackFamil
     assert (number, match.relative_delta, match.is_sure) == (1, 0.0, True)
 
 
-@pytest.mark.parametrize("content", [{}, {"n": np.array([0x7FC0, 0x7F80], np.uint16)}])
+@pytest.mark.parametrize("content", [{}, {"n": np.array([0x7FC0, 0x7F80, 0x7F81], np.uint16)}])
 def test_match__of_an_expert_without_a_finite_weight_is_the_first_candidate(
     tmp_path: Path, content: dict[str, np.ndarray]
 ) -> None:

@@ -57,11 +57,10 @@ def test_encode_converted__experts_of_another_dtype_come_back_with_exact_deltas(
     for level in (Level.HEAD, Level.LOSSLESS):
         assert np.array_equal(deltas_at(block, level, context, n), full_N)
     assert block.errors[0] == pytest.approx(float((full_N.astype(np.float64) ** 2).sum()), rel=1e-6)
-    same = encode_converted(base, base_dtype, convert(base, base_dtype, dtype).copy(), dtype)
+    converted = convert(base, base_dtype, dtype).copy()
+    same = encode_converted(base, base_dtype, converted, dtype)
     assert same.codec is Codec.SAME
-    assert np.array_equal(
-        deltas_at(same, Level.HEAD, context, n), deltas_of(base, convert(base, base_dtype, dtype), dtype, base_dtype)
-    )
+    assert np.array_equal(deltas_at(same, Level.HEAD, context, n), deltas_of(base, converted, dtype, base_dtype))
 
 
 @pytest.mark.parametrize(("base_dtype", "dtype"), CONVERSIONS, ids=lambda dtype: dtype.name)
@@ -75,8 +74,7 @@ def test_merge__of_packed_experts_in_other_dtypes_gives_what_raw_ones_give(tmp_p
     base, _ = pair(0, n, 0.0, BF16, BF16)
     (tmp_path / "base.safetensors").write_bytes(_file(base, BF16, n))
     for seed, (name, dtype) in enumerate(dtypes.items()):
-        expert = pair(0, n, 0.0, BF16, dtype)[1]
-        values_N = decode(expert.tobytes(), dtype)
+        values_N = decode(pair(0, n, 0.0, BF16, dtype)[1].tobytes(), dtype)
         moved_N = values_N + (np.random.default_rng(seed).standard_normal(n) * 1e-4).astype(np.float32)
         moved = as_bytes(encode(moved_N.astype(np.float32), dtype))
         (tmp_path / f"{name}.safetensors").write_bytes(_file(moved, dtype, n))
@@ -90,10 +88,9 @@ def test_merge__of_packed_experts_in_other_dtypes_gives_what_raw_ones_give(tmp_p
         mergepipe.merge({**document, "dtype": "float32"}, tmp_path / f"out-{number}")
         outputs.append((tmp_path / f"out-{number}" / "model.safetensors").read_bytes())
     assert outputs[0] == outputs[1]
-    for name in dtypes:
-        mergepipe.unpack(tmp_path / "stores" / name, tmp_path / "back" / name)
-        packed_file = tmp_path / "back" / name / f"{name}.safetensors"
-        assert packed_file.read_bytes() == (tmp_path / f"{name}.safetensors").read_bytes()
+    for path in raw:
+        mergepipe.unpack(tmp_path / "stores" / path.stem, tmp_path / "back" / path.stem)
+        assert (tmp_path / "back" / path.stem / path.name).read_bytes() == path.read_bytes()
 
 
 def _file(stored: RawBytes, dtype: DType, n: int) -> bytes:

@@ -20,6 +20,7 @@ from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Level
 from mergepipe.engine.work import level_of_blocks
 from mergepipe.options import PlanOptions
+from mergepipe.planning.budget import Policy
 from mergepipe.planning.plan import ALL, Plan, parse_plan
 from mergepipe.planning.problem import Ladder, ladder_steps
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
@@ -234,10 +235,13 @@ def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None
     assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes
 
 
-def test_plan__of_everything_reads_what_overflows_in_the_dtype_of_the_expert(tmp_path: Path) -> None:
-    wide, narrow = np.array([1, 1e6], np.float32), np.array([1, np.inf], np.float16)
-    base, expert = write_family(tmp_path, ({"w": wide}, {"w": narrow})).places
+@pytest.mark.parametrize("rule", ["magmax", "geometric_median"])
+def test_plan__of_everything_reads_what_the_dtype_of_the_expert_alone_changes(tmp_path: Path, rule: str) -> None:
+    wide, narrow = np.array([1, 1e6, 1 + 1e-6], np.float32), np.array([1, np.inf, 1], np.float16)
+    base, expert = write_family(tmp_path, ({"w": wide, "v": wide[2:]}, {"w": narrow, "v": narrow[2:]})).places
     store = pack(base, [expert], tmp_path / "stores").experts[0].folder
-    recipe = {"merge_method": "magmax", "base_model": str(base), "models": [{"model": str(store)}]}
-    mergepipe.merge(recipe, tmp_path / "out", budget="100%", catalog=False)
-    assert np.isinf(read_snapshot(tmp_path / "out")["w"][1])
+    recipe = {"merge_method": rule, "base_model": str(base), "models": [{"model": str(store)}]}
+    full = dict(mergepipe.merged_tensors(recipe))
+    for policy in Policy:
+        planned = mergepipe.merged_tensors(recipe, budget="100%", select=policy)
+        assert all(tensor.tobytes() == full[name].tobytes() for name, tensor in planned)

@@ -72,7 +72,7 @@ def test_merged_tensors__are_made_as_they_are_taken_and_closing_ends_the_merge(b
 def test_merged_tensors__only_some_of_them(bench: Bench) -> None:
     path = bench.write(RECIPES["ties"])
     found = dict(mergepipe.merged_tensors(path, catalog=False))
-    some = dict(mergepipe.merged_tensors(path, catalog=False, only={"norm.weight", "ids"}))
+    some = dict(mergepipe.merged_tensors(path, catalog=False, only=iter(("norm.weight", "ids"))))  # type: ignore[arg-type]
     assert some.keys() == {"norm.weight", "ids"}
     assert all(np.array_equal(tensor, found[name]) for name, tensor in some.items())
 
@@ -120,6 +120,8 @@ def test_merge_into__writes_what_one_weight_changes(bench: Bench) -> None:
     expected = dict(mergepipe.merged_tensors(second, framework="torch", catalog=False))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in module.state_dict().items())
     assert mergepipe.merge_into(module, second, catalog=False) == len(expected)
+    with refuses(RecipeError, "option.invalid"):
+        mergepipe.merge_into(module, second, changed_from=first, only=["nurm.weight"], catalog=False)
     del module.norm.weight
     with refuses(MismatchError, "model.mismatch"):
         mergepipe.merge_into(module, second, catalog=False)

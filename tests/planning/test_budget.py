@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +35,7 @@ from support.refusals import refuses
         ("0.25", ShareBudget(Fraction(1, 4))),
         (".5", ShareBudget(Fraction(1, 2))),
         ("1.0", ShareBudget(Fraction(1))),
-        (0.25, ShareBudget(Fraction(1, 4))),
+        (np.float64(0.25), ShareBudget(Fraction(1, 4))),
         (1e-5, ShareBudget(Fraction(1, 100_000))),
         (0, ByteBudget(0)),
         ("25%", ShareBudget(Fraction(1, 4))),
@@ -54,6 +55,7 @@ def test_parse_budget__reads_bytes_and_shares(text: str | float, expected: Budge
         ("lots", "4GiB"),
         ("1e9", "not a budget"),
         ("nan", "'nan'"),
+        (True, "'True' is not a budget"),
         ("٣", "not a budget"),
         ("4GiB 2", "not a budget"),
         ("-1", "'-1' is negative"),

@@ -6,7 +6,7 @@ from these declarations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from inspect import get_annotations
 from typing import Any, Self, TypeVar
@@ -114,7 +114,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for declared in declared_options(type(self)):
-            declared.check(getattr(self, declared.field))
+            value = _plain(getattr(self, declared.field), declared.kind)
+            object.__setattr__(self, declared.field, value)
+            declared.check(value)
 
     @classmethod
     def of(cls, options: Options | None, changes: Mapping[str, object]) -> Self:
@@ -133,11 +135,22 @@ class Options:
         for name in (*changes, *ignored):
             if name not in names:
                 raise TypeError(f"{cls.__name__} has no option '{name}'; {did_you_mean(name, names)}")
-        changed = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
-        return cls(**changed) if options is None else options.common(cls, **changed)
+        return cls(**dict(changes)) if options is None else options.common(cls, **changes)
 
     def common(self, kind: type[Kind], **changes: Any) -> Kind:
         """Return options of another class: the fields that both have, with `changes`."""
         own = {declared.name for declared in fields(self)}
         values = {declared.name: getattr(self, declared.name) for declared in fields(kind) if declared.name in own}
         return kind(**values | changes)
+
+
+def several(values: Any) -> list[Any]:
+    """Return the values as a list, one that stands by itself too: a text is many texts, which no caller means."""
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+
+
+def _plain(value: Any, kind: str) -> Any:
+    """Return the value of an option as Python's own: a tuple where its field is one, and no number of numpy."""
+    if kind.startswith("tuple") or ("tuple" in kind and not isinstance(value, str)):
+        return tuple(_plain(part, "") for part in several(value))
+    return value.item() if hasattr(value, "item") else value

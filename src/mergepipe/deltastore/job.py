@@ -133,8 +133,8 @@ def _squares(
 
 
 def _values(tensor: Readable, span: Span, files: Mapping[Location, RangeFile]) -> NDArray[np.float64]:
-    values = decoded(read_elements(tensor, span, files, Purpose.METADATA), tensor.dtype.kernel_code).astype(np.float64)
-    return np.nan_to_num(values, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+    values = decoded(read_elements(tensor, span, files, Purpose.METADATA), tensor.dtype.kernel_code)
+    return np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0).astype(np.float64)  # a cast warns of signalling NaNs
 
 
 def _square_sum(values: NDArray[np.float64]) -> float:

@@ -57,13 +57,10 @@ def run_analysis(
         work.tasks, files, store, sizes, options.memory_bytes, _NoSink(), options.threads,
         lambda: observer.on_progress(None),
     )  # fmt: skip
-    limits = pipeline.hold_limits([task for task in work.tasks if not _has_few_fine_deltas(task)])
+    # One look at a tensor is expected to suffice where all models have one 16-bit format (see `FineMagnitudes`).
+    held = [t for t in work.tasks if t.base.dtype.itemsize > 2 or any(s.dtype != t.base.dtype for s in t.experts)]
+    limits = pipeline.hold_limits(held)
     pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, full_access, cut_of), limits, observer))
-
-
-def _has_few_fine_deltas(task: MergeTask) -> bool:
-    """Whether one look at a tensor is expected to suffice (see `FineMagnitudes`): all models have one 16-bit format."""
-    return task.base.dtype.itemsize <= 2 and all(source.dtype == task.base.dtype for source in task.experts)
 
 
 def _jobs(work: AnalysisWork, shapes: Iterator[JobShape], limits: HoldLimits, observer: Observer) -> Iterator[Job]:

@@ -21,6 +21,7 @@ from mergepipe.checkpoints.content_id import CHUNK_BYTES, content_id, read_diges
 from mergepipe.checkpoints.contract import Checkpoint, Source, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.blocks import DTypeKind
+from mergepipe.core.flags import several
 from mergepipe.engine import analysis
 from mergepipe.engine.jobs import Tap
 from mergepipe.engine.segments import Piece
@@ -72,6 +73,7 @@ def analyze(
     """
     started, settings = time.perf_counter(), AnalyzeOptions.of(options, fields)
     engine, home = engine_options(settings), home_of(settings.home)
+    experts = several(experts)
     base_path, expert_paths = Location.of(base), [Location.of(expert) for expert in experts]
     if settings.text is not None and settings.importance_out is not None:
         text, out = Location.of(settings.text), Path(settings.importance_out)

@@ -20,6 +20,7 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, fi
 from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_span
 from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.blocks import BlockGrid, DType, DTypeKind, Span, element_count
+from mergepipe.core.flags import several
 from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.checkpoint import check_original_headers, open_packed
 from mergepipe.engine.make_part import pass_tensors
@@ -185,7 +186,7 @@ def merged_tensors(
     """Yield what `merge` would write, `(name, tensor)` in the order of its files, bit for bit; nothing is written.
 
     The inputs are opened and the budget is planned when it is called, tensors are made while they are taken. Memory:
-    that of a merge (`memory`), and three tensors. `load_weights` of vLLM and SGLang takes such an iterator, with
+    that of a merge (`memory_bytes`), and three tensors. `load_weights` of vLLM and SGLang takes such an iterator, with
     `framework="torch"`.
 
     Args:
@@ -255,6 +256,7 @@ class OpenedMerge:
         as_tensor = tensors_of(framework)
         tasks = self.inputs.resolution.tasks
         if only is not None:
+            only = set(several(only))
             _check_names(only, {task.name for task in tasks})
             tasks = tuple(task for task in tasks if task.name in only)
         inputs = replace(self.inputs, resolution=replace(self.inputs.resolution, tasks=tuple(tasks)))
@@ -354,25 +356,26 @@ def merge_into(
     """
     made = MergeOptions.of(options, fields)
     with OpenedMerge(recipe_of(recipe), made) as merge:
+        known = {task.name for task in merge.inputs.resolution.tasks}
+        names = known if only is None else set(several(only))
+        _check_names(names, known)
         if changed_from is not None:
             with OpenedMerge(recipe_of(changed_from), made) as before:
-                changed = _changed_names(before, merge)
-            only = changed if only is None else changed & set(only)
-        return _write_into(model, merge, only)
+                names &= _changed_names(before, merge)
+        return _write_into(model, merge, names)
 
 
-def _write_into(model: Any, merge: OpenedMerge, only: Collection[str] | None) -> int:
+def _write_into(model: Any, merge: OpenedMerge, names: Collection[str]) -> int:
     """Write the merged tensors into the parameters of the same names; return how many."""
     torch: Any = import_module("torch")
     own = model.state_dict(keep_vars=True)
-    names = {task.name for task in merge.inputs.resolution.tasks} if only is None else only
     missing = sorted(set(names) - own.keys())
     if missing:
         message = f"has no parameter {shown(missing[0])} ({len(missing)} of {len(names)} are missing)"
         raise MismatchError.of("model.mismatch", "model", message, "load the model by `load_model`")
     n_written = 0
     with torch.no_grad():
-        for name, tensor in merge.tensors("torch", only):
+        for name, tensor in merge.tensors("torch", names):
             if own[name].shape != tensor.shape:
                 message = f"{name} has the shape {list(own[name].shape)}, the merged tensor {list(tensor.shape)}"
                 raise MismatchError.of("model.mismatch", "model", message, "load the model by `load_model`")

@@ -22,6 +22,7 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_config
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.stored_adapters import KOHYA, PREFIX, AdaptedModule, StoredAdapter, read_adapter
+from mergepipe.core.flags import several
 from mergepipe.core.strict_json import shown
 from mergepipe.core.units import one_of
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError
@@ -93,7 +94,7 @@ def apply_lora(
         MismatchError: an adapter changes what the base lacks, or two store one module in full.
     """
     made = ApplyLoraOptions.of(options, fields)
-    recipe = apply_recipe(str(base), [str(adapter) for adapter in adapters], made.weights, made.dtype)
+    recipe = apply_recipe(str(base), [str(adapter) for adapter in several(adapters)], made.weights, made.dtype)
     memory_bytes = made.memory_bytes or min(APPLY_MEMORY_BYTES, default_memory_bytes())
     merging = made.common(MergeOptions, allow_dropped=made.allow_unapplied, memory_bytes=memory_bytes)
     try:
@@ -121,7 +122,7 @@ def merge_lora(
     """
     started = time.perf_counter()
     store, target, core_recipe = Stores(), Path(out), None
-    names, made = [str(adapter) for adapter in adapters], MergeLoraOptions.of(options, fields)
+    names, made = [str(adapter) for adapter in several(adapters)], MergeLoraOptions.of(options, fields)
     if len(names) == 1 and Path(names[0]).suffix in _RECIPE_SUFFIXES:
         names, core_recipe, made = _read_recipe(store, Path(names[0]), made)
     made = replace(made, weights=made.weights or (1.0,) * len(names))

@@ -23,6 +23,7 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, fi
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, check_unchanged, open_files, read_span
 from mergepipe.core.blocks import BlockGrid, Span, element_count
+from mergepipe.core.flags import several
 from mergepipe.core.units import positive
 from mergepipe.deltastore.builder import (
     FILES_OF_BUILDER,
@@ -104,9 +105,8 @@ def pack(
             whole or not at all.
     """
     made = PackOptions.of(options, fields)
-    models = [base] if isinstance(base, str | Path) else base
-    bases = None if models is None else [Location.of(model) for model in models]
-    paths = [Location.of(expert) for expert in experts]
+    bases = None if base is None else [Location.of(model) for model in several(base)]
+    paths = [Location.of(expert) for expert in several(experts)]
     pack_models = _pack_experts if made.chain is None else _pack_chain
     return pack_models(bases, paths, place_of_packs(out), made, on_progress)
 
@@ -128,9 +128,7 @@ def _pack_experts(
     candidates = [open_base(store, store.pin(base)) for base in reversed(distinct.values())]
     checkpoints = [open_checkpoint(store, store.pin(location)) for location in experts]
     choices = [match_base(store, checkpoint, candidates) for checkpoint in checkpoints] if candidates else []
-    chosen: list[Checkpoint | None] = [None] * len(checkpoints)
-    if candidates:
-        chosen = [candidates[number] for number, _ in choices]
+    chosen: list[Checkpoint | None] = [candidates[number] for number, _ in choices] or [None] * len(checkpoints)
     jobs = [job_of(store, base, checkpoint, folder, home) for base, checkpoint in zip(chosen, checkpoints, strict=True)]
     matches = {job.place: match for job, (_, match) in zip(jobs, choices, strict=False)}
     check_names(jobs)
@@ -149,12 +147,11 @@ def _pack_experts(
     )
     done = tuple(replace(expert, match=matches.get(job.place)) for job, expert in zip(jobs, done, strict=True))
     usage = store.ledger.usage()
-    expert_bytes = usage[Purpose.EXPERT] + usage[Purpose.ANALYSIS]
     return PackReport(
         base=bases[0] if bases else None,
         experts=done,
         base_bytes=usage[Purpose.BASE],
-        expert_bytes=expert_bytes,
+        expert_bytes=usage[Purpose.EXPERT] + usage[Purpose.ANALYSIS],
         seconds=time.perf_counter() - started,
     )
 
@@ -251,23 +248,17 @@ def _published(builders: Sequence[StoreBuilder]) -> tuple[dict[Location, PackedE
 
 def _packed_facts(job: PackJob, opened: OpenedStore, *, is_new: bool) -> PackedExpert:
     """Describe the store of a job, by its header and index."""
+    codecs = np.unique(opened.index.rows["codec"], return_counts=True)
     return PackedExpert(
         expert=job.expert.path,
         store=job.place.local_path if job.place.is_local else job.place,
         tensor_bytes=job.expert.tensor_bytes,
         store_bytes=sum(file.size_bytes for file in opened.fingerprints),
-        blocks=_blocks_by_codec(opened),
+        blocks=dict(sorted((Codec(int(codec)).name.lower(), int(count)) for codec, count in zip(*codecs, strict=True))),
         outside_bands=_blocks_outside_bands(opened),
         seconds=0.0,
         is_new=is_new,
     )
-
-
-def _blocks_by_codec(opened: OpenedStore) -> dict[str, int]:
-    """Count the blocks of each codec."""
-    codecs, counts = np.unique(opened.index.rows["codec"], return_counts=True)
-    named = zip((Codec(int(codec)).name.lower() for codec in codecs), counts, strict=True)
-    return {name: int(count) for name, count in sorted(named)}
 
 
 def _blocks_outside_bands(opened: OpenedStore) -> dict[str, int]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.core.flags import several
 from mergepipe.core.outcome import private_outputs
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import LimitError, MergePipeError, NotFoundError, OutputError, RecipeError
@@ -25,7 +26,7 @@ from mergepipe.jobs.load import OpenedMerge, library, loaded_model
 from mergepipe.jobs.merge import run_budgeted, run_merge, run_plan
 from mergepipe.jobs.plan import make_plan, plan_request
 from mergepipe.options import SWEEP_BUDGETS, MergeOptions, PlanOptions, SearchOptions, SweepOptions, home_of
-from mergepipe.planning.budget import BudgetRequest, Policy, ShareBudget, parse_budget
+from mergepipe.planning.budget import BudgetRequest, Policy, ShareBudget, number_text, parse_budget
 from mergepipe.recipes.yaml_source import KeyPath, RecipeText, Value, YamlSource, key_path_text, parse_yaml, read_yaml
 from mergepipe.recipes.yaml_source import recipe_text as written_recipe
 from mergepipe.reports import (
@@ -392,13 +393,13 @@ def sweep(
     Args:
         options: `SweepOptions`: how each budget is spent, what is measured, threads, memory, the home folder.
     """
-    made = SweepOptions.of(options, fields)
+    made, budgets = SweepOptions.of(options, fields), several(budgets)
     if not budgets:
         raise RecipeError.of("option.invalid", "--budgets", "none is given", "give some, such as 10%,50%")
     work = None if made.work is None else Path(made.work)
     if work is not None and not work.is_dir():
         raise NotFoundError.of("storage.not-found", work, "no such directory", "make it, or give another with --work")
-    parsed = [(text.strip(), parse_budget(text, "--budgets")) for text in budgets]
+    parsed = [(number_text(budget).strip(), parse_budget(budget, "--budgets")) for budget in budgets]
     with private_outputs(), tempfile.TemporaryDirectory(prefix="mergepipe-sweep-", dir=work) as directory:
         return _swept(recipe_of(recipe), parsed, made, Path(directory), on_progress)
 

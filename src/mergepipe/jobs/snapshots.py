@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +25,7 @@ from mergepipe.catalog.snapshots import (
     row_of,
     sid_of_unchanged_input,
 )
+from mergepipe.core.flags import several
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.options import home_of
 from mergepipe.recipes.references import referenced_paths
@@ -69,6 +70,7 @@ def list_snapshots(
         since: only those that were made on this day (UTC) or later.
     """
     rows = Catalog(home_of(home)).snapshots()
+    since = since.date() if isinstance(since, datetime) else since
     if contained is not None:
         rows = containing(rows, str(contained))
     return tuple(
@@ -131,7 +133,7 @@ def rebuild_catalog(roots: Sequence[str | Path] = (), *, home: str | Path | None
     Raises:
         NotFoundError: a root does not exist.
     """
-    return rebuild(home_of(home), [Path(root) for root in roots])
+    return rebuild(home_of(home), [Path(root) for root in several(roots)])
 
 
 def find_snapshot_path(reference: str | Path, home: Path) -> Path:
@@ -229,12 +231,11 @@ def _is_there(reference: str, store: Store) -> bool:
 
 def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | Path | None = None) -> GcReport:
     """Remove staging of dead runs, next to known snapshots and under `roots`, and catalog rows of what is gone."""
-    folder, places = home_of(home), [Location.of(root).local_path for root in roots]
+    folder, places = home_of(home), [Location.of(root).local_path for root in several(roots)]
     for root in places:
         if not root.is_dir():
             raise NotFoundError.of("storage.not-found", root, "no such directory", "check the path")
-    uploads = folder / UPLOADS_NAME
-    catalog = Catalog(folder)
+    catalog, uploads = Catalog(folder), folder / UPLOADS_NAME
     folders = _folders(catalog.snapshots(), [*places, *([uploads] if uploads.is_dir() else [])])
     living: list[str] = []
     garbage = [*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)]

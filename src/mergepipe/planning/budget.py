@@ -118,9 +118,8 @@ def parse_fraction(value: str | float, where: str, code: str = "option.share") -
 
 def number_text(value: str | float) -> str:
     """Return what a user would have typed for a number; text is returned as it is."""
-    if isinstance(value, str):
-        return value
-    return format(Decimal(repr(value)), "f") if math.isfinite(value) else str(value)
+    is_number = not isinstance(value, str | bool) and math.isfinite(value)
+    return format(Decimal(str(value)), "f") if is_number else str(value)
 
 
 # --- the choices of the user that a planner takes beside the budget ---

@@ -226,8 +226,10 @@ def sufficient_levels(operator: Operator, inputs: OperatorInput, task: MergeTask
     if task.action is Action.COPY or not any(isinstance(source, LeveledTensor) for source in task.experts):
         return ()
     request = operator.reduction(inputs, NOTHING_REDUCED)
-    if not isinstance(request, MagnitudeCut) or not _trims_only(operator, inputs):
+    if not isinstance(request, MagnitudeCut) or not operator.influence(inputs, None).trims:
         return ()
+    if operator.reduction(inputs, Reduced(cuts_E3=np.zeros((len(inputs.experts), 3), np.uint32))) is not None:
+        return ()  # other reductions need values below the cuts
     levels = []
     for e, (source, n_kept) in enumerate(zip(task.experts, request.kept_E, strict=True)):
         if isinstance(source, LeveledTensor):
@@ -235,12 +237,6 @@ def sufficient_levels(operator: Operator, inputs: OperatorInput, task: MergeTask
             if level < source.last_level:
                 levels.append((e, level))
     return tuple(levels)
-
-
-def _trims_only(operator: Operator, inputs: OperatorInput) -> bool:
-    """Whether no value below the cuts matters, neither to other reductions."""
-    reduced = Reduced(cuts_E3=np.zeros((len(inputs.experts), 3), np.uint32))
-    return operator.influence(inputs, None).trims and operator.reduction(inputs, reduced) is None
 
 
 # --- compute cost and remaining error of each level of packed experts by block, and the efficient steps between ---

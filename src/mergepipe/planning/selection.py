@@ -135,7 +135,7 @@ def make_items(candidates: Candidates, *, in_steps: bool) -> Items:
     expert_R, column_R = flat_R // n_columns, flat_R % n_columns
     informed_EB = candidates.informed_ET[:, columns.tensor_B]
     nominal_EB = np.where(informed_EB, candidates.cost_EB, _itemsizes(columns)[:, columns.tensor_B] * columns.n_B)
-    rate_R = candidates.score_EB.ravel()[flat_R] / nominal_EB.ravel()[flat_R]
+    rate_R = candidates.score_EB.ravel()[flat_R] / np.maximum(1, nominal_EB.ravel()[flat_R])
     level_R = _top_levels(candidates)[expert_R, columns.tensor_B[column_R]]
     raw = (flat_R, candidates.cost_EB.ravel()[flat_R], rate_R, level_R)
     flat_S, cost_S, rate_S, level_S = (np.concatenate(arrays) for arrays in zip(raw, *steps, strict=True))
@@ -189,11 +189,11 @@ def _whole_items(candidates: Candidates, own_EB: NDArray[np.bool_]) -> Items:
     itemsize_ET, level_ET, wholes = _itemsizes(columns), _top_levels(candidates), []
     for e, t in candidates.whole:
         inside = columns.of_tensor(t)
-        cost = int(candidates.cost_EB[e, inside][own_EB[e, inside]].sum())
-        if cost:
+        if own_EB[e, inside].any():  # some cost nothing, and are the base in another dtype
+            cost = int(candidates.cost_EB[e, inside][own_EB[e, inside]].sum())
             score_B = candidates.score_EB[e, inside]
             nominal = score_B[0] / columns.n_B[inside.start] / itemsize_ET[e, t]
-            rate = float(score_B.sum() / cost if candidates.informed_ET[e, t] else nominal)
+            rate = float(score_B.sum() / max(cost, 1) if candidates.informed_ET[e, t] else nominal)
             wholes.append((cost, e * n_columns + inside.start, t, rate, int(level_ET[e, t])))
     cost_I, flat_I, tensor_I, rate_I, level_I = zip(*sorted(wholes), strict=True) if wholes else ((),) * 5
     return Items(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergepipe.core.flags import several
 from mergepipe.errors import LimitError, did_you_mean, invalid_option
 from mergepipe.options import AverageOptions, ComposeOptions, ExportOptions
 from mergepipe.storage.location import Location
@@ -83,7 +84,7 @@ def average(
     from mergepipe.tailor.recipes import AverageRequest, OptimizerState, out_dtype, weights_of
 
     request = AverageRequest(
-        tuple(absolute(path) for path in checkpoints),
+        tuple(absolute(path) for path in several(checkpoints)),
         weights_of(made.weights) if isinstance(made.weights, str) else tuple(map(float, made.weights)),
         made.alpha, OptimizerState(made.optimizer), out_dtype(made.dtype, "--dtype"),
         None if made.config is None else absolute(made.config),

@@ -247,11 +247,6 @@ DEFAULT_ALPHA = 0.2
 _NEXT_TO_NOTHING = 1e-8
 
 
-def _simple(count: int, _alpha: float) -> tuple[float, ...]:
-    """Equal weights."""
-    return (1.0,) * count
-
-
 def _exponential(count: int, alpha: float) -> tuple[float, ...]:
     """`M_i <- alpha theta_i + (1 - alpha) M_(i-1)` from `M_1 = theta_1` on."""
     return tuple((alpha if place else 1.0) * (1 - alpha) ** (count - 1 - place) for place in range(count))
@@ -277,7 +272,7 @@ def _decay_shaped(remaining: Callable[[float], float]) -> Callable[[int, float],
 
 
 SCHEMES: Mapping[str, Callable[[int, float], tuple[float, ...]]] = MappingProxyType({
-    "sma": _simple,
+    "sma": lambda count, _: (1.0,) * count,
     "ema": _exponential,
     "wma": _linear_weights,
     "decay-linear": _decay_shaped(lambda t: 1 - t),
