@@ -428,7 +428,7 @@ class SearchOptions(MachineOptions):
     evaluate: str | None = option(None, EVALUATE)
     trials: int = option(50, Flag("How many merges to try.", metavar="N", check=positive))
     trial_timeout: float | None = option(
-        None, Flag("Give an evaluation up after so long.", metavar="SECONDS", check=_check_finite)
+        None, Flag("Give an evaluation up after so long.", metavar="SECONDS", check=positive)
     )
     rungs: tuple[str, ...] = option(
         (), Flag("Merge each trial under this budget first; the best third goes on. Repeat.", name="--rung",

@@ -66,7 +66,7 @@ _MOST_DIGITS = 40
 
 def positive(option: str, value: int, most: int = MAX_SIZE_BYTES) -> int:
     """Return `value` if it is above zero and at most `most` (default: the largest file size)."""
-    if value < 1:
+    if not value > 0:  # NaN is refused too
         message = f"{shown_number(value)} was given"
         raise LimitError.of("option.out-of-range", option, message, "give a number above zero")
     if value > most:
@@ -90,7 +90,7 @@ def one_of(option: str, value: str, choices: Sequence[str]) -> str:
 
 def shown_number(value: int) -> str:
     """Format a number for an error; thousands of digits, which Python refuses to print, are described."""
-    return str(value) if abs(value) < 10**_MOST_DIGITS else f"a number of more than {_MOST_DIGITS} digits"
+    return f"a number of more than {_MOST_DIGITS} digits" if abs(value) >= 10**_MOST_DIGITS else str(value)
 
 
 SMALLEST_PERCENT = 0.001
