@@ -288,7 +288,6 @@ def test_load_file__of_a_store_gives_the_tensors_of_the_original(family: PackFam
     plain = mergepipe.load_file(family.experts[0])
     packed = mergepipe.load_file(family.root / "packed" / "expert-1", threads=2)
     assert list(packed) == list(plain)
-    assert len(packed) == 4
     for name in plain:
         assert packed[name].dtype == np.float32
         assert packed[name].shape == packed.shape(name) == plain.shape(name)
@@ -345,9 +344,8 @@ def test_load_file__gives_every_dtype_in_numpy_or_says_what_can(tmp_path: Path) 
     packed = mergepipe.load_file(tmp_path / "packed" / "model")
     assert packed["none"].shape == (0, 4)
     assert packed["i32"].tolist() == [[5], [-6]]
-    with pytest.raises(UnsupportedError, match="numpy has no dtype for F8_E8M0") as caught:
+    with refuses(UnsupportedError, "model.unsupported", "numpy has no dtype for F8_E8M0"):
         tensors["scale"]
-    assert caught.value.code == "model.unsupported"
 
 
 def test_load_file__finds_a_moved_base_by_its_name_and_refuses_another(family: PackFamily, tmp_path: Path) -> None:
@@ -396,6 +394,16 @@ def test_store__that_says_something_else_than_the_original_headers_is_refused(
     assert any("the header of" in damage.message for damage in damages)
     with pytest.raises(CorruptError, match="the header of"):
         mergepipe.unpack(store, tmp_path / "out")
+
+
+def test_repair__refuses_a_packed_snapshot_and_verify_finds_it_by_its_sid(family: PackFamily, tmp_path: Path) -> None:
+    recipe = {"merge_method": "linear", "models": [{"model": str(family.base)}], "parameters": {"weight": 1}}
+    sid = mergepipe.merge(recipe, tmp_path / "merged", paths="absolute", catalog=False).sid
+    store = mergepipe.pack(family.base, [tmp_path / "merged"], tmp_path / "packed").experts[0].folder
+    with refuses(UnsupportedError, "pack.unsupported"):
+        mergepipe.repair(store)
+    mergepipe.rebuild_catalog([store])
+    assert mergepipe.verify(sid).is_sound
 
 
 def test_verify__tells_a_content_id_that_is_not_that_of_the_tensors(family: PackFamily, tmp_path: Path) -> None:

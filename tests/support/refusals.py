@@ -11,6 +11,6 @@ from mergepipe.errors import MergePipeError
 E = TypeVar("E", bound=MergePipeError)
 
 
-def refuses(kind: type[E] | tuple[type[E], ...], code: str) -> pytest.RaisesExc[E]:
-    """Expect that the block ends with an error of this class whose first problem has this code."""
-    return pytest.raises(kind, check=lambda error: error.code == code)
+def refuses(kind: type[E] | tuple[type[E], ...], code: str, match: str = "") -> pytest.RaisesExc[E]:
+    """Expect that the block ends with an error of this class and text, whose first problem has this code."""
+    return pytest.raises(kind, match=match or None, check=lambda error: error.code == code)

@@ -274,7 +274,10 @@ class _OpenedRows:
                 for _, n, first in chosen:
                     out[first * itemsize : (first + n) * itemsize] = 0
             else:
-                self._fill_mean(chosen, self._mean(origin, purpose), out)
+                mean_W, dtype = self._mean(origin, purpose), self._tensor.dtype
+                for element, n, first in chosen:
+                    repeated_N = np.resize(np.roll(mean_W, -(element % mean_W.size)), n)
+                    _encode(repeated_N, dtype, out[first * dtype.itemsize :])
 
     def _fill(self, index: int, runs: _Runs, out: NDArray[np.uint8], purpose: Purpose) -> None:
         """Fill `runs` of one source into `out`, in the tensor's dtype."""
@@ -323,11 +326,6 @@ class _OpenedRows:
         needed = min(request.stop, entry.offset + entry.nbytes) - request.start
         ranges.request(file, request.start, buffer[: request.n_elements], needed, purpose)
         return buffer
-
-    def _fill_mean(self, runs: _Runs, mean_W: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
-        for element, n, first in runs:
-            repeated_N = np.resize(np.roll(mean_W, -(element % mean_W.size)), n)
-            _encode(repeated_N, self._tensor.dtype, out[first * self._tensor.dtype.itemsize :])
 
     def _mean(self, origin: int, purpose: Purpose) -> NDArray[np.float32]:
         n_rows = sum(part.n_rows for part in self._tensor.rows.means[mean_origin(origin)])

@@ -110,7 +110,8 @@ class _Directory:
             raise self._error("the file does not end with a zip directory; it is cut, or bytes follow it")
         _, disk, first_disk, disk_count, count, nbytes, start, _ = end
         stop = end_offset
-        if self._has_end64(end_offset):
+        locator_offset = end_offset - _LOCATOR64.size
+        if locator_offset >= 0 and self._read(locator_offset, 4) == b"PK\x06\x07":
             stop, disk, first_disk, disk_count, count, nbytes, start = self._end64(
                 end_offset, (disk_count, count, nbytes, start)
             )
@@ -119,10 +120,6 @@ class _Directory:
         if start + nbytes != stop or nbytes > ZIP_DIRECTORY_BYTES or count * _CENTRAL.size > nbytes:
             raise self._error(f"a directory of {nbytes} bytes at {start} does not end at {stop}")
         return start, stop, count
-
-    def _has_end64(self, end_offset: int) -> bool:
-        at = end_offset - _LOCATOR64.size
-        return at >= 0 and self._read(at, 4) == b"PK\x06\x07"
 
     def _end64(self, end_offset: int, short: tuple[int, int, int, int]) -> tuple[int, int, int, int, int, int, int]:
         """Read the zip64 end record, which must agree with the short one wherever that is not saturated."""

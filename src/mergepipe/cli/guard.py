@@ -176,7 +176,9 @@ def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
     usage = _usage_problem(error)
     if usage is not None:
         return Failure("error", (usage,), RecipeError.exit_code)
-    return _internal_failure(error)
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    problem = Problem("internal", "", message, "run again with --debug and report it")
+    return Failure("internal error", (problem,), INTERNAL_EXIT_CODE)
 
 
 def _kept(error: BaseException) -> tuple[Problem, ...]:
@@ -249,9 +251,3 @@ def _mergekit_flags() -> set[str]:
         return {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
 
     return flags(build_mergekit_command().params) - flags(build_command(["merge"]).commands["merge"].params)
-
-
-def _internal_failure(error: BaseException) -> Failure:
-    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    problem = Problem("internal", "", message, "run again with --debug and report it")
-    return Failure("internal error", (problem,), INTERNAL_EXIT_CODE)

@@ -242,7 +242,10 @@ class MergeRun:
         remote = self._remote_output(is_made=made is not None)
         weight_bytes = self._output.total_bytes if remote is None else remote.staged_bytes
         small_files = self._planned_files(0 if made else weight_bytes)
-        self._limit_reads()
+        if self._plan is not None:  # retries may use what is left of the budget
+            is_remote = self._store.counts.requests > 0
+            most_bytes = max(self._plan.planned_bytes, self._plan.budget_bytes * is_remote)
+            self._store.ledger.expert_limit_bytes = most_bytes
         self._tick("merge")  # from here on the caller may hold signals back until the next report
         progress = made or MergeProgress(
             run_key(self._inputs, self._plan, self._output, self._seed),
@@ -286,13 +289,6 @@ class MergeRun:
         small_bytes = sum(map(len, planned.contents.values())) + SPARE_BYTES
         check_free_space(self._settings.out, small_bytes + weight_bytes)
         return planned
-
-    def _limit_reads(self) -> None:
-        """Hold the run to its plan; retries may use what is left of the budget."""
-        if self._plan is not None:
-            is_remote = self._store.counts.requests > 0
-            most_bytes = max(self._plan.planned_bytes, self._plan.budget_bytes * is_remote)
-            self._store.ledger.expert_limit_bytes = most_bytes
 
     def _begin(self, staging: Staging, progress: MergeProgress) -> None:
         """Keep the plan for who resumes this run, and tell what it goes on from and what takes long."""

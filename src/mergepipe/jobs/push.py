@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import mergepipe
-from mergepipe.checkpoints.packed import is_packed
 from mergepipe.deltastore.builder import published_store
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.index import is_own_name
 from mergepipe.errors import CorruptError, OutputError, UnsupportedError
-from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value
+from mergepipe.jobs.snapshots import find_published, read_manifest_value
 from mergepipe.options import PushOptions
 from mergepipe.recipes.references import resolve_model_name
 from mergepipe.reports import ByteProgress, ProgressCallback, PushReport
@@ -60,10 +59,9 @@ def push(
     if target.scheme not in (*OBJECT_SCHEMES, HUB_SCHEME):
         hint = "push to org/name on the Hub, hf://org/name, s3://, gs:// or az://"
         raise OutputError.of("output.place", target, "no snapshot can be pushed there", hint)
-    store, folder = Stores(), Location.of(snapshot)
-    is_pack = is_packed(store, folder)
-    path = (folder if is_pack else find_snapshot(snapshot, made.home)).local_path
-    folder = Location.local(path)
+    store = Stores()
+    folder, is_pack = find_published(snapshot, made.home, store)
+    path = folder.local_path
     if is_pack:
         opened = read_store(store, folder)
         message = f"Expert packed as what it changes of its base (mergepipe {mergepipe.__version__})"

@@ -25,6 +25,7 @@ from mergepipe.catalog.snapshots import (
     row_of,
     sid_of_unchanged_input,
 )
+from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.flags import several
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.options import home_of
@@ -161,6 +162,15 @@ def find_snapshot(reference: str | Path, home: str | Path | None) -> Location:
     if is_remote(str(reference)):
         return Location.parse(str(reference))
     return Location.local(find_snapshot_path(reference, home_of(home)))
+
+
+def find_published(reference: str | Path, home: str | Path | None, store: Store) -> tuple[Location, bool]:
+    """Find a packed expert by its place, or a snapshot, which may be packed itself; and whether it is packed."""
+    place = Location.of(reference)
+    if is_packed(store, place):
+        return place, True
+    place = find_snapshot(reference, home)
+    return place, place.is_local and is_packed(store, place)
 
 
 def read_manifest_value(store: Store, directory: Location) -> Manifest:

@@ -14,7 +14,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mergepipe.checkpoints.directory import parse_config, stored_name
-from mergepipe.checkpoints.packed import is_packed
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, DTypeKind
@@ -31,7 +30,7 @@ from mergepipe.errors import (
     UnsupportedError,
 )
 from mergepipe.jobs.replay import RebuiltTensor, open_recorded, rebuild_tensors, sampled_tensors
-from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value, with_inputs_found
+from mergepipe.jobs.snapshots import find_published, read_manifest_value, with_inputs_found
 from mergepipe.options import MergeOptions, RunOptions, VerifyOptions, catalog_home, engine_options
 from mergepipe.recipes.output_tensors import shape_contradictions
 from mergepipe.recipes.yaml_source import shortened
@@ -106,17 +105,17 @@ def verify(
         options: `VerifyOptions`: how much is made again, threads, memory, the catalog's home, where sids are looked up.
     """
     started, made = time.perf_counter(), VerifyOptions.of(options, fields)
-    engine, store, place = engine_options(made), Stores(), Location.of(snapshot)
-    if is_packed(store, place):
+    engine, store = engine_options(made), Stores()
+    path, is_pack = find_published(snapshot, made.home, store)
+    if is_pack:
         if made.deep_fraction > 0:
             raise RecipeError.of("option.conflict", "--deep", f"{snapshot} is a packed expert", "leave it out")
         from mergepipe.jobs.pack import verify_pack
 
         base = None if made.base is None else Location.of(made.base)
-        return verify_pack(place, base=base, threads=engine.threads, on_progress=on_progress)
+        return verify_pack(path, base=base, threads=engine.threads, on_progress=on_progress)
     if made.base is not None:
         raise RecipeError.of("option.conflict", "--base", f"{snapshot} is no packed expert", "leave it out")
-    path = find_snapshot(snapshot, made.home)
     if is_composite(store, path):
         if made.deep_fraction > 0:
             message = "a composite of tailor is not made again from its sources"
@@ -378,7 +377,12 @@ def repair(
 ) -> RepairReport:
     """Make what is damaged in a snapshot again from its inputs, and write exactly that; see `verify`."""
     started, made = time.perf_counter(), RunOptions.of(options, fields)
-    engine, store, path = engine_options(made), Stores(), find_snapshot(snapshot, made.home).local_path
+    engine, store = engine_options(made), Stores()
+    place, is_pack = find_published(snapshot, made.home, store)
+    if is_pack:
+        hint = "pack the expert again, or unpack the store and repair the snapshot"
+        raise UnsupportedError.of("pack.unsupported", place, "is a packed expert, which is not repaired in place", hint)
+    path = place.local_path
     if path.is_symlink():
         message = f"is a link to {path.resolve()}, and nothing is written through links"
         raise OutputError.of("output.link", path, message, "name the snapshot itself")

@@ -133,7 +133,9 @@ class WholeFileCheck:
                 heappush(self._waiting, (offset, bytes(content)))
                 return None
             if not any(self._position in piece for piece in self._being_read):
-                self._give_up()
+                self._hasher = None
+                self._room.take(-sum(len(piece) for _, piece in self._waiting))
+                self._waiting.clear()
                 return None
             self._moved.wait()
         self._hash(offset, content)
@@ -152,11 +154,6 @@ class WholeFileCheck:
         if self._hasher is not None and len(unseen):
             self._hasher.update(unseen)
             self._position += len(unseen)
-
-    def _give_up(self) -> None:
-        self._hasher = None
-        self._room.take(-sum(len(piece) for _, piece in self._waiting))
-        self._waiting.clear()
 
 
 @dataclass(frozen=True, slots=True)
