@@ -105,7 +105,8 @@ def _parameters(signature: inspect.Signature) -> Iterator[str]:
             yield "*"
             has_star = True
         default = "" if parameter.default is inspect.Parameter.empty else f" = {parameter.default!r}"
-        yield f"{parameter.name}: {parameter.annotation}{default}"
+        stars = str(parameter).partition(parameter.name)[0]  # of `*paths` and `**fields`
+        yield f"{stars}{parameter.name}: {parameter.annotation}{default}"
 
 
 def _documentation(value: object) -> list[str]:
