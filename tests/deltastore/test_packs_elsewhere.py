@@ -13,7 +13,7 @@ from packing_cases import make_family, write_model
 import mergepipe
 from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME, INDEX_NAME, PIECE_NAMES, StoreIndex
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
-from mergepipe.errors import MergePipeError, NotFoundError, OutputError, RecipeError, StorageError, UnsupportedError
+from mergepipe.errors import MergePipeError, NotFoundError, OutputError, StorageError, UnsupportedError
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import PackReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -277,7 +277,7 @@ def test_verify__of_a_remote_pack_names_the_tensor_that_is_damaged(packs: Packs)
     report = mergepipe.verify(f"{BUCKET}/expert-1", base=packs.folder / "base", threads=2)
     assert [each.kind for each in report.damages] == ["pack", "pack"]
     assert [each.tensor or each.file for each in report.damages] == ["a.wide", "notes.txt"]
-    with pytest.raises(RecipeError, match="is no packed expert"):
+    with pytest.raises(NotFoundError, match="not a snapshot"):
         mergepipe.verify(packs.folder / "base", base=packs.folder)
 
 

@@ -25,7 +25,7 @@ from support.command_line import run_command
 from support.goldens import Goldens, steady_text
 
 RECORDS = Path(__file__).parents[1] / "golden/surface/bad-inputs"
-N_CASES = 325
+N_CASES = 326
 PROGRESS = re.compile(r"\w+: +\d+%, ")
 FAULTS: Mapping[str, Callable[[int], BaseException | None]] = {
     "no-space": lambda _: OSError(errno.ENOSPC, "No space left on device"),
