@@ -82,21 +82,21 @@ class MergekitFlags:
 
     def check(self) -> None:
         """Refuse what was asked for and cannot be done, all at once."""
-        refusals = {
-            "--no-safe-serialization": "safetensors are written, no pickles" * (self.safe_serialization is False),
-            "--lora-merge-dtype": "LoRAs are applied in float32 and rounded once" * (self.lora_merge_dtype is not None),
-        }
-        if problems := [
-            Problem("option.unsupported", *of_flag, "leave it out") for of_flag in refusals.items() if of_flag[1]
-        ]:
-            raise UnsupportedError(*problems)
+        refused = {}
+        if self.safe_serialization is False:
+            refused["--no-safe-serialization"] = "safetensors are written, no pickles"
+        if self.lora_merge_dtype is not None:
+            refused["--lora-merge-dtype"] = "LoRAs are applied in float32 and rounded once"
+        if refused:
+            raise UnsupportedError(*(Problem("option.unsupported", *told, "leave it out") for told in refused.items()))
 
     def notices(self) -> tuple[str, ...]:
         """Return a line for each thing that was asked for and that holds otherwise here."""
         flags: dict[str, list[str]] = {}
         for declared in declared_options(type(self)):
             value, text = getattr(self, declared.field), declared.flag.help
-            if declared.flag.panel == NOTICED and value not in (None, False, *_PROCESSORS):
+            is_held = declared.field == "device" and value in _PROCESSORS
+            if declared.flag.panel == NOTICED and value not in (None, False) and not is_held:
                 flags.setdefault(f"{text[0].lower()}{text[1:-1]}", []).append(declared.name)
         return tuple(f"{', '.join(named)}: {text}" for text, named in flags.items())
 

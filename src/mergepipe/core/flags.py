@@ -135,7 +135,7 @@ class Options:
         for name in (*changes, *ignored):
             if name not in names:
                 raise TypeError(f"{cls.__name__} has no option '{name}'; {did_you_mean(name, names)}")
-        return cls(**dict(changes)) if options is None else options.common(cls, **changes)
+        return cls(**changes) if options is None else options.common(cls, **changes)
 
     def common(self, kind: type[Kind], **changes: Any) -> Kind:
         """Return options of another class: the fields that both have, with `changes`."""

@@ -181,16 +181,16 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
     """
     model = open_checkpoint(store, folder)
     archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
-    config = read_json(store, folder / CONFIG_NAME)
+    optimizer, config = Node(archive.root, OPTIMIZER_NAME), read_json(store, folder / CONFIG_NAME)
     entries = {entry.name: entry for tensor in model.tensors.values() for entry in tensor.stored}
     weights = {t.name: StoredState.whole(t.name, WEIGHT, t) for t in entries.values()}
     states: dict[tuple[str, str], StoredState] = {}
     steps: list[AdamStep] = []
     missing: list[str] = []
     try:
-        names = _numbering(folder, config, model, Node(archive.root, OPTIMIZER_NAME))
+        names = _numbering(folder, config, model, optimizer)
         for number, name in enumerate(names):
-            entry = Node(archive.root, OPTIMIZER_NAME).get("state").find(number)
+            entry = optimizer.get("state").find(number)
             if entry is not None:
                 held, counters = parameter_states(store, archive, entry, ("state", number), weights[name])
                 states |= held
