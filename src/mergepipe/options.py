@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DEFAULT_SHARD_BYTES = 5_000_000_000
 SWEEP_BUDGETS = ("5%", "10%", "25%", "50%", "75%", "100%")
 MAX_THREADS = 1024
-MAX_BLOCK_ELEMENTS = 1 << 40
+MAX_BLOCK_ELEMENTS = 1 << 30  # counts in a block have 32 bits
 
 BUDGET_PANEL = "Under a budget"
 WORK_PANEL = "Catalog and earlier work"

@@ -42,6 +42,7 @@ from mergepipe.operators.statistics import (
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import scratch
 
 
 def run_analysis(
@@ -96,15 +97,13 @@ LARGEST, CHANGED, FINE = range(3)  # of `extremes_B3`
 _of_thread = threading.local()
 
 
-def _scratch(n_elements: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-    """Return this thread's histogram, which its user clears, and its room for the fine magnitudes of a block."""
+def _scratch(n_elements: int) -> tuple[NDArray[np.int32], NDArray[np.uint32]]:
+    """Return this thread's two histograms, which their user clears, and its room for the fine magnitudes of a block."""
     from mergepipe.kernels.reduce import COARSE_BINS
 
-    if not hasattr(_of_thread, "counts_B"):
-        _of_thread.counts_B = np.zeros(COARSE_BINS, np.int64)
-    if len(getattr(_of_thread, "fine_N", ())) <= n_elements:
-        _of_thread.fine_N = np.empty(n_elements + 1, np.uint32)
-    return _of_thread.counts_B, _of_thread.fine_N
+    if not hasattr(_of_thread, "counts_2B"):
+        _of_thread.counts_2B = np.zeros((2, COARSE_BINS), np.int32)
+    return _of_thread.counts_2B, scratch("fine", n_elements + 1, np.uint32)
 
 
 class FineMagnitudes:
@@ -207,17 +206,17 @@ class TensorSummary:
         """Summarize the delta of a grid's block."""
         from mergepipe.kernels.reduce import summarize_block
 
-        counts_B, fine_N = _scratch(block.n_elements)
+        counts_2B, fine_N = _scratch(block.n_elements)
         summaries, cells_C2 = self._summaries_E[e], self._cells_EC2[e, block.first_element // GRAIN_ELEMENTS :]
         extremes_3 = summaries.extremes_B3[index]
         summarize_block(
-            block, place, counts_B, cells_C2, summaries.sketch_BS[index], summaries.energies_BO[index], extremes_3,
+            block, place, counts_2B, cells_C2, summaries.sketch_BS[index], summaries.energies_BO[index], extremes_3,
             fine_N,
         )  # fmt: skip
         offset, nbytes = int(block.offsets_E[place]), block.n_elements * itemsize_of_code(int(block.codes_E[place]))
         stored = block.raw[offset : offset + nbytes]
         summaries.hash_B[index] = np.frombuffer(blake3(stored.data).digest(HASH_BYTES), np.uint8)
-        self._search_E[e].move_counts(counts_B)
+        self._search_E[e].move_counts(counts_2B[0])
         self._fine_E[e].add(fine_N[: extremes_3[FINE]])
 
     def refine(self, block: RawBlock) -> None:

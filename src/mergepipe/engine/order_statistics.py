@@ -100,7 +100,7 @@ class RankSearch:
         """Return the counts by upper magnitude bits, after `decide`."""
         return self._coarse_B
 
-    def move_counts(self, counts_B: NDArray[np.int64]) -> None:
+    def move_counts(self, counts_B: NDArray[np.int32]) -> None:
         """Add a block's coarse histogram, computed elsewhere, and clear it."""
         from mergepipe.kernels.reduce import move_counts
 

@@ -221,7 +221,7 @@ def count_watched(block: RawBlock, place: int, watched: Watched) -> None:
 
 
 @kernel
-def move_counts(counts_B: Counts, total_B: Counts) -> None:
+def move_counts(counts_B: NDArray[np.int32], total_B: NDArray[np.signedinteger]) -> None:
     """Add a histogram to another and clear it. Most bins are empty: they are only read."""
     for first in range(0, counts_B.shape[0], _MOVED):
         counts = counts_B[first : first + _MOVED]
@@ -346,7 +346,7 @@ def _append_fine(bits: Bits32, n: int, is_fine: Bytes, hits: Counts, fine_N: Bit
 
 
 @kernel
-def _octave_energies(counts_B: Counts, largest_bits: int, energies_O: Doubles) -> None:
+def _octave_energies(counts_B: NDArray[np.int32], largest_bits: int, energies_O: Doubles) -> None:
     """Estimate the energy by octave of magnitude below the largest, from counts of upper magnitude bits.
 
     A bin belongs to the octave of its lower edge, where deltas of 16-bit formats lie, with the energy of its middle.
@@ -373,7 +373,7 @@ def _octave_energies(counts_B: Counts, largest_bits: int, energies_O: Doubles) -
 def summarize_block(
     block: RawBlock,
     place: int,
-    counts_B: Counts,
+    counts_2B: NDArray[np.int32],
     cells_C2: Doubles,
     sketch_S: Floats,
     energies_O: Doubles,
@@ -383,7 +383,8 @@ def summarize_block(
     """Summarise the delta of one block.
 
     Args:
-        counts_B: int64, COARSE_BINS, all zero; set to the counts of upper magnitude bits.
+        counts_2B: int32, COARSE_BINS, all zero; the first row is set to the counts of upper magnitude bits. Halves of
+            a tile are counted in rows of their own: equal neighbours, as zeros are, would wait for each other.
         cells_C2: float64; delta^2 and base * delta are added by cell, exactly as by `sum_products`.
         sketch_S: float32 (16,); sums of signed deltas are added.
         energies_O: float64; set by `_octave_energies`.
@@ -399,9 +400,9 @@ def summarize_block(
     is_fine = np.empty(_TILE, np.uint8)
     hits = np.empty(_TILE // 8, np.int64)
     bits = delta.view(np.uint32)
-    largest = 0
-    changed = 0
-    fine = 0
+    early, late = bits[: _TILE // 2], bits[_TILE // 2 :]
+    counts_B, more_B = counts_2B[0], counts_2B[1]
+    largest, changed, fine = 0, 0, 0
     for start in range(0, block.n_elements, _TILE):
         m = min(_TILE, block.n_elements - start)
         decode_base(block, start, m, base)
@@ -419,9 +420,12 @@ def summarize_block(
             tile_changed += np.uint32(magnitude != np.uint32(0))
         largest = max(largest, int(tile_largest))
         changed += int(tile_changed)
-        for i in range(m):
-            counts_B[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
+        for i in range(_TILE // 2):
+            counts_B[(early[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
+            more_B[(late[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
+        counts_B[0] -= _TILE - m
         fine = _append_fine(bits, m, is_fine, hits, fine_N, fine)
+    move_counts(more_B, counts_B)
     _octave_energies(counts_B, largest, energies_O)
     extremes_3[0] = int(largest)
     extremes_3[1] = changed
