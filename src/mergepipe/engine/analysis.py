@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,6 @@ from mergepipe.engine.pipeline import Pipeline
 from mergepipe.engine.segments import (
     HoldLimits,
     JobShape,
-    Piece,
     choose_buffer_sizes,
     cut_everywhere,
     full_access,
@@ -55,7 +54,7 @@ def run_analysis(
     cut_of = uncut_blocks(cut_everywhere(work.block_elements), work.tasks, options.memory_bytes)
     sizes = choose_buffer_sizes(work.tasks, options.memory_bytes, cut_of)
     pipeline = Pipeline(
-        work.tasks, files, store, sizes, options.memory_bytes, _NoSink(), options.threads,
+        work.tasks, files, store, sizes, options.memory_bytes, None, options.threads,
         lambda: observer.on_progress(None),
     )  # fmt: skip
     # One look at a tensor is expected to suffice where all models have one 16-bit format (see `FineMagnitudes`).
@@ -78,13 +77,6 @@ def _report(task: MergeTask, summary: TensorSummary, on_statistics: OnStatistics
     """Pass on the statistics of every expert of a task."""
     for e in range(len(task.experts)):
         on_statistics(task, e, summary.statistics(e))
-
-
-class _NoSink:
-    """The sink of an analysis, which writes nothing."""
-
-    def write_segment(self, pieces: Iterable[Piece], buffer: NDArray[np.uint8]) -> None:
-        raise AssertionError("an analysis has no output")
 
 
 # --- the statistics of every expert's tensor, gathered while its blocks are read: the reduction behind ANALYZE ---

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.checkpoints.open_files import open_pinned
 from mergepipe.core.blocks import GRAIN_ELEMENTS
 from mergepipe.engine.jobs import Job
-from mergepipe.engine.pipeline import Pipeline, SegmentSink
+from mergepipe.engine.pipeline import Pipeline, Sink
 from mergepipe.engine.segments import (
     BufferSizes,
     CutOf,
@@ -69,7 +70,7 @@ def make_part(
         ShardWriter(directory, part_output.shards, store.ledger, progress) as writer,
     ):
         pipeline = Pipeline(
-            tasks, files, store, layout.sizes, layout.pool_bytes, _ShardSink(writer, tasks), options.threads,
+            tasks, files, store, layout.sizes, layout.pool_bytes, partial(_append, writer, tasks), options.threads,
             lambda: observer.on_progress(writer.progress), directory,
         )  # fmt: skip
         _run(work, tasks, starts, layout, pipeline)
@@ -80,7 +81,7 @@ def make_part(
     )
 
 
-def pass_tensors(work: MergeWork, sink: SegmentSink, scratch: Path, store: Store, options: EngineOptions) -> None:
+def pass_tensors(work: MergeWork, sink: Sink, scratch: Path, store: Store, options: EngineOptions) -> None:
     """Make all tensors of a merge, and pass them to `sink` in output order, from a thread of the engine's.
 
     Memory and disk: as `make_part`, what it spills goes to `scratch`. An error of the sink ends it.
@@ -154,22 +155,17 @@ def _runs_of(work: MergeWork) -> RunsOf:
     return sufficient if work.access is None else work.access.runs_of
 
 
-class _ShardSink(SegmentSink):
-    """Passes the results in a buffer to the writer, tensor by tensor."""
-
-    def __init__(self, writer: ShardWriter, tasks: Sequence[MergeTask]) -> None:
-        self._writer = writer
-        self._tasks = tasks
-
-    def write_segment(self, pieces: Iterable[Piece], buffer: NDArray[np.uint8]) -> None:
-        """Append what lies in one stretch of the buffer, and belongs to one tensor, at once."""
-        stretches: list[list[int]] = []  # the index of a task, where its bytes begin and end
-        for piece in pieces:
-            index, start = piece.run.task_index, piece.out_offset
-            nbytes = piece.run.span.n_elements * self._tasks[index].dtype.itemsize
-            if stretches and stretches[-1][::2] == [index, start]:
-                stretches[-1][2] += nbytes
-            elif nbytes:
-                stretches.append([index, start, start + nbytes])
-        for _, start, stop in stretches:
-            self._writer.append(buffer[start:stop])
+def _append(
+    writer: ShardWriter, tasks: Sequence[MergeTask], pieces: Iterable[Piece], buffer: NDArray[np.uint8]
+) -> None:
+    """Append results to what is written: what lies in one stretch of the buffer, and belongs to one tensor, at once."""
+    stretches: list[list[int]] = []  # the index of a task, where its bytes begin and end
+    for piece in pieces:
+        index, start = piece.run.task_index, piece.out_offset
+        nbytes = piece.run.span.n_elements * tasks[index].dtype.itemsize
+        if stretches and stretches[-1][::2] == [index, start]:
+            stretches[-1][2] += nbytes
+        elif nbytes:
+            stretches.append([index, start, start + nbytes])
+    for _, start, stop in stretches:
+        writer.append(buffer[start:stop])

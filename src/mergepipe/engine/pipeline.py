@@ -13,7 +13,6 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,11 +50,8 @@ BATCH_BYTES = 1 << 20  # of small reads that one thread makes one after the othe
 TICK_SECONDS = 0.1
 
 
-class SegmentSink(Protocol):
-    """Receives finished segments in output order, on one thread."""
-
-    def write_segment(self, pieces: Iterable[Piece], buffer: NDArray[np.uint8]) -> None: ...
-
+Sink = Callable[[Iterable[Piece], NDArray[np.uint8]], None]
+"""Receives the pieces of each finished segment and their buffer, in output order, on one thread."""
 
 Bases = dict[int, BaseBytes]
 """The base's bytes in one buffer, by where they begin, for all that are encoded on them."""
@@ -133,7 +129,7 @@ class Pipeline:
         store: Store,
         sizes: BufferSizes,
         memory_bytes: int,
-        sink: SegmentSink,
+        sink: Sink | None,
         threads: int,
         on_tick: Callable[[], None] = lambda: None,
         scratch_folder: Path = Path(),
@@ -364,7 +360,8 @@ class Pipeline:
 
     def _write_loop(self) -> None:
         while (filled := self._write_queue.get()) is not None and not self._stopping.is_set():
-            self._sink.write_segment(filled.job.job.results(filled.layout), filled.buffer)
+            assert self._sink is not None  # an analysis ends before
+            self._sink(filled.job.job.results(filled.layout), filled.buffer)
             self._events.put((_Step.WRITTEN, filled))
 
     def _stop(self, workers: Sequence[threading.Thread]) -> None:

@@ -409,7 +409,7 @@ def _passed(
 
     def run() -> None:
         try:
-            pass_tensors(work, sink, scratch, store, options)
+            pass_tensors(work, sink.take, scratch, store, options)
             sink.finish()
         except BaseException as error:
             sink.put(error)
@@ -440,7 +440,7 @@ class _QueueSink:
         self._raw = np.empty(0, np.uint8)
         self._filled = 0
 
-    def write_segment(self, pieces: Iterable[Piece], buffer: NDArray[np.uint8]) -> None:
+    def take(self, pieces: Iterable[Piece], buffer: NDArray[np.uint8]) -> None:
         for piece in pieces:
             self._pass_empty()
             task = self._waiting[-1]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import mergepipe
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.core.outcome import Notice
@@ -165,13 +166,17 @@ def _check_same(recorded: Manifest, made: Manifest, out: Path | Location) -> Non
     different = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
     shown = ", ".join(different[:_MOST_NAMED]) or "no tensor, but how they are cut into files"
     message = f"{len(different)} tensors are not what was recorded ({shown}): nothing was published"
-    cause = "the values of an input have changed"
-    if recorded.version != made.version:
-        cause = f"it was made by version {recorded.version}, this is {made.version}"
-    problems = [Problem("input.changed", str(out), message, cause)]
+    problems = [Problem("input.changed", str(out), message, cause_of_change(recorded))]
     pairs = zip(recorded.inputs, made.inputs, strict=True)
     problems.extend(problem for before, after in pairs for problem in _touched(before, after))
     raise ConflictError(*problems)
+
+
+def cause_of_change(recorded: Manifest) -> str:
+    """Name what makes tensors differ from their record when they are made again."""
+    if recorded.version != mergepipe.__version__:
+        return f"it was made by version {recorded.version}, this is {mergepipe.__version__}"
+    return "the values of an input have changed"
 
 
 def _touched(before: InputRecord, after: InputRecord) -> list[Problem]:

@@ -29,7 +29,7 @@ from mergepipe.errors import (
     StorageError,
     UnsupportedError,
 )
-from mergepipe.jobs.replay import RebuiltTensor, open_recorded, rebuild_tensors, sampled_tensors
+from mergepipe.jobs.replay import RebuiltTensor, cause_of_change, open_recorded, rebuild_tensors, sampled_tensors
 from mergepipe.jobs.snapshots import find_published, read_manifest_value, with_inputs_found
 from mergepipe.options import MergeOptions, RunOptions, VerifyOptions, catalog_home, engine_options
 from mergepipe.recipes.output_tensors import shape_contradictions
@@ -281,7 +281,7 @@ def _replayed(
         for made in rebuild_tensors(store, examination.manifest, names, Path(work), engine):
             file, tensor = by_name[made.digest.name]
             if made.digest.root != tensor.root:
-                message = "recomputed from the inputs, it differs from the manifest: an input has changed"
+                message = f"recomputed from the inputs, it differs: {cause_of_change(examination.manifest)}"
                 start, stop = tensor.offset, tensor.offset + tensor.nbytes
                 yield Damage("replay", file.name, tensor.name, start, stop, message)
 
@@ -441,7 +441,7 @@ def _block_patches(examination: Examination, rebuilt: Mapping[str, RebuiltTensor
     placed = {tensor.name: (file, tensor) for file in examination.layout.files for tensor in file.tensors}
     wrong = [name for name, made in rebuilt.items() if made.digest.root != placed[name][1].root]
     if wrong:
-        message = "recomputed from the inputs, it differs from the manifest: an input has changed"
+        message = f"recomputed from the inputs, it differs: {cause_of_change(examination.manifest)}"
         raise ConflictError(*(Problem("input.changed", name, message, "put the inputs back") for name in wrong))
     for damage in examination.damages:
         if damage.kind == "block" and damage.stop > damage.start:
