@@ -160,12 +160,7 @@ def test_inspect__imports_nothing_heavy(place: Path) -> None:
     assert "torch" not in ran.err
 
 
-NEEDING = [
-    ("ls",),
-    ("show", "abcd"),
-    ("lineage", "abcd"),
-    ("explain", "abcd"),
-]
+NEEDING = [("ls",), ("show", "abcd"), ("lineage", "abcd"), ("explain", "abcd")]
 """Commands that cannot do without the records of snapshots."""
 
 

@@ -16,13 +16,7 @@ from test_report_texts import SWEPT
 from mergepipe import __version__
 from mergepipe.cli.pages import Line, charts_of, draw_chart, explain_page, layer_charts, sweep_page
 from mergepipe.cli.printing import report_text
-from mergepipe.reports import (
-    BudgetVerdict,
-    ExpertCoverage,
-    ExpertShare,
-    Explanation,
-    LayerShare,
-)
+from mergepipe.reports import BudgetVerdict, ExpertCoverage, ExpertShare, Explanation, LayerShare
 
 MADE = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 WIDTHS = (320, 768, 1440)

@@ -132,12 +132,7 @@ UPLOADS = [(name, at, after) for name, points in AT.items() for at in (*points, 
     ("name", "at", "after"), slow_unless(lambda row: row[1] != "" and row[2] == (row[1] != "done-00001"), UPLOADS)
 )
 def test_upload__killed_at_any_request_is_finished_by_the_same_command(
-    server: S3Server,
-    uploads: Callable[[str], Upload],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    at: str,
-    after: bool,
+    server: S3Server, uploads: Callable[[str], Upload], monkeypatch: pytest.MonkeyPatch, name: str, at: str, after: bool
 ) -> None:
     """Killed before or after an object of that name was made; without a name at every request."""
     monkeypatch.setattr(worker_module, "FACTS_SECONDS", 0.5)  # the killed worker seems to live on: it is this process

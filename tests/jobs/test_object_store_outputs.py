@@ -21,14 +21,7 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.objects import BucketFolder
-from support.bucket_outputs import (
-    Requests,
-    files_below,
-    ignore_conditions,
-    new_prefix,
-    objects_below,
-    watch_buckets,
-)
+from support.bucket_outputs import Requests, files_below, ignore_conditions, new_prefix, objects_below, watch_buckets
 from support.families import FamilyShape, write_family
 from support.refusals import refuses
 from support.s3_server import S3Server

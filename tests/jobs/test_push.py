@@ -15,14 +15,7 @@ import pytest
 
 import mergepipe
 from mergepipe import tailor
-from mergepipe.errors import (
-    ConflictError,
-    CorruptError,
-    MergePipeError,
-    NotFoundError,
-    OutputError,
-    StorageError,
-)
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, OutputError, StorageError
 from mergepipe.options import MergeOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.storage.remote import objects

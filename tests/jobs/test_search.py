@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import mergepipe
-from mergepipe.errors import LimitError, OutputError, RecipeError
+from mergepipe.errors import CorruptError, LimitError, OutputError, RecipeError
+from mergepipe.options import SearchOptions
 from support.families import TINY, write_family
 from support.late_modules import transformers
 
@@ -85,19 +87,25 @@ def test_search__finds_the_weight_and_publishes_its_merge(family: Path) -> None:
 
 def test_search__goes_on_with_its_study(family: Path) -> None:
     distance, recipe = Distance(family, 0.2), write_recipe(family)
-    mergepipe.search(recipe, family / "first" / "best", distance, trials=3)
-    study = family / "first" / "best.study"
-    (family / "second").mkdir()
-    study.rename(family / "second" / "best.study")
+    study = family / "best.study"
+    mergepipe.search(recipe, family / "best", distance, trials=3)
+    shutil.rmtree(family / "best")
     with pytest.raises(OutputError, match="study of an earlier search; give resume=True"):
-        mergepipe.search(recipe, family / "second" / "best", distance, trials=5)
-    report = mergepipe.search(recipe, family / "second" / "best", distance, trials=5, resume=True)
+        mergepipe.search(recipe, family / "best", distance, trials=5)
+    study.write_text(study.read_text() + '{"op_cod')  # as far as a disk had room
+    report = mergepipe.search(recipe, family / "best", distance, trials=5, resume=True)
     assert (distance.calls, len(report.trials)) == (5, 5)
+    assert len({str(trial.values) for trial in report.trials}) == 5
+    shutil.rmtree(family / "best")
+    objectives = SearchOptions(evaluate=command(family, "print('{}')"), objectives=("a:max",), resume=True)
+    with pytest.raises(OutputError, match="another choice of objectives"):
+        mergepipe.search(recipe, family / "best", options=objectives)
     other = write_recipe(family, {"search": [0.0, 2.0]})
-    (family / "third").mkdir()
-    (family / "second" / "best.study").rename(family / "third" / "best.study")
     with pytest.raises(OutputError, match="study of another recipe"):
-        mergepipe.search(other, family / "third" / "best", distance, trials=6, resume=True)
+        mergepipe.search(other, family / "best", distance, trials=6, resume=True)
+    study.write_text("{}\n\n{}\n")
+    with pytest.raises(CorruptError, match="no journal of optuna"):
+        mergepipe.search(recipe, family / "best", distance, resume=True)
 
 
 def test_search__chooses_among_values_and_on_a_logarithm(family: Path) -> None:

@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.errors import LimitError
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH, NOTHING_KEPT, Cut
-from mergepipe.planning.budget import (
-    BudgetRequest,
-    ByteBudget,
-    PlanningChoices,
-    Policy,
-    ShareBudget,
-)
+from mergepipe.planning.budget import BudgetRequest, ByteBudget, PlanningChoices, Policy, ShareBudget
 from mergepipe.planning.candidates import REASON_MISSING, REASON_NO_CUT, REASON_OTHER_SIZE
 from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.planning.planner import Ranking, rank_blocks

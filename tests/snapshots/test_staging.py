@@ -7,17 +7,27 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import mergepipe
 from mergepipe.errors import ConflictError, OutputError, StorageError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.staging import CONTENT_NAME, Staging, check_target, find_staging, remove_dead
+from mergepipe.snapshots.staging import (
+    CONTENT_NAME,
+    Staging,
+    check_target,
+    find_staging,
+    remove_dead,
+    temporary_folder,
+)
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.owned import this_process
+from support.crashes import run_forked
 from support.faults import Fault, replaced, system_error
 
 WITHOUT_RENAMEAT2 = [False, True]
@@ -252,3 +262,25 @@ def test_staging__of_a_file_leaves_no_record_where_another_file_has_appeared(tmp
         with pytest.raises(ConflictError, match="was created"):
             staging.publish()
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(out.name, "theirs")]
+
+
+def test_temporary_folder__of_a_killed_process_is_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "all"))
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all").chmod(0o1777)
+
+    def die() -> None:
+        with temporary_folder("search") as folder:
+            (folder / "model").write_bytes(b"large")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with temporary_folder("search"):
+        assert run_forked(die) == -signal.SIGKILL
+        (garbage,) = mergepipe.gc(home=tmp_path / "home").garbage
+        assert (garbage.is_removed, len(list((tmp_path / "all").iterdir()))) == (True, 1)
+    assert not list((tmp_path / "all").iterdir())
+    if os.geteuid() == 0:
+        run_forked(die)
+        (left,) = (tmp_path / "all").iterdir()
+        os.chown(left, 1, 1)
+        assert mergepipe.gc(home=tmp_path / "home").garbage == ()

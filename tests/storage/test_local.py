@@ -232,7 +232,7 @@ ALLOWED = {
     "snapshots/parts_places.py": ("lstat", OWN),
     "snapshots/manifest.py": ("os.path.realpath", "the folder that paths are written relative to"),
     "snapshots/staging.py": (
-        "exists glob is_dir is_file is_symlink iterdir lstat os.fstat os.path.samestat os.walk resolve",
+        "exists glob is_dir is_file is_symlink iterdir lstat os.fstat os.path.samestat os.walk resolve stat",
         OWN,
     ),
     "snapshots/work_log.py": ("stat", OWN),

@@ -179,12 +179,13 @@ def test_parse__takes_the_parts_apart(text: str, scheme: str, root: str, revisio
     "text",
     [
         "s3://", "hf://org", "hf://org/name@", "hf:///name", "hf://org/na me", "https://user:secret@host/x",
-        "https://host/x?token=1", "s3://bucket/../other",
+        "https://host/x?token=secret", "s3://key:secret@bucket/x", "s3://bucket/../other",
     ],
 )  # fmt: skip
 def test_parse__refuses_what_names_nothing_or_holds_credentials(text: str) -> None:
-    with refuses(RecipeError, "location.invalid"):
+    with refuses(RecipeError, "location.invalid") as caught:
         Location.parse(text)
+    assert "secret" not in str(caught.value)
 
 
 def test_local__is_the_path_itself() -> None:

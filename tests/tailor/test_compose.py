@@ -30,14 +30,7 @@ from composing import (
 )
 
 from mergepipe.checkpoints.torch_file import read_torch_zip
-from mergepipe.errors import (
-    ConflictError,
-    CorruptError,
-    MergePipeError,
-    MismatchError,
-    OutputError,
-    RecipeError,
-)
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, MismatchError, OutputError, RecipeError
 from mergepipe.options import ComposeOptions
 from mergepipe.snapshots.manifest import StepPolicy
 from mergepipe.snapshots.staging import staging_directory

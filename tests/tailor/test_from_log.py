@@ -14,16 +14,7 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.inspection import compose_from_log, composition_from_log_file
 from mergepipe.tailor.saving.unit_choice import SaveRecord
-from mergepipe.tailor.selection import (
-    EMBED,
-    LM_HEAD,
-    NORM,
-    Unit,
-    layer,
-    model_units,
-    parse_selector,
-    unit_selectors,
-)
+from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, layer, model_units, parse_selector, unit_selectors
 
 RUN = Location.parse("run")
 MODEL = (EMBED, *(layer(i) for i in range(4)), NORM, LM_HEAD)

@@ -25,14 +25,7 @@ from mergepipe.checkpoints.open_files import allow_open_files, check_unchanged, 
 from mergepipe.core.blocks import BlockGrid, Span, element_count
 from mergepipe.core.flags import several
 from mergepipe.core.units import positive
-from mergepipe.deltastore.builder import (
-    FILES_OF_BUILDER,
-    PackJob,
-    StoreBuilder,
-    file_parts,
-    open_builder,
-    write_kept,
-)
+from mergepipe.deltastore.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, file_parts, open_builder, write_kept
 from mergepipe.deltastore.checkpoint import (
     MOST_DEPTH,
     OpenedStore,

@@ -14,23 +14,8 @@ from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import CheckOptions, PlanOptions, home_of
-from mergepipe.planning.budget import (
-    BudgetRequest,
-    OnOmit,
-    PlanningChoices,
-    Policy,
-    parse_budget,
-    retry_reserve_bytes,
-)
-from mergepipe.planning.plan import (
-    NOTHING_READ,
-    READS_ALL,
-    Access,
-    ImportanceRecord,
-    Plan,
-    PlannedTensor,
-    read_alike,
-)
+from mergepipe.planning.budget import BudgetRequest, OnOmit, PlanningChoices, Policy, parse_budget, retry_reserve_bytes
+from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, ImportanceRecord, Plan, PlannedTensor, read_alike
 from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.references import reference_text

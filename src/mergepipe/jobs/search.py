@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.flags import several
 from mergepipe.core.outcome import private_outputs
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import LimitError, MergePipeError, NotFoundError, OutputError, RecipeError
+from mergepipe.errors import CorruptError, LimitError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.jobs.diff import distance, norm
 from mergepipe.jobs.evaluate import Evaluation, parse_evaluation, parse_objective
 from mergepipe.jobs.load import OpenedMerge, library, loaded_model
@@ -42,7 +41,7 @@ from mergepipe.reports import (
 from mergepipe.runs.budget import blocks_by_level, counts_of, verdict_of
 from mergepipe.runs.inputs import open_inputs, recipe_of
 from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings
-from mergepipe.snapshots.staging import check_target
+from mergepipe.snapshots.staging import check_target, temporary_folder
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders
@@ -52,8 +51,9 @@ if TYPE_CHECKING:
     from mergepipe.core.flags import Options
 
 SEARCH_KEY, LOG_KEY = "search", "log"
+_SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "cmaes": "CmaEsSampler"}
 _SEED = 0  # of what is proposed, and of operators that draw
-_STUDY_NAME, _RECIPE_KEY = "mergepipe", "recipe"
+_STUDY_NAME, _RECIPE_KEY, _OBJECTIVES_KEY = "mergepipe", "recipe", "choice of objectives"
 _KEPT_OF = 3  # so many trials at a rung one goes on: halves found worse merges for as many bytes
 _MOST_FAILED = 5  # where that many trials fail from the first on, a search ends
 Evaluate = Callable[[Any], float]
@@ -161,8 +161,8 @@ def search(
         evaluate, fields = None, {**fields, "evaluate": evaluate}
     made = SearchOptions.of(options, fields)
     study = _Search(recipe_of(recipe), Path(out), evaluate, made, on_progress, loads_models)
-    with tempfile.TemporaryDirectory(prefix="mergepipe-search-") as directory:
-        study.try_values(Path(directory) / "trial")
+    with temporary_folder("search") as directory:
+        study.try_values(directory / "trial")
     return study.publish()
 
 
@@ -221,38 +221,53 @@ class _Search:
             raise OutputError.of("output.exists", self._study_path, message, hint)
         make_folders(self._study_path.parent)
         journal = optuna.storages.journal
-        samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
-        if self._options.sampler == "cmaes":
-            samplers["cmaes"] = optuna.samplers.CmaEsSampler
-        study = optuna.create_study(
-            study_name=_STUDY_NAME,
-            storage=optuna.storages.JournalStorage(journal.JournalFileBackend(str(self._study_path))),
-            sampler=samplers[self._options.sampler](seed=_SEED),
-            pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=_KEPT_OF),
-            directions=["maximize" if name.endswith(":max") else "minimize" for name in self._objectives or ("loss",)],
-            load_if_exists=exists,
-        )
-        stated = study.user_attrs.get(_RECIPE_KEY)
-        if stated not in (None, self._source.text):
-            message = "is the study of another recipe, or of this one before it was changed"
-            raise OutputError.of("output.exists", self._study_path, message, "search under another name")
-        study.set_user_attr(_RECIPE_KEY, self._source.text)
+        lock = journal.JournalFileSymlinkLock(str(self._study_path))
+        seed = None if exists else _SEED  # others that work on it, or did, drew from that one
+        try:
+            if exists:
+                self._cut_open_line(lock)
+            study = optuna.create_study(
+                study_name=_STUDY_NAME,
+                storage=optuna.storages.JournalStorage(journal.JournalFileBackend(str(self._study_path), lock)),
+                sampler=getattr(optuna.samplers, _SAMPLERS[self._options.sampler])(seed=seed),
+                pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=_KEPT_OF),
+                directions=["maximize" if name.endswith(":max") else "minimize" for name in self._objectives or ("",)],
+                load_if_exists=exists,
+            )
+        except (ValueError, LookupError, TypeError) as error:
+            message, hint = f"is no journal of optuna: {error}", "remove the line, or search under another name"
+            raise CorruptError.of("work-log.damaged", self._study_path, message, hint) from error
+        for key, wanted in ((_RECIPE_KEY, self._source.text), (_OBJECTIVES_KEY, list(self._objectives))):
+            if study.user_attrs.get(key, wanted) != wanted:
+                message = f"is the study of another {key}, or of this one before it was changed"
+                raise OutputError.of("output.exists", self._study_path, message, "search under another name")
+            study.set_user_attr(key, wanted)
         return study
+
+    def _cut_open_line(self, lock: Any) -> None:
+        """Remove what a full disk or a lost machine left of a line, which would spoil the next one."""
+        lock.acquire()
+        try:
+            content = owned.read_file(self._study_path, 1 << 30)
+            if not content.endswith(b"\n"):
+                owned.replace_file(self._study_path, content[: content.rfind(b"\n") + 1])
+        finally:
+            lock.release()
 
     def _report(self, progress: Progress) -> None:
         if self._on_progress is not None:
-            phase = f"trial {min(self._n_finished() + 1, self._options.trials)} of {self._options.trials}"
+            phase = f"trial {min(len(self._finished()) + 1, self._options.trials)} of {self._options.trials}"
             self._on_progress(replace(progress, phase=phase))
 
     # --- trials ---
 
     def try_values(self, folder: Path) -> None:
         """Make trials until there are as many as were asked for; every one is on the disk when it ends."""
-        while self._n_finished() < self._options.trials:
+        while len(self._finished()) < self._options.trials:
             self._try_one(folder)
 
-    def _n_finished(self) -> int:
-        return sum(trial.state.is_finished() for trial in self._study.get_trials(deepcopy=False))
+    def _finished(self) -> list[Any]:
+        return [trial for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
 
     def _try_one(self, folder: Path) -> None:
         states = import_module("optuna").trial.TrialState
@@ -263,10 +278,9 @@ class _Search:
             values = {searched.key_path: searched.proposed(trial) for searched in self._searched}
             losses = self._losses(trial, values, folder)
             state = states.COMPLETE if losses else states.PRUNED
-        except MergePipeError as error:
-            state, failure = states.FAIL, str(error)
-        except Exception as error:  # of the user's function: the search goes on, and tells it
-            state, failure = states.FAIL, f"{type(error).__name__}: {error}"
+        except Exception as error:  # of the merge or of the user's function: the search goes on, and tells it
+            told = str(error) if isinstance(error, MergePipeError) else f"{type(error).__name__}: {error}"
+            state, failure = states.FAIL, told
         except BaseException as error:
             self._study.tell(trial, state=states.FAIL)
             error.add_note(f"the trials before are kept in {self._study_path}, and --resume goes on with them")
@@ -276,7 +290,7 @@ class _Search:
         trial.set_user_attr("seconds", time.perf_counter() - started)
         trial.set_user_attr("failure", failure)
         self._study.tell(trial, losses if losses else None, state=state)
-        finished = [one for one in self._study.get_trials(deepcopy=False) if one.state.is_finished()]
+        finished = self._finished()
         if len(finished) == _MOST_FAILED and all(one.state == states.FAIL for one in finished):
             message = f"the first {_MOST_FAILED} trials failed; the last: {failure}"
             raise LimitError.of("evaluate.failed", self._study_path, message)
@@ -400,8 +414,8 @@ def sweep(
     if work is not None and not work.is_dir():
         raise NotFoundError.of("storage.not-found", work, "no such directory", "make it, or give another with --work")
     parsed = [(number_text(budget).strip(), parse_budget(budget, "--budgets")) for budget in budgets]
-    with private_outputs(), tempfile.TemporaryDirectory(prefix="mergepipe-sweep-", dir=work) as directory:
-        return _swept(recipe_of(recipe), parsed, made, Path(directory), on_progress)
+    with private_outputs(), temporary_folder("sweep", work) as directory:
+        return _swept(recipe_of(recipe), parsed, made, directory, on_progress)
 
 
 def _swept(

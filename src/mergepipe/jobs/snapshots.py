@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -254,8 +255,11 @@ def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | P
 
 
 def _folders(snapshots: Iterable[SnapshotRow], roots: Iterable[Path]) -> list[Path]:
-    """List the directories that may hold staging: the parents of known snapshots, and the roots with all below them."""
-    folders = {snapshot.path.parent for snapshot in snapshots if snapshot.path.parent.is_dir()}
+    """List folders that may hold staging: the system's for temporary files, the parents of known snapshots, the roots
+    with all below them.
+    """
+    parents = (Path(tempfile.gettempdir()), *(snapshot.path.parent for snapshot in snapshots))
+    folders = {parent for parent in parents if parent.is_dir()}
     for root in roots:
         for folder, children, _ in os.walk(root):
             children[:] = [name for name in children if not name.startswith(".")]

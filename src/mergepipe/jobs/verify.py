@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +59,7 @@ from mergepipe.snapshots.shards import (
     index_name,
     root_of,
 )
-from mergepipe.snapshots.staging import Staging, check_free_space
+from mergepipe.snapshots.staging import Staging, check_free_space, temporary_folder
 from mergepipe.storage import owned
 from mergepipe.storage.contract import CONFIG_BYTES, MANIFEST_BYTES, Digested, Store, files_below
 from mergepipe.storage.location import Location
@@ -277,8 +276,8 @@ def _replayed(
 ) -> Iterator[Damage]:
     """Recompute tensors from the inputs, and compare them with the manifest."""
     by_name = {tensor.name: (file, tensor) for file in examination.layout.files for tensor in file.tensors}
-    with tempfile.TemporaryDirectory(prefix="mergepipe-verify-") as work:
-        for made in rebuild_tensors(store, examination.manifest, names, Path(work), engine):
+    with temporary_folder("verify") as work:
+        for made in rebuild_tensors(store, examination.manifest, names, work, engine):
             file, tensor = by_name[made.digest.name]
             if made.digest.root != tensor.root:
                 message = f"recomputed from the inputs, it differs: {cause_of_change(examination.manifest)}"

@@ -15,16 +15,7 @@ from mergepipe.core.strict_json import canonical_json
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.planning.budget import BudgetRequest, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.candidates import Candidates, find_candidates
-from mergepipe.planning.plan import (
-    ALL,
-    NOTHING_READ,
-    UNSPENT,
-    Access,
-    LeveledRuns,
-    Plan,
-    PlannedModel,
-    PlannedTensor,
-)
+from mergepipe.planning.plan import ALL, NOTHING_READ, UNSPENT, Access, LeveledRuns, Plan, PlannedModel, PlannedTensor
 from mergepipe.planning.problem import Columns, PlanningModel, PlanningProblem
 from mergepipe.planning.selection import (
     ItemOrder,

@@ -33,13 +33,7 @@ from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.operators.base import MagnitudeCut, is_calibrated
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.options import (
-    DEFAULT_SHARD_BYTES,
-    MergeOptions,
-    catalog_home,
-    engine_options,
-    home_of,
-)
+from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, catalog_home, engine_options, home_of
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.reports import KeptShare, ProgressCallback

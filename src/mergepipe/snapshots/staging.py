@@ -8,7 +8,9 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -364,6 +366,14 @@ class Staging:
         self._made_parents.clear()
 
 
+@contextlib.contextmanager
+def temporary_folder(job: str, parent: Path | None = None) -> Iterator[Path]:
+    """Make a folder, by default in that of the system, which goes when the context ends; of a dead process, by `gc`."""
+    name = f"mergepipe-{job}-{uuid.uuid4().hex}"
+    with Staging((parent or Path(tempfile.gettempdir())) / name, force=False) as staging:
+        yield staging.path
+
+
 def staging_directory(out: Path) -> Path:
     """The staging directory of the output `out`."""
     return out.parent / staging_name(out.name)
@@ -401,9 +411,14 @@ def remove_dead(directory: Path) -> bool:
 
 
 def _may_be_removed(directory: Path) -> bool:
-    """Whether this is a staging directory by its record, or an empty directory with such a name."""
+    """Whether this is a staging directory by its record, or an empty directory with such a name.
+
+    In a folder where others may put theirs, as `/tmp`, those of this user alone are.
+    """
     try:
-        return not directory.is_symlink() and is_ours(directory)
+        is_shared = directory.parent.stat().st_mode & stat.S_ISVTX
+        is_of_others = is_shared and directory.lstat().st_uid != os.geteuid()
+        return not is_of_others and not directory.is_symlink() and is_ours(directory)
     except OSError:  # missing, or unreadable
         return False
 

@@ -21,6 +21,7 @@ FORMS = (
 )
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SECRETS = re.compile(r"(?<=://)[^/]*@|[?#].*")  # passwords and signatures, which no message repeats
 _HUB_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _HUB_REFERENCE = re.compile(r"refs/(?:pr|convert)/[^/]+")
 
@@ -64,7 +65,7 @@ class Location(WrittenAsText):
         root, _, path = rest.partition("/")
         if not root:
             raise _malformed(text, "it names no bucket or host")
-        if scheme in WEB_SCHEMES and ("@" in root or "?" in rest or "#" in rest):
+        if "@" in root or (scheme in WEB_SCHEMES and ("?" in rest or "#" in rest)):
             raise _malformed(text, "an address must hold no user name, query or fragment")
         return cls(scheme, root, _below_root(text, unquote(path) if scheme in WEB_SCHEMES else path))
 
@@ -207,7 +208,7 @@ def _below_root(text: str, path: str) -> PurePosixPath:
 
 
 def _malformed(text: str, why: str) -> MergePipeError:
-    return RecipeError.of("location.invalid", text, why, f"write {FORMS}, or a path")
+    return RecipeError.of("location.invalid", _SECRETS.sub("", text), why, f"write {FORMS}, or a path")
 
 
 # --- models that the Hub also knows by a name alone, from before names had organisations ---

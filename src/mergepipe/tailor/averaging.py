@@ -28,14 +28,7 @@ from mergepipe.storage.contract import CONFIG_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, choose_steps, state_to_copy
-from mergepipe.tailor.checkpoint import (
-    EXPORT,
-    FP32,
-    WEIGHT,
-    StoredState,
-    TrainingCheckpoint,
-    differences,
-)
+from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState, TrainingCheckpoint, differences
 from mergepipe.tailor.composition import CompositionReport, Job, OnProgress, check_out, check_same_run, publish
 from mergepipe.tailor.composition_plan import CompositionPlan, SkeletonChanges, unpacked
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, joined, patch_states

@@ -11,6 +11,7 @@ import pytest
 
 from mergepipe.errors import MergePipeError, StorageError, UnsupportedError
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.remote import objects
 from mergepipe.storage.remote.retry import FailureKind
 from support.fault_server import BucketServer
@@ -100,6 +101,10 @@ def test_azure__signs_with_the_key_of_the_account(server: BucketServer, monkeypa
         ("az", {"AZURE_STORAGE_ACCOUNT_NAME": ""}),
         ("gs", {"GOOGLE_SKIP_SIGNATURE": "", "GOOGLE_SERVICE_ACCOUNT_KEY": "{secret-key"}),
         ("az", {"AZURE_SKIP_SIGNATURE": "", "AZURE_STORAGE_ACCOUNT_KEY": "secret-key"}),
+        ("az", {"AZURE_STORAGE_ENDPOINT": "host:9000"}),
+        ("gs", {"GOOGLE_BASE_URL": "host:9000"}),
+        ("s3", {"AWS_ENDPOINT_URL": "user:secret-key@host:9000"}),
+        ("s3", {"AWS_SESSION_TOKEN": "secret-key\n"}),
     ],
 )
 def test_settings__that_cannot_be_used_are_refused_without_showing_them(
@@ -124,12 +129,15 @@ def test_keys__that_obstore_cannot_name_fail_their_folder(server: BucketServer) 
     server.put("bucket/m/line\nbreak", b"")
     with pytest.raises(StorageError, match="control characters"):
         remote_store("s3").list(root_of("s3", server) / "m")
+    with pytest.raises(StorageError, match="PanicException"):
+        remote_store("s3").list(Location.parse("s3://no bucket/m"))
 
 
 @pytest.mark.parametrize(
     ("text", "kind", "detail"),
     [
         ("status code: 503 Service Unavailable: <Code>SlowDown</Code>", "STATUS", "503 Service Unavailable (SlowDown)"),
+        ("status: 400 Bad Request: <Code>ExpiredToken</Code>", "STATUS", "400 Bad Request (ExpiredToken)"),
         ("Received redirect without LOCATION\n inner: BareRedirect,", "UNUSABLE", "another region"),
         ("a text of later versions with https://host/?X-Amz-Signature=secret", "UNUSABLE", "RuntimeError"),
     ],
@@ -138,4 +146,5 @@ def test_failure_of__keeps_nothing_but_status_and_code(text: str, kind: str, det
     failure = objects.failure_of(RuntimeError(text))
     assert failure.kind is FailureKind[kind]
     assert detail in failure.detail
+    assert failure.refuses_credentials == ("Token" in detail)
     assert "secret" not in failure.detail

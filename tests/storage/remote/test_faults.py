@@ -194,16 +194,19 @@ def test_listings__fail_as_reads_do(kind: str, code: int, expected: str, server:
     assert len(server.requests) == (1 if code == 403 else 8)
 
 
-@pytest.mark.parametrize(("code", "expected"), [(401, "storage.credentials"), (403, "storage.permission")])
+@pytest.mark.parametrize(
+    ("code", "expected", "names"),
+    [(401, "storage.credentials", []), (403, "storage.permission", []), (403, "storage.permission", ["LICENSE"])],
+)
 def test_web_servers__that_refuse_to_be_asked_are_no_missing_files(
-    code: int, expected: str, monkeypatch: pytest.MonkeyPatch
+    code: int, expected: str, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Closed(BucketServer):
         def answer(self, request: Request) -> Answer:
-            del request
-            return Answer(code)
+            is_open = names and not request.path.endswith("config.json")
+            return super().answer(request) if is_open else Answer(code)
 
-    with Closed({}) as server:
+    with Closed({f"bucket/m/{name}": b"" for name in names}) as server:
         set_environment(monkeypatch, server.url)
         folder = root_of("http", server) / "m"
         readers: tuple[Callable[[], object], ...] = (

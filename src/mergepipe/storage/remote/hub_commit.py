@@ -29,11 +29,8 @@ class HubRepository:
     def __init__(self, location: Location, settings: HubSettings | None = None) -> None:
         settings = settings or hub_settings()
         if not settings.token:
-            message, hint = (
-                "writing to the Hub needs a token, and there is none",
-                "set HF_TOKEN, or run `hf auth login`",
-            )
-            raise StorageError.of("storage.credentials", location, message, hint)
+            message = "writing to the Hub needs a token, and there is none"
+            raise StorageError.of("storage.credentials", location, message, _LOG_IN)
         self.location = location
         self._endpoint = settings.endpoint
         self.branch = location.revision or "main"
@@ -111,11 +108,9 @@ class HubRepository:
         """Convert the errors of the Hub's package."""
         try:
             yield
-        except (MergePipeError, OSError) as error:
-            if isinstance(error, MergePipeError) or not hasattr(error, "response"):
-                raise self._unreachable(error) from None
-            raise self._refusal(error) from None
-        except Exception as error:  # of classes that only the Hub's package knows
+        except MergePipeError:
+            raise
+        except Exception as error:  # of the system, or of classes that only the Hub's package knows
             raise (self._refusal(error) if hasattr(error, "response") else self._unreachable(error)) from None
 
     def _refusal(self, error: Exception) -> MergePipeError:
@@ -139,8 +134,6 @@ class HubRepository:
         return StorageError.of("storage.unavailable", self.location, message, "run again later: what is uploaded stays")
 
     def _unreachable(self, error: Exception) -> MergePipeError:
-        if isinstance(error, MergePipeError):
-            return error
         message = f"could not be written: {self._host_of(error)}: {_cause_of(error)}"
         hint = "check the network, then run again: what is uploaded stays"
         return StorageError.of("storage.unreachable", self.location, message, hint)

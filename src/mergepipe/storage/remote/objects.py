@@ -32,7 +32,7 @@ from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import CONNECT_SECONDS, STALL_SECONDS, Address, HttpClient, Pin
 from mergepipe.storage.remote.pinned_store import PinnedStore, status_of
-from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, Source, Transfers
+from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, Source, Transfers, error_of
 
 SIGNED_FOR: Final = timedelta(minutes=15)
 _CHUNK_BYTES: Final = 1 << 20
@@ -49,6 +49,7 @@ _LONGEST_WRITE: Final = timedelta(hours=1)
 _WRITE_STALL_SECONDS: Final = 300.0  # it begins with a request: eight parts together take that at 450 kB/s
 _METADATA_SERVICE: Final = ("169.254.169.254", 80)
 _STATUS: Final = re.compile(r"status(?: code)?: (\d{3})(?: ([A-Za-z -]{1,40}))?")
+_ADDRESS: Final = re.compile(r"https?://[^/\s]")
 _HOST: Final = re.compile(r"https?://(?:[^/\s@]*@)?([^/\s?@,]+)")
 _CAUSES: Final = (("ConnectionRefused", "the connection was refused"), ("dns error", "no such host is known"))
 _ERROR_CODE: Final = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>")
@@ -348,12 +349,8 @@ class BucketFolder:
         if failure.kind is FailureKind.STATUS and failure.status == 404:  # missing objects are no errors here
             bucket, hint = f"{self.location.scheme}://{self.location.root}", "check the name, or create it"
             return NotFoundError.of("storage.not-found", bucket, f"there is no such bucket: {detail}", hint)
-        if failure.status == 401:
-            message = f"credentials are needed, or those in use are not valid: {detail}"
-            return StorageError.of("storage.credentials", place, message, "log in as the store's own tools ask for")
-        if failure.status == 403:
-            message = f"writing there is not allowed: {detail}"
-            return StorageError.of("storage.permission", place, message, "check the credentials and their permissions")
+        if failure.refuses_credentials or failure.status == 403:
+            return error_of(failure, place, 1, 0.0)
         message = f"could not be written: {detail}"
         return StorageError.of("storage.unavailable", place, message, "run again: what is uploaded already stays")
 
@@ -404,7 +401,9 @@ def _failures() -> Iterator[None]:
         yield
     except (RequestFailed, MergePipeError):
         raise
-    except Exception as error:  # of classes that only obstore knows
+    except BaseException as error:  # of classes that only obstore knows; its panics are no Exceptions
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise RequestFailed(failure_of(error)) from None
 
 
@@ -450,11 +449,12 @@ def _options(endpoint: str, connections: _Connections) -> dict[str, Any]:
 
 
 def _open_s3(bucket: str, connections: _Connections) -> ObjectClient:
-    obstore = _obstore()
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or _env("AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    obstore, endpoint = _obstore(), _endpoint("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    for name in (name for name, value in os.environ.items() if name.startswith("AWS_") and not value.isprintable()):
+        message = "holds a line end or another control character"
+        raise StorageError.of("storage.settings", name, message, "set it again without")
     settings: dict[str, Any] = {**_options(endpoint, connections), **_aws_profile()}
-    if endpoint:
-        settings["endpoint"] = endpoint
+    settings |= {"endpoint": endpoint} if endpoint else {}
 
     def signer(store: object) -> Callable[[str], str]:
         return lambda key: str(obstore.sign(store, "GET", key, SIGNED_FOR))
@@ -497,7 +497,7 @@ def _aws_profile() -> dict[str, str]:
 
 
 def _open_google(bucket: str, connections: _Connections) -> ObjectClient:
-    settings = _options(_env("GOOGLE_BASE_URL"), connections)
+    settings = _options(_endpoint("GOOGLE_BASE_URL"), connections)
     is_anonymous = _is_set("GOOGLE_SKIP_SIGNATURE") or not (
         _env(*_GOOGLE_CREDENTIALS)
         or (Path.home() / ".config/gcloud/application_default_credentials.json").exists()
@@ -513,7 +513,7 @@ _GOOGLE_CREDENTIALS: Final = (
 
 
 def _open_azure(container: str, connections: _Connections) -> ObjectClient:
-    endpoint = _env("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+    endpoint = _endpoint("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     account = _env("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
     if not account:
         hint = "set AZURE_STORAGE_ACCOUNT_NAME"
@@ -541,6 +541,15 @@ _OPENERS: Final[Mapping[str, Callable[[str, _Connections], ObjectClient]]] = {
 def _env(*names: str) -> str:
     """The first of some environment variables that is set and not empty."""
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def _endpoint(*names: str) -> str:
+    """The address that the first of some variables holds, empty for none; not shown where it is none."""
+    name = next((name for name in names if os.environ.get(name)), "")
+    if name and not _ADDRESS.match(os.environ[name]):
+        hint = "write it like https://host:9000, or unset it"
+        raise StorageError.of("storage.settings", name, "is no address of a web server", hint)
+    return os.environ.get(name, "")
 
 
 def _is_set(name: str) -> bool:

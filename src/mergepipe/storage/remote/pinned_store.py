@@ -192,6 +192,8 @@ class WebStore(PinnedStore):
     def _entries(self, folder: Location) -> tuple[Entry, ...]:
         if folder not in self._folders:
             answers = self._transfers.run_all([partial(self._answer, folder / name) for name in KNOWN_NAMES])
+            for name in KNOWN_NAMES if None in answers else ():  # where it tells what is missing, the others are there
+                self._refuse_unclear(folder / name)
             names = {
                 name
                 for name, answer in zip(KNOWN_NAMES, answers, strict=True)

@@ -57,6 +57,11 @@ class Failure:
     sent_bytes: int | None = None
 
     @property
+    def refuses_credentials(self) -> bool:
+        """Whether the credentials are not valid: S3 answers 400 to a token that has expired."""
+        return self.status == 401 or (self.status == 400 and "Token" in self.detail)
+
+    @property
     def is_transient(self) -> bool:
         """Whether the same request may succeed later."""
         if self.kind is FailureKind.STATUS:
@@ -141,11 +146,11 @@ def _status_error(failure: Failure, location: Location, n_failures: int, elapsed
     status, answer = failure.status, failure.detail
     if status in (404, 410):
         return NotFoundError.of("storage.not-found", location, f"no such file: {answer}", "check the location")
-    if status == 401:
+    if failure.refuses_credentials:
         message = f"credentials are needed, or those in use are not valid: {answer}"
         return StorageError.of("storage.credentials", location, message, "log in as the store's own tools ask for")
     if status == 403:
-        message = f"reading it is not allowed: {answer}"
+        message = f"access to it is not allowed: {answer}"
         return StorageError.of("storage.permission", location, message, "check the credentials and their permissions")
     if status in (412, 416):
         return _changed(location, answer)
