@@ -125,6 +125,8 @@ def test_merge_into__writes_what_one_weight_changes(bench: Bench) -> None:
     del module.norm.weight
     with refuses(MismatchError, "model.mismatch"):
         mergepipe.merge_into(module, second, catalog=False)
+    with refuses(MismatchError, "model.mismatch"):
+        mergepipe.merge_into(module.to("meta"), second, only=["ids"], catalog=False)
 
 
 def test_merged_tensors__of_a_rule_that_needs_whole_tensors_fit_into_little_memory(bench: Bench) -> None:

@@ -159,6 +159,7 @@ def test_load_model__is_what_transformers_loads_of_the_written_merge(
     assert model.generation_config.to_dict() == written.generation_config.to_dict()
     assert torch.equal(logits(model), logits(written))
     assert mergepipe.load_model(recipe, torch_dtype=torch.float32).dtype == torch.float32
+    assert model.name_or_path == model.config.name_or_path == ""
 
 
 def test_merge__tied_embeddings_are_stored_once_and_stay_tied(saved: Saved, tmp_path: Path) -> None:

@@ -137,9 +137,9 @@ merge_method: linear
 base_model: base
 tokenizer:
   source: b
-  pad_to_multiple_of: 64
+  pad_to_multiple_of: 64.0
   tokens:
-    <|im_start|>: {source: {kind: model_token, model: a, token: <s>}, force: true}
+    <|im_start|>: {source: {kind: model_token, model: a, token: <s>}, force: 'true'}
     <|im_end|>: {source: b}
     <pad>: {source: {kind: zero}}
     x:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import mergepipe
@@ -20,7 +21,7 @@ def test_recipes__as_a_mapping_merge_as_from_a_file(tmp_path: Path, monkeypatch:
         "merge_method": "linear",
         "models": [
             {"model": Path("family/base"), "parameters": {"weight": 1.0}},
-            {"model": "family/expert-1", "parameters": {"weight": 0.5}},
+            {"model": np.str_("family/expert-1"), "parameters": {"weight": np.full(2, np.float32(0.5))}},
         ],
         "dtype": "bfloat16",
     }

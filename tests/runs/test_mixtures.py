@@ -148,7 +148,7 @@ def test_noise_and_residual_scales__change_the_matrices_that_mergekit_changes(
     tmp_path: Path, models: dict[str, dict[str, NDArray[Any]]], shared: tuple[str, ...]
 ) -> None:
     """Fused (Mixtral) and apart (DeepSeek): noise of the stated deviation, the same in every run, not of the seed's."""
-    experts = [{"source_model": "./a", "residual_scale": 0.5}, {"source_model": "./b", "noise_scale": 0.25}]
+    experts = [{"source_model": "./a", "residual_scale": 0.5}, {"source_model": "./b", "noise_scale": "0.25"}]
     recipe = recipe_of(experts=experts, shared_experts=[{"source_model": f"./{name}"} for name in shared])
     made, again, other = (build(tmp_path, {**recipe, "seed": s}, f"out{i}")[0] for i, s in enumerate((1, 1, 2)))
     noise, noise_of_other = [], []

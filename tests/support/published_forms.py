@@ -148,8 +148,8 @@ FORMS = (
     Form("merge-keys", "x: &c {weight: 0.5}\nmodels:\n- {model: expert-1, parameters: {<<: *c}}\n- {model: expert-2, parameters: {<<: *c, weight: 0.2}}\nmerge_method: linear\n", (KEY,)),
     Form("numbers-of-yaml", LINEAR.replace("0.6", "0x1").replace("0.3", "1:30")),
     Form("tagged-values", LINEAR.replace("0.3", "!!float 0.3").replace("expert-2", "!!str expert-2")),
-    Form("filter-of-null", LINEAR.replace("weight: 0.3", "weight: [{filter: null, value: 0.2}]")),
-    Form("dtype-empty", LINEAR + "dtype: ''\nout_dtype: bfloat16\n", states_dtype=True),
+    Form("filter-of-nothing", LINEAR.replace("0.3", "[{filter: null, value: 0.2}]").replace("0.6", "[{filter: '', value: 0.6}]")),
+    Form("empty-texts", LINEAR + "dtype: ''\nout_dtype: bfloat16\nchat_template: ''\n", states_dtype=True),
     # misspelt, contradictory, or not done
     _refused("misspelt-density", TIES.replace("weight: 0.3", "weight: 0.3, densty: 0.5"), "recipe.unknown-name"),
     _refused("misspelt-lambda", TIES + "parameters: {lamda: 0.5}\n", "recipe.unknown-name"),

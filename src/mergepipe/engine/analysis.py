@@ -144,11 +144,10 @@ class BlockSummaries:
         """Round on the safe side: the norm up; an undefined delta counts as infinite."""
         records_B = np.zeros(len(energy_B), BLOCK_RECORD)
         norm_B = np.sqrt(energy_B)
-        is_finite_B = np.isfinite(norm_B)
-        is_usual_B = is_finite_B & (norm_B > 0)
-        rounded_B = norm_B.astype(np.float32)
+        is_usual_B = np.isfinite(norm_B) & (norm_B > 0)
+        with np.errstate(over="ignore"):  # a norm beyond float32 is infinite there
+            rounded_B = np.where(np.isnan(norm_B), np.inf, norm_B).astype(np.float32)
         records_B["norm"] = np.where(is_usual_B, np.nextafter(rounded_B, np.float32(np.inf)), rounded_B)
-        records_B["norm"][~is_finite_B] = np.inf
         largest_B = np.minimum(self.extremes_B3[:, LARGEST], INFINITE_BITS)
         records_B["largest"] = largest_B.astype(np.uint32).view(np.float32)
         records_B["changed"] = self.extremes_B3[:, CHANGED]

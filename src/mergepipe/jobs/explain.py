@@ -375,9 +375,9 @@ def overlaps_of(experts: Mapping[str, Mapping[str, TensorStatistics]]) -> tuple[
 def _overlap(
     names: tuple[str, str, str], one_B: NDArray[np.void], other_B: NDArray[np.void], sizes_B: NDArray[np.int64]
 ) -> Overlap:
-    norm_2B = np.stack([one_B["norm"], other_B["norm"]]).astype(np.float64)
-    norm_2B[:, ~np.isfinite(norm_2B).all(axis=0)] = 0.0  # an undefined delta has no direction
-    scaled_2BS = np.stack([one_B["sketch"], other_B["sketch"]]).astype(np.float64) * norm_2B[:, :, np.newaxis]
+    is_defined_B = np.isfinite(one_B["norm"]) & np.isfinite(other_B["norm"])  # else a delta has no direction
+    norm_2B = np.stack([one_B["norm"], other_B["norm"]])[:, is_defined_B].astype(np.float64)
+    scaled_2BS = np.stack([one_B["sketch"], other_B["sketch"]])[:, is_defined_B] * norm_2B[:, :, np.newaxis]
     gram_22 = np.tensordot(scaled_2BS, scaled_2BS, axes=((1, 2), (1, 2)))
     scale = sqrt(gram_22[0, 0] * gram_22[1, 1])
     cosine = float(np.clip(gram_22[0, 1] / scale, -1.0, 1.0)) if scale else 0.0

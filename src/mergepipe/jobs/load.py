@@ -329,6 +329,7 @@ def loaded_model(merge: OpenedMerge, torch_dtype: Any = None, device_map: Any = 
         model = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=torch_dtype or "auto", **placing)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise _refusal(f"transformers cannot load it: {error}") from error
+    model.name_or_path = model.config.name_or_path = ""  # of no folder: libraries read it as one, and write it down
     if model.can_generate() and "generation_config.json" in small_files:
         model.generation_config = transformers.GenerationConfig.from_pretrained(merge.folder)
     return model
@@ -369,9 +370,9 @@ def _write_into(model: Any, merge: OpenedMerge, names: Collection[str]) -> int:
     """Write the merged tensors into the parameters of the same names; return how many."""
     torch: Any = import_module("torch")
     own = model.state_dict(keep_vars=True)
-    missing = sorted(set(names) - own.keys())
+    missing = sorted(name for name in names if name not in own or own[name].is_meta)
     if missing:
-        message = f"has no parameter {shown(missing[0])} ({len(missing)} of {len(names)} are missing)"
+        message = f"has no memory for {shown(missing[0])} ({len(missing)} of {len(names)} are missing, or are 'meta')"
         raise MismatchError.of("model.mismatch", "model", message, "load the model by `load_model`")
     n_written = 0
     with torch.no_grad():

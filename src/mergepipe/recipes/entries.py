@@ -14,13 +14,13 @@ from mergepipe.recipes.fields import (
     key_elsewhere,
     parameter_elsewhere,
     parameter_names,
+    whole_number,
 )
 from mergepipe.recipes.parameters import (
     BY_NORM_TEXT,
     global_values,
     is_constant,
     model_values,
-    quoted_number,
     read_parameters,
 )
 from mergepipe.recipes.recipe import LayerSource, ModelInput, ModelKey, OutputModule, OutputSlice, Setting
@@ -377,7 +377,7 @@ def _layer_range(reader: DocumentReader, entry: Value, key_path: KeyPath) -> tup
         reader.refuse("recipe.incomplete", at, "the source has no layer_range", hint)
         return None
     items = value if isinstance(value, list) and len(value) == _RANGE_LENGTH else []
-    numbers = [number for item in items if (number := _whole_number(item)) is not None]
+    numbers = [number for item in items if (number := whole_number(item)) is not None]
     if len(numbers) < _RANGE_LENGTH:
         reader.refuse("recipe.value", at, "needs two whole numbers", hint)
         return None
@@ -389,13 +389,6 @@ def _layer_range(reader: DocumentReader, entry: Value, key_path: KeyPath) -> tup
         meaning = "a first or last slice still says which models the tensors around the layers are of"
         reader.notice("recipe.no-effect", at, f"[{start}, {stop}] holds no layer", meaning)
     return start, stop
-
-
-def _whole_number(value: Value) -> int | None:
-    """Return a whole number, also if it is quoted or written as `8.0`."""
-    number = quoted_number(value) if isinstance(value, str) else value
-    is_whole = isinstance(number, int | float) and not isinstance(number, bool) and number % 1 == 0
-    return int(number) if is_whole and isinstance(number, int | float) else None
 
 
 def _check_lengths(reader: DocumentReader, sources: tuple[LayerSource, ...], key_path: KeyPath) -> None:

@@ -189,9 +189,10 @@ class DocumentReader:
         return None
 
     def whole(self, value: Value, key_path: KeyPath, least: int) -> int | None:
-        """Return `value` if it is a whole number of at least `least`, and of 32 bits; else report it, and None."""
-        if type(value) is int and least <= value < 1 << 32:
-            return value
+        """Return a whole number of at least `least`, and of 32 bits; report any other value, and return None."""
+        number = whole_number(value)
+        if number is not None and least <= number < 1 << 32:
+            return number
         if value is not None:
             self.wrong_kind(value, key_path, f"a whole number of at least {least}")
         return None
@@ -248,6 +249,21 @@ def all_or_none(read: Sequence[T | None]) -> tuple[T, ...] | None:
     """Return what was read of the entries of a list; None if one of them was refused."""
     sound = tuple(item for item in read if item is not None)
     return sound if len(sound) == len(read) else None
+
+
+def unquoted(value: Value) -> Value:
+    """Return the number that a text spells; any other value as it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def whole_number(value: Value) -> int | None:
+    """Return a whole number, also if it is quoted or written as `8.0`."""
+    number = unquoted(value)
+    is_whole = isinstance(number, int | float) and not isinstance(number, bool) and number % 1 == 0
+    return int(number) if is_whole and isinstance(number, int | float) else None
 
 
 def describe(value: Value) -> str:

@@ -15,6 +15,7 @@ from mergepipe.recipes.fields import (
     near_miss,
     parameter_elsewhere,
     parameter_names,
+    unquoted,
 )
 from mergepipe.recipes.recipe import EVERY_TENSOR, Case, Cases, Scalar, Setting, value_at
 from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
@@ -158,7 +159,7 @@ def _case(
         hint = "`mergepipe search` tries its values" if "search" in entry else "write 'value: ...'"
         reader.refuse("recipe.incomplete", (*key_path, "value"), "the entry has no value", hint)
         return None
-    wanted = "" if entry.get("filter") is None else reader.text(entry["filter"], (*key_path, "filter"))
+    wanted = "" if entry.get("filter") in (None, "") else reader.text(entry["filter"], (*key_path, "filter"))
     values = _over_layers(reader, entry["value"], (*key_path, "value"), operator, spec)
     return Case(wanted, values) if wanted is not None and values else None
 
@@ -199,7 +200,7 @@ def _lines(
 def _scalar(
     reader: DocumentReader, entry: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> Scalar:
-    value = _flag(reader, entry, key_path) if spec.is_flag else _number(reader, entry, key_path, spec)
+    value = read_flag(reader, entry, key_path) if spec.is_flag else _number(reader, entry, key_path, spec)
     if spec.only_default and value == value and value != spec.default:  # REFUSED is not itself
         message = f"{spec.name}: {_text(value)} is not supported yet"
         hint = f"{operator.name} knows only {spec.name}: {_text(spec.default)}"
@@ -212,10 +213,11 @@ def _text(value: Scalar | None) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _flag(reader: DocumentReader, value: Value, key_path: KeyPath) -> Scalar:
+def read_flag(reader: DocumentReader, value: Value, key_path: KeyPath) -> Scalar:
+    """Return a flag, also as mergekit's examples write it: quoted, or a number; `REFUSED` if it is none."""
     if isinstance(value, bool):
         return value
-    if isinstance(value, int | float) and value in (0, 1):  # as mergekit's own examples write it
+    if isinstance(value, int | float) and value in (0, 1):
         return bool(value)
     if isinstance(value, str) and value.lower() in (*TRUE_TEXTS, *FALSE_TEXTS):
         return value.lower() in TRUE_TEXTS
@@ -226,8 +228,7 @@ def _flag(reader: DocumentReader, value: Value, key_path: KeyPath) -> Scalar:
 def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: ParameterSpec) -> Scalar:
     if spec.is_weight and value == BY_NORM_TEXT:
         return BY_NORM
-    if isinstance(value, str):
-        value = quoted_number(value) if quoted_number(value) is not None else value
+    value = unquoted(value)
     if isinstance(value, bool):
         message = f"{describe(value)} is taken as {int(value)}"
         reader.warning("recipe.unclear", key_path, message, "mergekit takes it so; write the number")
@@ -257,11 +258,3 @@ def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: Param
     as_mergekit = f"--lenient takes it as {spec.clamped(value):g}, as mergekit does" if spec.clamps else ""
     reader.refuse("recipe.value", key_path, message, "; ".join(filter(None, (meant, as_mergekit))))
     return REFUSED
-
-
-def quoted_number(text: str) -> float | None:
-    """Return the number that a text spells; None if it spells none."""
-    try:
-        return float(text)
-    except ValueError:
-        return None

@@ -25,6 +25,7 @@ from mergepipe.recipes.fields import (
     Findings,
     Strictness,
     describe,
+    unquoted,
 )
 from mergepipe.recipes.parameters import read_parameters
 from mergepipe.recipes.recipe import Mixture, MixtureExpert, ModelInput, OutputModule, OutputSlice, Recipe
@@ -173,9 +174,8 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
     _check_keys(reader, root)
     operator = _operator(reader, root)
     dtype, out_dtype = _dtype(reader, root, "dtype"), _dtype(reader, root, "out_dtype")
-    dtypes = (
-        (None, None) if root.get("out_dtype") == AUTO else (dtype, out_dtype)
-    )  # `auto`: of each tensor as in the base
+    # `auto`: of each tensor as in the base
+    dtypes = (None, None) if root.get("out_dtype") == AUTO else (dtype, out_dtype)
     base = _base(reader, root)
     shared = EntryContext(reader, operator, None, ()).parameters(root, (), Scope.GLOBAL)
     if operator is not None:
@@ -187,7 +187,7 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
         if root.get("base_model") is None:
             message = "the recipe has no base_model, and the step is one of the delta from it"
             reader.refuse("recipe.incomplete", ("post",), message, "name the base_model")
-    template = None if root.get("chat_template") is None else reader.text(root["chat_template"], ("chat_template",))
+    template = None if (text := root.get("chat_template")) in (None, "") else reader.text(text, ("chat_template",))
     name = None if root.get("name") is None else reader.text(root["name"], ("name",))
     if operator is None or content is None or (base is None and root.get("base_model") is not None):
         read_tokenizer(reader, root, (), has_base=root.get("base_model") is not None)
@@ -199,17 +199,16 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
         operator = replace(operator, parameters=(*operator.parameters, *named))
     recipe = Recipe(source.path, source.text, operator, base, models, shared, *dtypes, slices, modules)
     tokenizer = read_tokenizer(reader, root, recipe.inputs(), has_base=base is not None)
-    keeps_dtypes = AUTO in (root.get("out_dtype"), root.get("dtype"))
-    is_like_base = root.get("out_dtype") == LIKE_BASE
     return replace(
-        recipe, tokenizer=tokenizer, chat_template=template, name=name, keeps_dtypes=keeps_dtypes,
-        is_like_base=is_like_base,
+        recipe, tokenizer=tokenizer, chat_template=template, name=name, is_like_base=root.get("out_dtype") == LIKE_BASE,
+        keeps_dtypes=AUTO in (root.get("out_dtype"), root.get("dtype")),
     )  # fmt: skip
 
 
 def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | None:
     """Read a recipe of mergekit-moe: dense models of which a mixture of experts is built, or experts of a mixture."""
     reader.unknown_keys(root, MIXTURE_RECIPE_KEYS, ())
+    path, text = reader.source.path, reader.source.text
     base = _base(reader, root)
     if base is None and root.get("base_model") is None:
         reader.refuse("recipe.incomplete", ("base_model",), "a mixture of experts needs base_model")
@@ -225,7 +224,6 @@ def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | 
         if base is None:
             return None
         mixture = Mixture("random", (), chosen=chosen, is_dense=not isinstance(root["experts"], list))
-        path, text = reader.source.path, reader.source.text
         return Recipe(path, text, COPY.spec, base, (base,), {}, dtype, None, name=name, mixture=mixture)
     experts = _mixture_experts(reader, root.get("experts"), ("experts",))
     shared = _mixture_experts(reader, root["shared_experts"], ("shared_experts",)) if root.get("shared_experts") else ()
@@ -243,8 +241,7 @@ def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | 
     mixture = Mixture(
         mode, tuple(e for _, e in experts), tuple(e for _, e in shared), per_token, architecture, seed
     )  # fmt: skip
-    source = reader.source
-    return Recipe(source.path, source.text, COPY.spec, base, models, {}, dtype, None, name=name, mixture=mixture)
+    return Recipe(path, text, COPY.spec, base, models, {}, dtype, None, name=name, mixture=mixture)
 
 
 def _mixture_experts(
@@ -280,8 +277,9 @@ def _chosen_experts(value: Value) -> tuple[int, ...]:
 
 
 def _scale(reader: DocumentReader, value: Value, at: KeyPath, default: float) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return value
+    number = unquoted(value)
+    if isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
+        return number
     if value is not None:
         reader.wrong_kind(value, at, "a number")
     return default

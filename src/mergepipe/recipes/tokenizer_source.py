@@ -8,6 +8,7 @@ from dataclasses import replace
 from mergepipe.checkpoints.embedding_rows import TokenRule
 from mergepipe.errors import NotFoundError, RecipeError, did_you_mean
 from mergepipe.recipes.fields import DocumentReader, Findings
+from mergepipe.recipes.parameters import read_flag
 from mergepipe.recipes.recipe import (
     MOST_ATOMS,
     ModelInput,
@@ -59,10 +60,10 @@ class _Tokenizer:
         tokens = self._reading.mapping(entry.get("tokens"), (*at, "tokens")) or {}
         embeddings = {token: self._embedding(embedding, (*at, "tokens", token)) for token, embedding in tokens.items()}
         read = {token: embedding for token, embedding in embeddings.items() if embedding is not None}
-        padding = self._reading.whole(entry.get("pad_to_multiple_of"), (*at, "pad_to_multiple_of"), 1)
+        padding = self._reading.whole(entry.get("pad_to_multiple_of"), (*at, "pad_to_multiple_of"), 0)
         n_atoms = self._reading.whole(entry.get("k"), (*at, "k"), 1) or MOST_ATOMS
         return TokenizerRequest(
-            *source, read, padding, self._reading.source.where(*at), self._donor, new_tokens, n_atoms
+            *source, read, padding or None, self._reading.source.where(*at), self._donor, new_tokens, n_atoms
         )
 
     def _new_tokens(self, entry: dict[str, Value], at: KeyPath) -> str:
@@ -110,11 +111,8 @@ class _Tokenizer:
         if entry is None:
             return None
         self._reading.unknown_keys(entry, TOKEN_KEYS, at)
-        force = entry.get("force", False)
-        if not isinstance(force, bool):
-            self._reading.wrong_kind(force, (*at, "force"), "true or false")
-            return None
-        return self._token_source(entry.get("source"), (*at, "source"), force=force)
+        force = read_flag(self._reading, entry.get("force", False), (*at, "force"))
+        return self._token_source(entry.get("source"), (*at, "source"), force=force is True)
 
     def _token_source(self, value: Value, at: KeyPath, *, force: bool) -> TokenRule | None:
         if value is None:

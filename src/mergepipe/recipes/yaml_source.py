@@ -51,18 +51,20 @@ def recipe_text(content: Mapping[str, object], folder: Location) -> RecipeText:
     """Write a recipe that is given as a mapping as the YAML that is recorded with the merge."""
     try:
         return RecipeText(yaml.safe_dump(_plain(content), sort_keys=False, allow_unicode=True), folder)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         message = f"a value that no recipe can hold: {shortened(str(error))}"
         raise _refusal("recipe.syntax", "recipe", message, "give texts, numbers, flags, lists and mappings") from None
 
 
 def _plain(value: object) -> object:
-    """Return a value with mappings, sequences and paths as YAML knows them."""
+    """Return a value with mappings, sequences, paths, and arrays and numbers of numpy as YAML knows them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path | Location) else value
+    return str(value) if isinstance(value, str | Path | Location) else value
 
 
 @dataclass(frozen=True, slots=True)
