@@ -82,8 +82,7 @@ def check_block(record: Any, delta_N: NDArray[np.float32], stored: bytes) -> Non
     assert int(record["changed"]) == np.count_nonzero(delta_N)
     magnitudes_N = np.abs(delta_N.astype(np.float64))
     if not np.isfinite(magnitudes_N).all():
-        assert record["norm"] == np.inf
-        assert record["largest"] == np.inf
+        assert record["norm"] == record["largest"] == np.inf
         return
     norm = float(np.sqrt(np.square(magnitudes_N).sum()))
     assert float(record["norm"]) >= norm * (1 - 1e-15)

@@ -9,7 +9,6 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import OutputError, RecipeError
-from mergepipe.options import MergeOptions
 from support.families import TINY, write_family
 from support.refusals import refuses
 
@@ -25,25 +24,25 @@ def test_recipes__as_a_mapping_merge_as_from_a_file(tmp_path: Path, monkeypatch:
         ],
         "dtype": "bfloat16",
     }
-    options = MergeOptions(catalog=False)
-    mergepipe.merge(recipe, "out", options=options)
+    mergepipe.merge(recipe, "out", catalog=False)
     written = tmp_path / "recipe.yml"
     written.write_text(
         "merge_method: linear\nmodels:\n- {model: family/base, parameters: {weight: 1.0}}\n"
         "- {model: family/expert-1, parameters: {weight: 0.5}}\ndtype: bfloat16\n"
     )
-    mergepipe.merge(written, "other", options=options)
+    mergepipe.merge(written, "other", catalog=False)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "other/model.safetensors").read_bytes()
     assert mergepipe.check(recipe).merged_tensors > 0
     assert mergepipe.verify("out").is_sound
-    with pytest.raises(OutputError) as caught:
-        mergepipe.merge(recipe, "out", options=options)
-    assert str(caught.value).endswith("replace it with force=True")
+    with pytest.raises(OutputError, match=r"replace it with force=True$"):
+        mergepipe.merge(recipe, "out", catalog=False)
 
 
 def test_recipes__as_a_mapping_with_a_value_of_no_recipe_are_refused() -> None:
-    with refuses(RecipeError, "recipe.syntax"):
-        mergepipe.check({"merge_method": object()})
-    with pytest.raises(RecipeError) as caught:
+    endless: dict[str, object] = {}
+    endless["models"] = endless
+    for recipe in ({"merge_method": object()}, endless):
+        with refuses(RecipeError, "recipe.syntax"):
+            mergepipe.check(recipe)
+    with pytest.raises(RecipeError, match="recipe:1 merge_method"):
         mergepipe.check({"merge_method": "linaer", "models": []})
-    assert "recipe:1 merge_method" in str(caught.value)

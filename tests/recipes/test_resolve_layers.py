@@ -161,13 +161,13 @@ def test_resolve__takes_a_filter_for_the_head_of_a_model_with_tied_weights() -> 
     assert resolve(recipe, [tied, tied]).n_merged == 4
 
 
-def test_resolve__says_which_tensor_a_parameter_has_no_value_for() -> None:
-    t = Cases((Case("mlp", (0.5,)), Case("self_attn", (0.5,))), "recipe.yml:7 parameters.t")
-    recipe = merging("slerp", A, base=BASE, parameters={"t": t})
-    assert problems(recipe, shaped(llama(1)), shaped(llama(1))) == [
-        "RecipeError recipe.incomplete | recipe.yml:7 parameters.t: "
-        "t has no value for 'model.embed_tokens.weight'; end the list with '- value: ...'"
-    ]
+@pytest.mark.parametrize(("operator", "name"), [("slerp", "t"), ("linear", "weight")])
+def test_resolve__says_which_tensor_a_parameter_has_no_value_for(operator: str, name: str) -> None:
+    cases = Cases((Case("mlp", (0.5,)), Case("self_attn", (0.5,))), "recipe.yml:7")
+    recipe = merging(operator, A, base=BASE, parameters={name: cases})
+    message = f"{name} has no value for 'model.embed_tokens.weight'; end the list with '- value: ...'"
+    wanted = [f"RecipeError recipe.incomplete | recipe.yml:7: {message}"]
+    assert problems(recipe, shaped(llama(1)), shaped(llama(1))) == wanted
 
 
 def test_resolve__checks_the_sum_of_weights_that_depend_on_the_tensor() -> None:

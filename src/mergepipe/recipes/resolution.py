@@ -244,7 +244,7 @@ class _Resolver:
             if index or (group.takes_part and group.is_listed):
                 self._note_missing(values[index], Scope.MODEL, chain, output.sources[index])
         if operator.base_role is BaseRole.OPTIONAL and not self._is_constant[group]:  # else checked on loading
-            self._check_weights(shared, [v for v in (anchor, *values[1:]) if v], output.name)
+            self._check_weights(shared, [*([anchor] if anchor else ()), *values[1:]], output.name)
         numbers = [{"weight": 0.0, NUMBERS_OF: float(e)} for _, e in group.numbers]
         return TensorParameters(shared, anchor, (*values[1:], *numbers))
 
