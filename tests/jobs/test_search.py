@@ -108,6 +108,17 @@ def test_search__goes_on_with_its_study(family: Path) -> None:
         mergepipe.search(recipe, family / "best", distance, resume=True)
 
 
+def test_search__of_several_machines_is_published_by_one(family: Path) -> None:
+    recipe, others = write_recipe(family), []
+
+    def evaluated(folder: Path) -> float:
+        if (family / "best.study").read_text().count('"values":'):  # the other machine comes to an end meanwhile
+            others.append(mergepipe.search(recipe, family / "best", lambda _: 1.0, trials=1, resume=True))
+        return len(folder.name)
+
+    assert mergepipe.search(recipe, family / "best", evaluated, trials=2).sid == others[0].sid
+
+
 def test_search__chooses_among_values_and_on_a_logarithm(family: Path) -> None:
     recipe = write_recipe(
         family, {"search": [1e-3, 1.0], "log": True}, merge_method={"search": ["task_arithmetic", "ties", "linear"]}

@@ -16,14 +16,7 @@ import pytest
 import mergepipe
 from mergepipe.errors import ConflictError, OutputError, StorageError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.staging import (
-    CONTENT_NAME,
-    Staging,
-    check_target,
-    find_staging,
-    remove_dead,
-    temporary_folder,
-)
+from mergepipe.snapshots.staging import CONTENT_NAME, Staging, check_target, find_staging, remove_dead, temporary_folder
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.owned import this_process

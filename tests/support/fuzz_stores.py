@@ -19,13 +19,7 @@ from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F16, F32, DType, Span
 from mergepipe.deltastore.bands import MANTISSA_BITS, encode_bands
 from mergepipe.deltastore.checkpoint import open_store
-from mergepipe.deltastore.codec import (
-    BlockContext,
-    decode_block,
-    decode_deltas,
-    encode_block,
-    encode_converted,
-)
+from mergepipe.deltastore.codec import BlockContext, decode_block, decode_deltas, encode_block, encode_converted
 from mergepipe.deltastore.encode_pass import choose_cut
 from mergepipe.deltastore.index import HEADER_NAME, INDEX_NAME, PIECE_NAMES, ROW_BYTES, StoreIndex, index_digest
 from mergepipe.deltastore.pieces import BANDED_FROM_ELEMENTS, Codec, EncodedBlock, Level, Piece, RawBytes

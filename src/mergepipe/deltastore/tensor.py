@@ -25,16 +25,7 @@ from mergepipe.core.blocks import DTYPES, F32, BlockGrid, DType, Span
 from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.codec import BlockContext, decode_block, decode_deltas
 from mergepipe.deltastore.index import StoreIndex, StoreIndexReader
-from mergepipe.deltastore.pieces import (
-    BLOCK_ELEMENTS,
-    LADDERS,
-    PIECES_OF,
-    Codec,
-    Level,
-    Piece,
-    RawBytes,
-    corrupt,
-)
+from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, LADDERS, PIECES_OF, Codec, Level, Piece, RawBytes, corrupt
 from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose

@@ -17,13 +17,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import (
-    NO_TURNS,
-    BaseBytes,
-    ComputedTensor,
-    LeveledTensor,
-    Turns,
-)
+from mergepipe.checkpoints.contract import NO_TURNS, BaseBytes, ComputedTensor, LeveledTensor, Turns
 from mergepipe.engine.jobs import Job, Pass, Stage
 from mergepipe.engine.segments import (
     BufferSizes,

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 SEARCH_KEY, LOG_KEY = "search", "log"
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "cmaes": "CmaEsSampler"}
 _SEED = 0  # of what is proposed, and of operators that draw
-_STUDY_NAME, _RECIPE_KEY, _OBJECTIVES_KEY = "mergepipe", "recipe", "choice of objectives"
+_STUDY_NAME, _RECIPE_KEY, _OBJECTIVES_KEY, _SID_KEY = "mergepipe", "recipe", "choice of objectives", "sid"
 _KEPT_OF = 3  # so many trials at a rung one goes on: halves found worse merges for as many bytes
 _MOST_FAILED = 5  # where that many trials fail from the first on, a search ends
 Evaluate = Callable[[Any], float]
@@ -346,22 +346,37 @@ class _Search:
     # --- the best ---
 
     def publish(self) -> SearchReport:
-        """Merge the best values again into the output, and tell all trials."""
+        """Merge the best values again into the output, unless another machine does, and tell all trials."""
         best = self._best()
         values = {searched.key_path: best.params[searched.name] for searched in self._searched}
         options = replace(self._settings.options, catalog=True)
         self._settings = merge_settings(options, on_progress=self._report)
-        merged = self._merged(values, self._rungs[-1] if self._rungs else None, self._out)
+        sid = self._published_sid(values)
         trials = self._study.get_trials(deepcopy=False)
         front = {trial.number for trial in self._study.best_trials} if len(self._objectives) > 1 else {best.number}
         return SearchReport(
             out=self._out,
             study=self._study_path,
-            sid=merged.sid,
+            sid=sid,
             objectives=self._objectives or ("loss",),
             best=best.number,
             trials=tuple(_told(trial, is_best=trial.number in front) for trial in trials),
         )
+
+    def _published_sid(self, values: Mapping[KeyPath, Any]) -> str:
+        """Publish the merge of some values; where another machine of the study publishes, wait for its snapshot."""
+        while True:
+            try:
+                sid = self._merged(values, self._rungs[-1] if self._rungs else None, self._out).sid
+            except MergePipeError as error:
+                sid = self._study.user_attrs.get(_SID_KEY, "")
+                if error.code == "output.busy":
+                    time.sleep(1)
+                    continue
+                if error.code != "output.exists" or not sid:
+                    raise
+            self._study.set_user_attr(_SID_KEY, sid)
+            return str(sid)
 
     def _best(self) -> Any:
         trials = self._study.get_trials(deepcopy=False)

@@ -16,13 +16,7 @@ from mergepipe.checkpoints.inert_pickle import (
     Record,
     load_with_memo,
 )
-from mergepipe.checkpoints.torch_file import (
-    TorchArchive,
-    Window,
-    read_torch_zip,
-    read_zip_directory,
-    walk_tensors,
-)
+from mergepipe.checkpoints.torch_file import TorchArchive, Window, read_torch_zip, read_zip_directory, walk_tensors
 from mergepipe.core.blocks import DType, element_count
 from mergepipe.errors import damaged, unsupported
 from mergepipe.storage.contract import Store

@@ -78,9 +78,7 @@ def test_sources_digest__changes_with_any_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "used"),
-    [(BF16, set()), pytest.param(F16, LESS_COMMON, marks=pytest.mark.slow)],
-    ids=["bf16", "f16"],
+    ("dtype", "used"), [(BF16, set()), pytest.param(F16, LESS_COMMON, marks=pytest.mark.slow)], ids=["bf16", "f16"]
 )
 def test_first_merge__compiles_what_it_needs_alone(tmp_path: Path, dtype: DType, used: set[str]) -> None:
     """A linear merge selects nothing; code of dtypes that it does not have takes half of the time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import zip_longest
 
 import pytest
@@ -209,14 +209,9 @@ def test_web_servers__that_refuse_to_be_asked_are_no_missing_files(
     with Closed({f"bucket/m/{name}": b"" for name in names}) as server:
         set_environment(monkeypatch, server.url)
         folder = root_of("http", server) / "m"
-        readers: tuple[Callable[[], object], ...] = (
-            lambda: remote_store("http").list(folder),
-            lambda: remote_store("http").stat(folder),
-            lambda: remote_store("http").open(folder / "config.json"),
-        )
-        for read_it in readers:
+        for method, place in (("list", folder), ("stat", folder), ("open", folder / "config.json")):
             with refuses(StorageError, expected):
-                read_it()
+                getattr(remote_store("http"), method)(place)
 
 
 def test_web_servers__that_name_no_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

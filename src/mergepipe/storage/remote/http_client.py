@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead, RemoteDisconnected
+from ipaddress import ip_address, ip_network
 from typing import Final
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -530,7 +531,16 @@ def _proxy_for(parts: SplitResult) -> str:
     """The proxy that the environment names for an address, empty for none."""
     proxies = getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all", "")
-    return "" if not proxy or proxy_bypass(parts.netloc) else proxy
+    return "" if not proxy or proxy_bypass(parts.netloc) or _is_in_networks(parts, proxies.get("no", "")) else proxy
+
+
+def _is_in_networks(parts: SplitResult, networks: str) -> bool:
+    """Whether an address is in one of the networks of `NO_PROXY`, as 10.0.0.0/8, which only other clients look for."""
+    for network in networks.split(","):
+        with contextlib.suppress(ValueError):  # one of the two is a name
+            if ip_address(parts.hostname or "") in ip_network(network.strip(), strict=False):
+                return True
+    return False
 
 
 def _proxy_authorization(proxy: str) -> dict[str, str]:
