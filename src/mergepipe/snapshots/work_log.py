@@ -295,8 +295,9 @@ def usage_of(uses: Sequence[FileUse]) -> Usage:
 
 
 def uses_of(usage: Usage) -> FileUses:
-    """List what was used, in order. Law: `usage_of(uses_of(u)) == u`."""
-    return tuple((file, purpose, nbytes) for (file, purpose), nbytes in sorted(usage.by_file.items()))
+    """List what was used, in order. Law: `usage_of(uses_of(u)) == u`, but that paths of no text are escaped."""
+    texts = {file: os.fsencode(file).decode(errors="backslashreplace") for file, _ in usage.by_file}
+    return tuple((texts[file], purpose, nbytes) for (file, purpose), nbytes in sorted(usage.by_file.items()))
 
 
 def digests_of(tensors: Sequence[MadeTensor]) -> tuple[TensorDigest, ...]:
