@@ -20,6 +20,7 @@ from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable,
 from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_elements
 from mergepipe.checkpoints.quantised import MASK_BITS
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span, element_count
+from mergepipe.core.units import format_bytes
 from mergepipe.engine.work import FREE, OMITTED, level_of_blocks
 from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.jobs.snapshots import find_snapshot_path, read_manifest_value, with_inputs_found
@@ -186,7 +187,7 @@ def _reasons(plan: Plan | None) -> tuple[Callable[[PlannedTensor], str], str]:
         return lambda _: "", "the budget holds no block"
     if plan.sampling is not None:
         return lambda tensor: _drawn(tensor, plan.seed), "not drawn: it stays as the base"
-    spent = f"the budget of {plan.budget_bytes} bytes was spent first, by policy '{plan.policy}'"
+    spent = f"the budget of {format_bytes(plan.budget_bytes)} was spent first, by policy '{plan.policy}'"
     return lambda _: f"chosen by policy '{plan.policy}'", spent
 
 

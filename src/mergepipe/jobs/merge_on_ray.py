@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import mergepipe
+from mergepipe.core.units import format_bytes
 from mergepipe.engine.work import split_sizes
 from mergepipe.errors import (
     ConflictError,
@@ -235,8 +236,8 @@ def task_shape(nodes: Sequence[TaskShape], threads: int | None, memory_bytes: in
     if not any(node.threads >= n_threads and node.memory_bytes >= memory_bytes for node in offering):
         largest = max(offering, key=lambda node: (node.threads, node.memory_bytes))
         message = (
-            f"a task is to have {n_threads} threads and {memory_bytes} bytes of memory, and no node offers that: the "
-            f"largest has {largest.threads} and {largest.memory_bytes}"
+            f"a task is to have {n_threads} threads and {format_bytes(memory_bytes)} of memory, no node has that: the"
+            f" largest has {largest.threads} and {format_bytes(largest.memory_bytes)}"
         )
         raise LimitError.of("ray.resources", "Ray", message, "lower --threads or --memory")
     return TaskShape(n_threads, memory_bytes)

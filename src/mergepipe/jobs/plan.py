@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.core.strict_json import digest_of
+from mergepipe.core.units import format_bytes
 from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import CheckOptions, PlanOptions, home_of
@@ -205,7 +206,7 @@ def _of_budget(plan: Plan, budget_bytes: int) -> Plan:
     reserve_bytes = budget_bytes - plan.budget_bytes
     if not reserve_bytes:
         return plan
-    decision = f"{reserve_bytes} bytes are left for requests that fail and are repeated"
+    decision = f"{format_bytes(reserve_bytes)} are left for requests that fail and are repeated"
     told = Fallback("budget", decision, "experts lie on servers")
     return replace(plan, budget_bytes=budget_bytes, fallbacks=(told, *plan.fallbacks))
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.records import encode
 from mergepipe.core.strict_json import canonical_json
+from mergepipe.core.units import format_bytes
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.planning.budget import BudgetRequest, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.candidates import Candidates, find_candidates
@@ -54,7 +55,9 @@ def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy
     full_bytes = int(candidates.full_E.sum())
     budget_bytes, side_bytes = request.limit_bytes(full_bytes), int(candidates.side_E.sum())
     if side_bytes > budget_bytes:
-        message = f"{budget_bytes} bytes do not hold the indices of packed experts: {side_bytes} bytes, read to plan"
+        message = (
+            f"planning reads {format_bytes(side_bytes)} of indices of packed experts, not {format_bytes(budget_bytes)}"
+        )
         raise LimitError.of("budget.too-small", "--budget", message, "raise --budget")
     adjustments: tuple[Fallback, ...] = ()
     if options.min_density is not None:
@@ -145,12 +148,12 @@ class Ranking:
         """Refuse a plan of a positive budget that reads nothing though there is something to read."""
         reads = any(access.blocks for tensor in plan.tensors for access in tensor.reads)
         if not reads and (least := self.least_useful_bytes()) is not None:
-            message = f"nothing that could be read fits {plan.budget_bytes} bytes: the result would be the base"
+            message = f"nothing that could be read fits {format_bytes(plan.budget_bytes)}: the result would be the base"
             hint = f"the smallest useful budget is {least}B; 0 reads nothing of the experts"
             if self.problem.unread:
                 indices = (expert.checkpoint.encoded for expert in self.problem.experts)
                 index_bytes = sum(index.cost_bytes for index in indices if index is not None)
-                hint = f"give more than the {index_bytes} bytes of all indices; 0 reads nothing of the experts"
+                hint = f"give more than the {format_bytes(index_bytes)} of all indices; 0 reads nothing of the experts"
             raise LimitError.of("budget.too-small", "--budget", message, hint)
 
     def plan(self, budget_bytes: int) -> Plan:
@@ -320,7 +323,7 @@ def _unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fall
     for e in sorted(problem.unread) if budget_bytes else ():
         model = problem.experts[e]
         cost = 0 if model.checkpoint.encoded is None else model.checkpoint.encoded.cost_bytes
-        reason = f"its index costs {cost} bytes, which the budget of {budget_bytes} bytes does not hold as well"
+        reason = f"its index costs {format_bytes(cost)}, for which {format_bytes(budget_bytes)} have no room as well"
         fallbacks.append(Fallback(f"expert '{model.text}'", NOTHING_READ, reason))
     return tuple(fallbacks)
 
@@ -331,7 +334,7 @@ def _unspent_fallbacks(budget_bytes: int, planned_bytes: int, full_bytes: int) -
     if planned_bytes >= full_bytes or unspent_bytes <= MOST_UNSPENT * budget_bytes:
         return ()
     reason = "what else could be read comes in larger pieces"
-    return (Fallback("budget", f"{unspent_bytes} of {budget_bytes} bytes {UNSPENT}", reason),)
+    return (Fallback("budget", f"{format_bytes(unspent_bytes)} of {format_bytes(budget_bytes)} {UNSPENT}", reason),)
 
 
 def _starved_fallbacks(
@@ -343,7 +346,7 @@ def _starved_fallbacks(
     contributes_E = selection.read_EB.any(axis=1)
     differs_E = (~candidates.free_EB).any(axis=1)
     unread_E = np.isin(np.arange(candidates.n_experts), list(problem.unread))
-    reason = f"within {budget_bytes} bytes the blocks of other experts come first"
+    reason = f"within {format_bytes(budget_bytes)} the blocks of other experts come first"
     return tuple(
         Fallback(f"expert '{problem.experts[e].text}'", NOTHING_READ, reason)
         for e in np.flatnonzero(differs_E & ~contributes_E & ~unread_E).tolist()

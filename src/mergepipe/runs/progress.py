@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from mergepipe.core.strict_json import digest_of
-from mergepipe.core.units import plural
+from mergepipe.core.units import format_bytes, plural
 from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import LimitError, NotFoundError, StorageError
 from mergepipe.planning.plan import Plan
@@ -197,10 +197,9 @@ class MergeProgress:
         needed_bytes = self._bytes_after(n_durable)
         if not self._is_strict or limit_bytes is None or earlier_bytes + needed_bytes <= limit_bytes:
             return
-        message = (
-            f"earlier runs may have read {earlier_bytes} of {limit_bytes} bytes for this output, which leaves "
-            f"{max(0, limit_bytes - earlier_bytes)}; {needed_bytes} are needed"
-        )
+        left_bytes, read = max(0, limit_bytes - earlier_bytes), format_bytes(earlier_bytes)
+        message = f"earlier runs may have read {read} of {format_bytes(limit_bytes)} for this output, which leaves"
+        message += f" {format_bytes(left_bytes)}; {format_bytes(needed_bytes)} are needed"
         hint = "leave out --strict, which lets it be finished beyond the budget"
         raise LimitError.of("resume.budget", directory, message, hint)
 

@@ -25,6 +25,7 @@ from typing import Final, TypeVar
 
 from mergepipe.core.records import RecordFormat, Size
 from mergepipe.core.strict_json import digest_of
+from mergepipe.core.units import format_bytes
 from mergepipe.errors import ConflictError, CorruptError, LimitError, MergePipeError
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging
@@ -474,7 +475,7 @@ class Claimant:
             return
         total_bytes = Account((*self.parts.account().claims, claim)).total_bytes(self.planned_bytes)
         if total_bytes > self.limit_bytes:
-            message = f"{total_bytes} bytes would be read over all runs, {self.limit_bytes} is the budget"
+            message = f"all runs would read {format_bytes(total_bytes)} of a budget of {format_bytes(self.limit_bytes)}"
             hint = "leave out --strict, which lets it be finished beyond the budget"
             raise LimitError.of("resume.budget", self.parts.out, message, hint)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mergepipe.checkpoints.directory import require_text_path
 from mergepipe.core.outcome import note_committed
+from mergepipe.core.units import format_bytes
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
 from mergepipe.snapshots.manifest import BESIDE, MANIFEST_NAME, record_folder
 from mergepipe.storage import owned
@@ -174,9 +175,8 @@ def check_free_space(out: Path, needed_bytes: int) -> None:
     held = _allocated_bytes(staging_directory(out.absolute()))  # left by a dead run, to be resumed or removed
     free = shutil.disk_usage(parent).free + held
     if free < needed_bytes:
-        raise StorageError.of(
-            "storage.no-space", out, f"needs {needed_bytes} bytes, {free} are free", "free some space and run again"
-        )
+        message = f"needs {format_bytes(needed_bytes)}, {format_bytes(free)} are free"
+        raise StorageError.of("storage.no-space", out, message, "free some space and run again")
 
 
 def _allocated_bytes(directory: Path) -> int:
