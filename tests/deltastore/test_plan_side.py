@@ -122,7 +122,7 @@ def test_plan__leaves_an_expert_alone_whose_index_the_budget_does_not_hold(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    with pytest.raises(LimitError, match="the 8192 bytes of all indices"):
+    with pytest.raises(LimitError, match="the 8192B of all indices"):
         plan_of(family, "5000B", tmp_path, name)
     assert [file for file, _, _ in index_reads(charges)] == [str(family.places[1] / INDEX_NAME)]
     charges.clear()

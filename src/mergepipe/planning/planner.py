@@ -55,9 +55,7 @@ def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy
     full_bytes = int(candidates.full_E.sum())
     budget_bytes, side_bytes = request.limit_bytes(full_bytes), int(candidates.side_E.sum())
     if side_bytes > budget_bytes:
-        message = (
-            f"planning reads {format_bytes(side_bytes)} of indices of packed experts, not {format_bytes(budget_bytes)}"
-        )
+        message = f"planning reads indices of packed experts, {side_bytes}B: more than {budget_bytes}B"
         raise LimitError.of("budget.too-small", "--budget", message, "raise --budget")
     adjustments: tuple[Fallback, ...] = ()
     if options.min_density is not None:
@@ -153,7 +151,7 @@ class Ranking:
             if self.problem.unread:
                 indices = (expert.checkpoint.encoded for expert in self.problem.experts)
                 index_bytes = sum(index.cost_bytes for index in indices if index is not None)
-                hint = f"give more than the {format_bytes(index_bytes)} of all indices; 0 reads nothing of the experts"
+                hint = f"give more than the {index_bytes}B of all indices; 0 reads nothing of the experts"
             raise LimitError.of("budget.too-small", "--budget", message, hint)
 
     def plan(self, budget_bytes: int) -> Plan:
