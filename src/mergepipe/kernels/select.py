@@ -370,13 +370,7 @@ def merge_weighted(block: RawBlock, weighed: Weighed, normalizes: bool, scale: f
 
 @kernel
 def resolve_tile(
-    frame_FN: Floats,
-    weighed: Weighed,
-    epsilon: np.float32,
-    n: int,
-    weights: Doubles,
-    best: Doubles,
-    resolved: Floats,
+    frame_FN: Floats, weighed: Weighed, epsilon: np.float32, n: int, weights: Doubles, best: Doubles, resolved: Floats
 ) -> None:
     """Write of each element the delta above `epsilon` whose weight is largest, the first of equal ones; else 0."""
     for i in range(n):
@@ -410,12 +404,7 @@ def resolved_scores(block: RawBlock, weighed: Weighed, epsilon: np.float32, scor
 
 @kernel
 def add_resolved(
-    block: RawBlock,
-    weighed: Weighed,
-    epsilon: np.float32,
-    cuts_23: Bits32,
-    row_elements: int,
-    sums_A2: Doubles,
+    block: RawBlock, weighed: Weighed, epsilon: np.float32, cuts_23: Bits32, row_elements: int, sums_A2: Doubles
 ) -> None:
     """Add the sum of magnitudes of the resolved deltas, and that of those between two cuts, by atom."""
     frame_FN = np.empty((len(block.present_E) + 1, _TILE), np.float32)
@@ -435,13 +424,7 @@ def add_resolved(
 
 
 @kernel
-def merge_resolved(
-    block: RawBlock,
-    weighed: Weighed,
-    epsilon: np.float32,
-    cuts_23: Bits32,
-    scale: np.float32,
-) -> None:
+def merge_resolved(block: RawBlock, weighed: Weighed, epsilon: np.float32, cuts_23: Bits32, scale: np.float32) -> None:
     """Write `M_0 + scale` times the resolved deltas between two cuts."""
     frame_FN = np.empty((len(block.present_E) + 1, _TILE), np.float32)
     model, resolved = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
 
 from mergepipe.storage.location import Location
@@ -130,6 +132,18 @@ def test_file__of_many_parts_is_created_only_where_nothing_is(monkeypatch: pytes
         assert folder.read("a", len(content)) == content
         assert not folder.create("a", large, "other")
         assert folder.look("a") == facts
+        put, calls = obstore.put, []
+
+        def losing(*arguments: Any, **options: Any) -> None:
+            calls.append(arguments)
+            if len(calls) > 1:  # nothing arrives, then no answer does
+                put(*arguments, **options)
+            if len(calls) < 3:
+                raise RuntimeError("error sending request")
+
+        monkeypatch.setattr(obstore, "put", losing)
+        assert [folder.create("b", b"ours"), folder.create("b", b"theirs")] == [True, False]
+        assert (folder.read("b", 100), len(calls)) == (b"ours", 3)
 
 
 def test_file__that_appears_while_its_parts_are_sent_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -224,14 +225,8 @@ def test_connections__bound_what_is_in_flight_from_all_threads(kind: str, server
 
     server.faults = [wait_until_full] * 8
     parts = [bytearray(50_000) for _ in range(8)]
-    threads = [
-        threading.Thread(target=file.read_into, args=(i * 50_000, memoryview(part), Purpose.EXPERT))
-        for i, part in enumerate(parts)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: file.read_into(i * 50_000, memoryview(parts[i]), Purpose.EXPERT), range(8)))
     assert b"".join(parts) == server.files["bucket/file"]
     assert server.most_at_once == 3
     assert store.counts.requests >= 8

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -44,6 +45,7 @@ _OWN_MARK: Final = ".mergepipe-"  # of objects that no user named
 _DIGEST_ATTRIBUTE: Final = "mergepipedigest"  # Azure takes names of letters and digits only
 _NO_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 0}
 _WRITE_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 8, "retry_timeout": timedelta(minutes=5)}
+_WRITE_WAITS_SECONDS: Final = (0.2, 1.0, 5.0)
 _LONGEST_READ: Final = timedelta(minutes=15)  # of one request, 8 MiB at most
 _LONGEST_WRITE: Final = timedelta(hours=1)
 _WRITE_STALL_SECONDS: Final = 300.0  # it begins with a request: eight parts together take that at 450 kB/s
@@ -307,16 +309,27 @@ class BucketFolder:
         return (self.location / name).key
 
     def _put(self, name: str, content: bytes | Iterator[bytes], digest: str, **how: object) -> bool:
-        """Send an object; False where the condition on what is there does not hold."""
-        try:
-            with _failures():
-                attributes = {_DIGEST_ATTRIBUTE: digest} if digest else {}
-                _obstore().put(self._store, self._key(name), content, attributes=attributes, **how)
-        except RequestFailed as error:
-            if error.failure.status in _IS_THERE:
-                return False
-            raise self._error(error.failure, name) from None
-        return True
+        """Send an object; False where the condition on what is there does not hold.
+
+        obstore does not send again what has a condition and got no answer: it may be there.
+        """
+        attributes = {_DIGEST_ATTRIBUTE: digest} if digest else {}
+        waits_seconds = iter(_WRITE_WAITS_SECONDS)
+        while True:
+            try:
+                with _failures():
+                    _obstore().put(self._store, self._key(name), content, attributes=attributes, **how)
+                return True
+            except RequestFailed as error:
+                has_no_answer = error.failure.is_transient and not error.failure.status
+                if error.failure.status in _IS_THERE:
+                    return False
+                wait_seconds = next(waits_seconds, None)
+                if wait_seconds is None or not has_no_answer or not isinstance(content, bytes):
+                    raise self._error(error.failure, name) from None
+            time.sleep(wait_seconds)
+            if self.read(name, len(content) + 1) == content:
+                return True
 
     def _put_parts(self, name: str, path: Path, digest: str, *, is_new: bool) -> bool:
         """Send a file in parts; what is raised while they are read gives them up."""
