@@ -87,9 +87,8 @@ def test_pack__of_an_expert_that_changes_meanwhile_publishes_the_others(
     def touch(_: Progress) -> None:
         os.utime(changing / "notes.txt", ns=(1, 1))
 
-    with refuses(ConflictError, "input.changed") as caught:
+    with refuses(ConflictError, "input.changed", r"notes\.txt"):
         mergepipe.pack(family.base, experts, tmp_path / "stores", on_progress=touch)
-    assert "notes.txt" in str(caught.value)
     assert [path.name for path in (tmp_path / "stores").iterdir()] == ["expert-2"]
     assert store_tree(tmp_path / "stores" / "expert-2") == {
         name.removeprefix("expert-2/"): content for name, content in wanted.items() if name.startswith("expert-2/")
@@ -97,9 +96,8 @@ def test_pack__of_an_expert_that_changes_meanwhile_publishes_the_others(
 
 
 def test_pack__refuses_a_place_where_another_run_packs(family: PackFamily, tmp_path: Path) -> None:
-    with Staging(tmp_path / "expert-1", force=False), pytest.raises(ConflictError) as caught:
+    with Staging(tmp_path / "expert-1", force=False), refuses(ConflictError, "output.busy"):
         mergepipe.pack(family.base, family.experts[:1], tmp_path)
-    assert caught.value.code == "output.busy"
 
 
 def test_pack__says_why_blocks_are_not_in_bands(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
-from mergepipe.errors import MergePipeError
+from mergepipe.errors import MergePipeError, RecipeError
 from support.command_line import Runner
 from support.model_folders import write_adapter, write_model
+from support.refusals import refuses
 
 HIDDEN, INNER, TOKENS, LAYERS = 8, 12, 16, 2
 CONFIG = {
@@ -138,6 +139,19 @@ def test_moe__is_merge_of_a_recipe_of_a_mixture_and_refuses_others(run: Runner, 
     (tmp_path / "plain.yml").write_text("merge_method: passthrough\nmodels: [{model: ./a}]\n")
     ran = run("moe", tmp_path / "plain.yml", tmp_path / "none")
     assert (ran.exit_code, "makes no mixture" in ran.err, (tmp_path / "none").exists()) == (2, True, False), ran.err
+
+
+@pytest.mark.transformers
+@pytest.mark.usefixtures("models")
+def test_prompts__need_a_token_each_and_no_special_tokens(tmp_path: Path) -> None:
+    words = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}, "added_tokens": []}
+    (tmp_path / "base" / "tokenizer.json").write_text(json.dumps(words))
+    experts = [{"source_model": f"./{name}", "positive_prompts": ["b", name]} for name in "ab"]
+    made, _ = build(tmp_path, recipe_of(gate_mode="cheap_embed", experts=experts))
+    assert np.isfinite(made["model.layers.0.mlp.gate.weight"]).all()
+    with refuses(RecipeError, "recipe.value", "'' holds no token"):
+        experts[1] = {**experts[1], "negative_prompts": ["b", ""]}
+        build(tmp_path, recipe_of(gate_mode="cheap_embed", experts=experts))
 
 
 # --- experts that are changed, merged, adapted or quantised on their way into a mixture ---

@@ -18,7 +18,7 @@ from mergepipe.checkpoints.gathered_rows import GatheredRows, RowMap
 from mergepipe.checkpoints.open_files import decoded_into, once, read_elements
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
 from mergepipe.core.blocks import F32, DType, Span
-from mergepipe.errors import MismatchError, UnsupportedError
+from mergepipe.errors import MismatchError, RecipeError, UnsupportedError
 from mergepipe.storage.contract import RangeFile, Store, sidecar_limit
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
@@ -262,14 +262,16 @@ def prompt_batches(
     _extra("torch")
     tokenizer = loaded_tokenizer(base, store)
     tokenizer.padding_side = "left"
-    tokenizer.pad_token_id = tokenizer.bos_token_id
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    specials = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    tokenizer.pad_token_id = next((special for special in specials if special is not None), 0)  # masked, whatever it is
 
     def batch(texts: Sequence[str]) -> Batch:
         begun = [(tokenizer.bos_token or "") + text for text in texts]
         encoded = tokenizer(begun, padding=len(begun) > 1, add_special_tokens=False)
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
+        for text in (text for text, own in zip(texts, mask, strict=True) if not any(own)):
+            message = f"the prompt '{text}' holds no token of the base's tokenizer"
+            raise RecipeError.of("recipe.value", base.path, message, "write another, or none")
         return Batch(tuple(map(tuple, ids)), tuple(map(tuple, mask)))
 
     return tuple((batch(positive), batch(negative) if negative else None) for positive, negative in prompts)

@@ -172,15 +172,14 @@ def test_read_torch_weights__digests_places_and_checksums(tmp_path: Path) -> Non
         ({"optimizer": {"state": {}}}, UnsupportedError, "holds no mapping of names to tensors"),
         ({**STATE, "step": 3}, UnsupportedError, "'step' holds a 'int', which is no tensor"),
         ({**STATE, 7: View(A, 0, (2,))}, CorruptError, "7 cannot be a tensor's name"),
-        ({"a": View(A, 0, (4, 6), (1, 4))}, UnsupportedError, "is not contiguous; call .contiguous()"),
+        ({"a": View(A, 0, (4, 6), (1, 4))}, UnsupportedError, "is not contiguous; call "),
     ],
 )  # fmt: skip
 def test_read_torch_weights__refuses_what_it_cannot_place(
     tmp_path: Path, value: object, error: type[MergePipeError], words: str
 ) -> None:
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=words):
         weights(tmp_path, value)
-    assert words in str(caught.value)
 
 
 def test_read_torch_weights__refuses_the_unzipped_format(tmp_path: Path) -> None:

@@ -147,10 +147,9 @@ def test_faults__that_stay_are_one_error(kind: str, name: str, server: BucketSer
         requests._policy = type(requests._policy)(most_attempts=2)
     store = remote_store(kind, requests, stall_seconds(name))
     server.faults = list(faults)
-    with pytest.raises(error) as caught:
+    with refuses(error, code) as caught:
         read(kind, server, store)
     server.stop_silence()
-    assert caught.value.code == code
     assert str(caught.value).startswith(str(root_of(kind, server)))
     assert len(server.reads) == 1 or name in TRANSIENT
     assert store.ledger.usage()[Purpose.EXPERT] == costs(kind, server, faults)
@@ -178,9 +177,8 @@ def test_budget__stops_retries_before_it_is_exceeded(kind: str, server: BucketSe
     ledger = Ledger()
     ledger.expert_limit_bytes = NBYTES - 1
     server.faults = [cut(2_000_000)]
-    with refuses(LimitError, "budget.exceeded") as caught:
+    with refuses(LimitError, "budget.exceeded", "used up by retries"):
         read(kind, server, remote_store(kind, transfers(ledger=ledger)))
-    assert "used up by retries" in str(caught.value)
     assert ledger.usage()[Purpose.EXPERT] == costs(kind, server, []) == NBYTES - 1
 
 
@@ -221,19 +219,16 @@ def test_web_servers__that_name_no_version_are_refused(monkeypatch: pytest.Monke
 
     with Versionless({"bucket/m/config.json": b"{}"}) as server:
         set_environment(monkeypatch, server.url)
-        with pytest.raises(StorageError) as caught:
+        with refuses(StorageError, "storage.answer", "names no version"):
             remote_store("http").open(root_of("http", server) / "m/config.json")
-    assert caught.value.code == "storage.answer"
-    assert "names no version" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hosts__that_do_not_answer_are_given_up_soon(kind: str, server: BucketServer) -> None:
     store, root = remote_store(kind, requests := transfers()), root_of(kind, server)
     server.__exit__(None, None, None)
-    with refuses(StorageError, "storage.unreachable") as caught:
+    with refuses(StorageError, "storage.unreachable", "3 attempts"):
         store.list(root / "m")
-    assert "3 attempts" in str(caught.value)
     assert requests.counts.requests >= 3
 
 
