@@ -167,6 +167,7 @@ def test_location__a_name_below_it_has_it_as_parent(root: str, folder: str, name
         ("hf://org/name@refs/pr/7/sub", "hf", "org/name", "refs/pr/7", "sub"),
         ("hf://org/name@refs%2Fpr%2F7", "hf", "org/name", "refs/pr/7", ""),
         ("file:///data/my%20model", "", "", "", "/data/my model"),
+        ("file://localhost/data/m", "", "", "", "/data/m"),
         ("models/base", "", "", "", "models/base"),
     ],
 )

@@ -59,7 +59,7 @@ class Location(WrittenAsText):
             return cls.local(Path(text))
         scheme, rest = match[1].lower(), text[match.end() :]
         if scheme == "file":
-            return cls.local(Path(unquote(rest)))
+            return cls.local(Path(unquote(re.sub("^localhost/", "/", rest))))
         if scheme == HUB_SCHEME:
             return _parse_hub(text, rest)
         root, _, path = rest.partition("/")

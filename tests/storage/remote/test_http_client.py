@@ -154,12 +154,9 @@ def test_proxies__of_the_environment_are_asked(
     pin = Pin(len(CONTENT))
     assert read(client, Address("http://models.invalid/file"), pin) == CONTENT[10:510]
     assert server.requests[-1].headers["proxy-authorization"] == "Basic dXNlcjpwYXNzIHdvcmQ="
-    monkeypatch.setenv("no_proxy", "models.invalid")
-    assert failure_kind(client, Address("http://models.invalid/file"), pin) is FailureKind.UNREACHABLE
     monkeypatch.setenv("no_proxy", "models.invalid, 127.0.0.0/8")
-    server.put("file", CONTENT)
+    assert failure_kind(client, Address("http://models.invalid/file"), pin) is FailureKind.UNREACHABLE
     assert read(client, Address(f"{server.url}/file"), pin) == CONTENT[10:510]
-    assert server.requests[-1].path == "file"
     monkeypatch.setenv("https_proxy", f"http://user:secret@{server.host}")
     with pytest.raises(RequestFailed) as caught:  # the server is no proxy for TLS
         read(client, Address("https://other.invalid/file"), pin)

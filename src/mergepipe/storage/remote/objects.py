@@ -51,7 +51,7 @@ _LONGEST_WRITE: Final = timedelta(hours=1)
 _WRITE_STALL_SECONDS: Final = 300.0  # it begins with a request: eight parts together take that at 450 kB/s
 _METADATA_SERVICE: Final = ("169.254.169.254", 80)
 _STATUS: Final = re.compile(r"status(?: code)?: (\d{3})(?: ([A-Za-z -]{1,40}))?")
-_ADDRESS: Final = re.compile(r"https?://[^/\s]")
+_ADDRESS: Final = re.compile(r"https?://[^/\s]\S*")
 _HOST: Final = re.compile(r"https?://(?:[^/\s@]*@)?([^/\s?@,]+)")
 _CAUSES: Final = (("ConnectionRefused", "the connection was refused"), ("dns error", "no such host is known"))
 _ERROR_CODE: Final = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>")
@@ -100,7 +100,8 @@ class ObjectStore(PinnedStore):
     def list(self, location: Location) -> tuple[Entry, ...]:
         """Return the entries directly below a folder; see `Store.list`. One request a folder in the store's life."""
         listing = {} if "\0" in location.key else self._listing(location)
-        if not listing and location.key:
+        named = self._folders.get(location.parent, {}).get(location.name)  # by an object with the name of a folder
+        if not listing and location.key and named is not FileKind.FOLDER:
             raise NotFoundError.of("storage.not-found", location, "no such folder", "check the bucket and the prefix")
         return tuple(
             Entry(name, FileKind.FILE if isinstance(listing[name], Pin) else FileKind.FOLDER)
@@ -559,7 +560,7 @@ def _env(*names: str) -> str:
 def _endpoint(*names: str) -> str:
     """The address that the first of some variables holds, empty for none; not shown where it is none."""
     name = next((name for name in names if os.environ.get(name)), "")
-    if name and not _ADDRESS.match(os.environ[name]):
+    if name and not _ADDRESS.fullmatch(os.environ[name]):
         hint = "write it like https://host:9000, or unset it"
         raise StorageError.of("storage.settings", name, "is no address of a web server", hint)
     return os.environ.get(name, "")
