@@ -158,6 +158,7 @@ def test_help__names_rarely_needed_options_and_describes_them_where_that_is_aske
     assert "--min-density" in named
     assert [name for name in named if f"  {name} " in short or f"  {name} " not in full] == []
     assert "Options that are rarely needed" not in full
+    assert run("status", "--help-all").out == run("status", "--help").out != ""
     assert "rarely needed" not in run("status", "--help").out
 
 

@@ -130,10 +130,8 @@ def with_option_groups(function: Callable[..., object]) -> Callable[..., None]:
         options |= {option.field: option for option in declared}
         parameters |= {option.field: _parameter(option) for option in declared}
 
-    if any(option.flag.panel == RARE_PANEL for option in options.values()):
-        parameters["help_all"] = inspect.Parameter(
-            "help_all", KEYWORD_ONLY, default=False, annotation=Annotated[bool, HELP_ALL]
-        )
+    hidden = Annotated[bool, HELP_ALL]
+    parameters["help_all"] = inspect.Parameter("help_all", KEYWORD_ONLY, default=False, annotation=hidden)
 
     @wraps(function)
     def run(context: typer.Context, **texts: Any) -> None:
@@ -240,7 +238,7 @@ def show_all(context: typer.Context, value: bool) -> None:
 
 
 HELP_ALL = typer.Option("--help-all", is_eager=True, callback=show_all, hidden=True)
-"""The option of every command with rarely needed options. The line of `--help` that names these is its help."""
+"""The option of every command. The line of `--help` that names rarely needed options is its help."""
 
 
 def write_names(formatter: HelpFormatter, names: Sequence[str], kind: str) -> None:
@@ -257,7 +255,11 @@ class SectionedCommand(TyperCommand):
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Read the arguments."""
         take_plain_values(self.get_params(ctx))
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as error:
+            vars(error)["ctx"] = vars(error).get("ctx") or ctx  # its help is what the error names
+            raise
 
     def collect_usage_pieces(self, ctx: Context) -> list[str]:
         """Return the arguments under the names that their help has."""
