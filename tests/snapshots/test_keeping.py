@@ -194,12 +194,11 @@ def test_replay__publishes_nothing_if_values_have_changed(own: Path, monkeypatch
     assert str(file) in str(caught.value)
     assert not (own / "again").exists()
     report = mergepipe.verify(own / "out", deep_fraction=1.0)
-    assert {damage.kind for damage in report.damages} == {"replay"}
-    assert {damage.message.split(": ")[1] for damage in report.damages} == {"the values of an input have changed"}
-    version = mergepipe.__version__
+    causes = {(damage.kind, damage.message.split(": ")[1]) for damage in report.damages}
+    assert causes == {("replay", "the values of an input have changed")}
     monkeypatch.setattr(mergepipe, "__version__", "9.9")
-    (damage, *_) = mergepipe.verify(own / "out", deep_fraction=1.0).damages
-    assert damage.message.endswith(f"it was made by version {version}, this is 9.9")
+    (first, *_) = mergepipe.verify(own / "out", deep_fraction=1.0).damages
+    assert first.message.endswith(", this is 9.9")
     flip(sorted((own / "out").glob("*.safetensors"))[-1], -1)
     damaged = tree_digest(own / "out")
     with refuses(ConflictError, "input.changed"):
