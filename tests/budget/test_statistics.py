@@ -21,7 +21,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.statistics_file import statistics_folder
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.engine.pipeline import Pipeline
-from mergepipe.errors import MergePipeError
+from mergepipe.errors import MergePipeError, StorageError
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics, rank_of_density
 from support.budgets import GRAIN, TensorPlanOf, as_float32, make_budget_models, tensor_plans
 from support.disk_families import DiskFamily, Model, make_models, write_family, write_recipe
@@ -223,11 +223,17 @@ def test_analyze__after_a_crash_begins_again_with_nothing_left(tmp_path: Path) -
     counter = Fault()
     with replaced(Pipeline, "_after_compute", counter.wrap):
         analyze(family, tmp_path / "counted")
+    n_blocks = counter.calls
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "statistics").touch()
+    with replaced(Pipeline, "_after_compute", counter.wrap), refuses(StorageError, "storage.io"):
+        analyze(family, tmp_path / "file")
+    assert counter.calls == n_blocks  # where nothing can be kept, nothing is read
     home = tmp_path / "crashed"
-    fault = Fault(counter.calls - 1, RuntimeError("the power went"))
+    fault = Fault(n_blocks - 1, RuntimeError("the power went"))
     with replaced(Pipeline, "_after_compute", fault.wrap), pytest.raises(RuntimeError, match="the power went"):
         analyze(family, home)
-    assert not statistics_folder(home).exists()
+    assert list(statistics_folder(home).iterdir()) == []
     analyze(family, home)
     assert same_records(recorded(family, home), recorded(family, tmp_path / "whole"))
 

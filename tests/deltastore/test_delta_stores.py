@@ -256,10 +256,8 @@ def test_open_store__or_reading_finds_a_changed_byte_and_a_missing_end(odd: Pack
 @pytest.mark.parametrize(("version", "hint"), [(6, "pack the expert again"), (8, "use a newer version")])
 def test_open_store__refuses_another_version(odd: Packed, version: int, hint: str) -> None:
     relabel(odd.store, lambda document: document.update(format=f"mergepipe-delta-store/{version}"))
-    with refuses(UnsupportedError, "format.version") as caught:
+    with refuses(UnsupportedError, "format.version", f"its format is 'mergepipe-delta-store/{version}'.*{hint}"):
         opened(odd)
-    assert f"its format is 'mergepipe-delta-store/{version}'" in str(caught.value)
-    assert hint in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_parse_budget__reads_bytes_and_shares(text: str | float, expected: Budge
         ("-5%", "negative"),
         ("4 parsecs", "unknown unit 'parsecs'"),
         ("4GBi", "did you mean"),
-        ("25", "did you mean 25%? (bytes are written 25B)"),
+        ("25", "did you mean 25%.*bytes are written 25B"),
         ("1", "did you mean 1%?"),
         ("5000", "did you mean 5000kB or 5000MB?"),
         (str((1 << 20) - 1), "without a unit"),
@@ -74,10 +74,8 @@ def test_parse_budget__reads_bytes_and_shares(text: str | float, expected: Budge
     ],
 )
 def test_parse_budget__refuses_with_the_right_code(text: str | float, part: str) -> None:
-    with refuses(RecipeError, "option.invalid") as caught:
+    with refuses(RecipeError, "option.invalid", f"^budget: .*{part}"):
         parse_budget(text, "--budget")
-    assert str(caught.value).startswith("budget: ")
-    assert part in str(caught.value)
 
 
 @given(full=st.integers(0, 2**60), share=st.fractions(0, 1))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Final
 
 import numpy as np
@@ -24,6 +25,7 @@ from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.storage.contract import STATISTICS_BYTES, FileId
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.output import make_folders, replace_durably
+from mergepipe.storage.ranges import os_errors
 
 STATISTICS_NAME: Final = "mergepipe.stats"
 """The name of the file beside a model."""
@@ -240,6 +242,14 @@ def statistics_folder(home: Path) -> Path:
 def statistics_path(home: Path, expert_digest: str, base_digest: str) -> Path:
     """Return where the home folder holds the statistics of an expert's content against a base's."""
     return statistics_folder(home) / f"{expert_digest}-{base_digest}.stats"
+
+
+def make_statistics_folder(home: Path) -> None:
+    """Make the folder of statistics, and check that files can be made in it: before hours of reading for them."""
+    folder = statistics_folder(home)
+    make_folders(folder)
+    with os_errors(folder, "writing into it"), TemporaryFile(dir=folder):
+        pass
 
 
 def write_statistics(home: Path, file: StatisticsFile) -> Path:

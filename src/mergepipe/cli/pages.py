@@ -14,14 +14,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 import mergepipe
 from mergepipe.core.display import Table, as_line, share_text
 from mergepipe.core.units import format_bytes, format_percent, format_seconds, plural
-from mergepipe.reports import (
-    ExpertShare,
-    Explanation,
-    Overlap,
-    SweepPoint,
-    SweepReport,
-    missing_text,
-)
+from mergepipe.reports import ExpertShare, Explanation, Overlap, SweepPoint, SweepReport, missing_text
 from mergepipe.runs.budget import NAMES
 
 _TICKS = 5

@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.statistics_file import StatisticsFile, portable_content, statistics_path, write_statistics
+from mergepipe.catalog.statistics_file import (
+    StatisticsFile,
+    make_statistics_folder,
+    portable_content,
+    statistics_path,
+    write_statistics,
+)
 from mergepipe.checkpoints.content_id import CHUNK_BYTES, content_id, read_digests, with_digests
 from mergepipe.checkpoints.contract import Checkpoint, Source, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
@@ -98,6 +104,8 @@ def analyze(
         for expert in map(catalog.with_known_digests, opened)
     ]
     wanted = [subject for subject in subjects if subject.is_wanted]
+    if wanted:
+        make_statistics_folder(home)
     tasks = _tasks(opened_base, wanted)
     total = store.ledger.total_bytes() + sum(
         task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks

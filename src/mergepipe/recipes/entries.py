@@ -16,13 +16,7 @@ from mergepipe.recipes.fields import (
     parameter_names,
     whole_number,
 )
-from mergepipe.recipes.parameters import (
-    BY_NORM_TEXT,
-    global_values,
-    is_constant,
-    model_values,
-    read_parameters,
-)
+from mergepipe.recipes.parameters import BY_NORM_TEXT, global_values, is_constant, model_values, read_parameters
 from mergepipe.recipes.recipe import LayerSource, ModelInput, ModelKey, OutputModule, OutputSlice, Setting
 from mergepipe.recipes.references import read_model, read_reference
 from mergepipe.recipes.yaml_source import KeyPath, Value, shortened

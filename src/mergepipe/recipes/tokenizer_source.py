@@ -9,11 +9,7 @@ from mergepipe.checkpoints.embedding_rows import TokenRule
 from mergepipe.errors import NotFoundError, RecipeError, did_you_mean
 from mergepipe.recipes.fields import DocumentReader, Findings
 from mergepipe.recipes.parameters import read_flag
-from mergepipe.recipes.recipe import (
-    MOST_ATOMS,
-    ModelInput,
-    TokenizerRequest,
-)
+from mergepipe.recipes.recipe import MOST_ATOMS, ModelInput, TokenizerRequest
 from mergepipe.recipes.references import read_model, read_reference
 from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
 

@@ -62,9 +62,8 @@ def test_open_model__refuses_a_composite(tmp_path: Path) -> None:
 def test_open_model__refuses_quantised_weights(
     tmp_path: Path, tensors: dict[str, NDArray[np.generic]], what: str
 ) -> None:
-    with refuses(UnsupportedError, "model.unsupported") as caught:
+    with refuses(UnsupportedError, "model.unsupported", what):
         opened(write_model(tmp_path / "m", tensors))
-    assert what in str(caught.value)
 
 
 def test_open_model__refuses_codes_that_the_configuration_declares(tmp_path: Path) -> None:

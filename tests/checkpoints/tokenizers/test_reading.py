@@ -99,7 +99,7 @@ LIES: list[tuple[dict[str, File], str]] = [
     ({"tokenizer__json": "{"}, "not valid JSON"),
     ({"tokenizer__json": '{"model": {"vocab": {"a": 0, "a": 1}}}'}, "'a' occurs twice"),
     ({"tokenizer__json": {"model": {}}}, "'model' needs a 'vocab', found None"),
-    ({"tokenizer__json": {"model": {"vocab": [3]}}}, "a list of [piece, score] is needed, found 3"),
+    ({"tokenizer__json": {"model": {"vocab": [3]}}}, "a list of .piece, score. is needed, found 3"),
     ({"tokenizer__json": {"model": {"vocab": {}}}}, "there is no token"),
     ({"tokenizer__json": {"model": {"vocab": {"a": -1}}}}, "the id of 'a' must be between 0 and"),
     ({"tokenizer__json": {"model": {"vocab": {"a": True}}}}, "found True"),
@@ -138,10 +138,8 @@ LIES: list[tuple[dict[str, File], str]] = [
 
 @pytest.mark.parametrize(("files", "part"), LIES, ids=range(len(LIES)))
 def test_read_vocabulary__names_every_lie(files: dict[str, File], part: str, tmp_path: Path) -> None:
-    with refuses(CorruptError, "tokenizer.damaged") as caught:
+    with refuses(CorruptError, "tokenizer.damaged", f"{tmp_path}.*{part}"):
         read_vocabulary(checkpoint(tmp_path, **files), LocalStore())
-    assert part in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
 
 
 def test_read_vocabulary__a_huge_file_is_not_read(tmp_path: Path) -> None:
