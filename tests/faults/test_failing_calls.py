@@ -171,7 +171,7 @@ def test_merge__looks_at_the_free_space_first(job: Command) -> None:
     with (
         replaced(shutil, "disk_usage", lambda _: lambda _: SimpleNamespace(total=100, used=90, free=10)),
         replaced(os, "mkdir", writes.wrap),
-        pytest.raises(StorageError, match="10 are free") as caught,
+        pytest.raises(StorageError, match="10 B are free") as caught,
     ):
         job.run(catalog=False)
     assert (caught.value.code, writes.calls, job.results.exists()) == ("storage.no-space", 0, False)

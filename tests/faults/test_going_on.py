@@ -293,7 +293,7 @@ def test_merge__that_is_strict_does_not_go_beyond_the_budget(tmp_path: Path) -> 
     assert logged is not None
     with closing(WorkLog(staging, logged.key, logged)) as log:
         log.append({"kind": "read", "expert_bytes": 10**9}, is_durable=True)
-    with refuses(LimitError, "resume.budget", "earlier runs may have read 1000000000 of"):
+    with refuses(LimitError, "resume.budget", "earlier runs may have read 1.00 GB of"):
         job.run(strict=True)
     report = job.merge()
     assert is_resumed(report)
