@@ -202,7 +202,8 @@ def _subject(
         for name, entry in floating.items()
         if entry.n_elements and forms.get(name) == (entry.shape, DTypeKind.FLOAT)
     )
-    incomparable = tuple(name for name in floating if name not in comparable)
+    named = frozenset(comparable)
+    incomparable = tuple(name for name in floating if name not in named)
     is_covered = on_record is not None and on_record.covers(comparable, block_elements, densities)
     return _Subject(expert, comparable, incomparable, on_record, bool(comparable) and not is_covered)
 
