@@ -130,8 +130,7 @@ def with_option_groups(function: Callable[..., object]) -> Callable[..., None]:
         options |= {option.field: option for option in declared}
         parameters |= {option.field: _parameter(option) for option in declared}
 
-    hidden = Annotated[bool, HELP_ALL]
-    parameters["help_all"] = inspect.Parameter("help_all", KEYWORD_ONLY, default=False, annotation=hidden)
+    parameters["help_all"] = inspect.Parameter("help_all", KEYWORD_ONLY, default=False, annotation=HELP_ALL)
 
     @wraps(function)
     def run(context: typer.Context, **texts: Any) -> None:
@@ -237,7 +236,7 @@ def show_all(context: typer.Context, value: bool) -> None:
         raise typer.Exit(0)
 
 
-HELP_ALL = typer.Option("--help-all", is_eager=True, callback=show_all, hidden=True)
+HELP_ALL = Annotated[bool, typer.Option("--help-all", is_eager=True, callback=show_all, hidden=True)]
 """The option of every command. The line of `--help` that names rarely needed options is its help."""
 
 

@@ -209,7 +209,7 @@ def _system_failure(error: OSError) -> Failure:
 
     named = error.filename if isinstance(error.filename, str) else ""
     typed = os_error(error, Path(named), "the operation")
-    problems = typed.problems if named else tuple(Problem(p.code, "", p.message, p.hint) for p in typed.problems)
+    problems = typed.problems if named else tuple(replace(problem, where="") for problem in typed.problems)
     return Failure("error", problems, typed.exit_code)
 
 
@@ -220,6 +220,7 @@ _SAID_ELSEWHERE = {
 
 
 def _usage_problem(error: BaseException) -> Problem | None:
+    import re
     from difflib import get_close_matches
 
     import typer
@@ -230,6 +231,7 @@ def _usage_problem(error: BaseException) -> Problem | None:
     hint = f"see '{context.command_path} --help'" if context is not None else "see 'mergepipe --help'"
     option, near = str(getattr(error, "option_name", "") or ""), getattr(error, "possibilities", None)
     message = error.message if near else error.format_message()
+    message = re.sub(r"Input should be a valid (\w+), unable to parse .*", r"a valid \1 is needed", message)
     if option and option in _mergekit_flags():
         hint = "it is a flag of mergekit-yaml: `mergepipe-yaml CONFIG OUT` takes those"
     elif option in _SAID_ELSEWHERE:

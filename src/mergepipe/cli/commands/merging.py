@@ -110,7 +110,9 @@ def _checked_output(recipe: str, out: str | None, plan: str | None) -> str:
             raise RecipeError.of("option.conflict", "--plan", f"the plan takes the place of {recipe}", "give OUT alone")
         return recipe
     if out is None:
-        raise RecipeError.of("option.invalid", "", "Missing argument 'OUT'", "see 'mergepipe merge --help'")
+        raise RecipeError.of(
+            "option.invalid", "", "Missing argument 'OUT'", "as in: mergepipe merge recipe.yml merged/"
+        )
     refuse_swapped(recipe, out, RECIPE_ENDINGS)
     return out
 
