@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mergepipe.core.blocks import ALL_TIES, BF16, RawBlock
-from mergepipe.kernels.codec import IS_DELTA, TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
+from mergepipe.kernels.codec import IS_DELTA, decode_tile, encode_tile, itemsize_of
+from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Doubles, Floats, kernel
 from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
 
@@ -15,7 +16,6 @@ KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED, KEEP_MARKE
 SELDOM = (KEEP_BAND, KEEP_NEAR, KEEP_VARIED)
 NEAREST = np.float32(1e-6)
 
-_TILE = TILE_ELEMENTS
 _PIECE = 512
 MARK_ELEMENTS, MARK_BYTES = 128, 16  # one bit each
 _LANES = 16

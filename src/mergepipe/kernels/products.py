@@ -7,8 +7,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import GRAIN_ELEMENTS, RawBlock
-from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
+from mergepipe.core.blocks import GRAIN_ELEMENTS as _GRAIN
+from mergepipe.core.blocks import RawBlock
+from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
+from mergepipe.kernels.codec import decode_tile, encode_tile, itemsize_of
 from mergepipe.kernels.compiled import Bytes, Doubles, Floats, kernel
 from mergepipe.kernels.merge import decode_against, decode_base
 
@@ -16,9 +18,6 @@ from mergepipe.kernels.merge import decode_against, decode_base
 #
 # Reads are cut at multiples of `GRAIN_ELEMENTS` or at row starts, so each atom is summed by one thread into its own
 # entry; the sum of a row is that of its atoms in order.
-
-
-_GRAIN = GRAIN_ELEMENTS
 
 
 @kernel
@@ -55,9 +54,6 @@ def join_atoms(atoms_A: NDArray[np.float64], n_elements: int, row_elements: int)
 
 
 # --- compute inner products of a base and its deltas with each other, by row or by column ---
-
-
-_TILE = TILE_ELEMENTS
 
 
 @kernel

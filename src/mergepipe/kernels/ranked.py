@@ -11,14 +11,13 @@ from __future__ import annotations
 import numpy as np
 
 from mergepipe.core.blocks import RawBlock
-from mergepipe.kernels.codec import TILE_ELEMENTS
+from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.merge import MARK_ELEMENTS, decode_delta, mark_nonzero
 from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
 from mergepipe.kernels.products import atom_of, atom_stop, common_multiple
 from mergepipe.kernels.select import fold_magnitudes
 
-_TILE = TILE_ELEMENTS
 _WORD_SPAN = 4294967296.0
 _MAGNITUDE = 0x7FFFFFFF
 _BATCH_ELEMENTS = 4096  # rows this short share one call of the generator

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import GRAIN_ELEMENTS, RawBlock
-from mergepipe.kernels.codec import TILE_ELEMENTS
+from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, compile_in_parallel, kernel
 from mergepipe.kernels.merge import (
     decode_against,
@@ -26,7 +26,6 @@ COARSE_SHIFT = 16
 COARSE_BINS = 1 << 15
 FINE_BINS = 1 << 16
 
-_TILE = TILE_ELEMENTS
 _MOVED = 32
 CHUNK = 256
 
@@ -258,7 +257,6 @@ def find_rank(counts_B: Counts, rank: int) -> tuple[int, int]:
 # --- summarise the delta of a block in one pass: norm, extremes, magnitude histogram, sketch, inner products ---
 
 LANES = 16
-CELL_ELEMENTS = GRAIN_ELEMENTS
 _QUARTER = _TILE // 4
 
 
@@ -303,7 +301,7 @@ def sum_squares(block: RawBlock, cells_C: Doubles) -> None:
         m = min(_TILE, block.n_elements - start)
         decode_base(block, start, m, values)
         values[m:] = np.float32(0.0)
-        cells_C[start // CELL_ELEMENTS] += _fold_product(values, values, products)
+        cells_C[start // GRAIN_ELEMENTS] += _fold_product(values, values, products)
 
 
 @kernel
@@ -319,8 +317,8 @@ def sum_products(block: RawBlock, place: int, cells_C2: Doubles) -> None:
         decode_against(block, place, start, m, base, model, delta)
         base[m:] = np.float32(0.0)
         delta[m:] = np.float32(0.0)
-        cells_C2[start // CELL_ELEMENTS, 0] += _fold_product(delta, delta, products)
-        cells_C2[start // CELL_ELEMENTS, 1] += _fold_product(base, delta, products)
+        cells_C2[start // GRAIN_ELEMENTS, 0] += _fold_product(delta, delta, products)
+        cells_C2[start // GRAIN_ELEMENTS, 1] += _fold_product(base, delta, products)
 
 
 @kernel
@@ -409,8 +407,8 @@ def summarize_block(
         decode_against(block, place, start, m, base, model, delta)
         base[m:] = np.float32(0.0)
         delta[m:] = np.float32(0.0)
-        cells_C2[start // CELL_ELEMENTS, 0] += _fold_product(delta, delta, products)
-        cells_C2[start // CELL_ELEMENTS, 1] += _fold_product(base, delta, products)
+        cells_C2[start // GRAIN_ELEMENTS, 0] += _fold_product(delta, delta, products)
+        cells_C2[start // GRAIN_ELEMENTS, 1] += _fold_product(base, delta, products)
         _fold_signed(bits, start, signed, sketch_S)
         tile_largest = np.uint32(0)
         tile_changed = np.uint32(0)

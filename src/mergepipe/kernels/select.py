@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mergepipe.core.blocks import RawBlock
-from mergepipe.kernels.codec import TILE_ELEMENTS
+from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.merge import encode_result, keep_band, keep_varied, mark_nonzero, variance_tile
 from mergepipe.kernels.numerics import exp_tile, log_tile
@@ -18,7 +18,6 @@ from mergepipe.kernels.products import atom_of, atom_stop, common_multiple, deco
 
 SMOOTHING = 1e-8  # added to a softmax share before the logarithm
 MOST_KEPT = 16384  # elements of a row whose exponentials are kept
-_TILE = TILE_ELEMENTS
 
 
 @kernel
