@@ -22,16 +22,16 @@ from support.training_trees import decay_groups, decoder_shapes, known_states, w
 
 
 def test_errors_about_models__name_the_line_of_the_recipe_and_a_tidy_path(work: Workplace, run: Runner) -> None:
-    (work.root / "sub").mkdir()
-    (work.root / "broken").mkdir()
+    (work.root / "broken" / "snapshots").mkdir(parents=True)
     text = work.recipe.read_text()
-    work.recipe.write_text(text.replace("family/expert-2", "sub/..//broken"))
+    work.recipe.write_text(text.replace("family/expert-2", "broken/..//broken"))
     ran = run("check", work.recipe)
     assert ran.err.startswith(f"error: recipe.yml:6 models[1]: {work.root / 'broken'}: no weights here")
-    work.recipe.write_text(text.replace("family/expert-2", "sub/..//nothing"))
+    work.recipe.write_text(text.replace("family/expert-2", "broken/..//nothing"))
     assert f"looked for {work.root / 'nothing'} " in run("check", work.recipe).err
     work.recipe.write_text(text.replace("base_model: family/base", "base_model: broken"))
-    assert run("check", work.recipe).err.startswith(f"error: recipe.yml:2 base_model: {work.root / 'broken'}: ")
+    assert f"yml:2 base_model: {work.root / 'broken'}: " in (told := run("check", work.recipe).err)
+    assert f"give the folder of a revision: {work.root / 'broken' / 'snapshots'}/" in told
 
 
 def test_paths__are_tidied_only_where_no_link_leads_elsewhere(work: Workplace, run: Runner) -> None:

@@ -246,7 +246,8 @@ def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
     if foreign:
         return unsupported(root, f"holds {names_shown(foreign)}: not yet read", "convert to safetensors")
     message = f"no weights here, found: {names_shown(visible) or 'nothing'}"
-    return NotFoundError.of("checkpoint.incomplete", root, message)
+    hint = f"give the folder of a revision: {root / 'snapshots'}/..." if "snapshots" in visible else ""  # of the Hub
+    return NotFoundError.of("checkpoint.incomplete", root, message, hint)
 
 
 def names_shown(names: Sequence[str]) -> str:
