@@ -149,13 +149,13 @@ else: print("loss", number)
     for failure, words in zip(failures, ("exit code 3", "printed no number", "more than 2 s", "is nan"), strict=False):
         assert words in failure
     assert (failures[4:], report.best) == (["", ""], 4)
-    losses = iter((np.nan, np.inf, 1.0))
+    losses = iter((np.nan, np.inf, 1.0, 1.0, *[np.nan] * 5))
     report = mergepipe.search(write_recipe(family), family / "called", lambda _: next(losses), trials=3)
     assert ["a finite loss is needed" in trial.failure for trial in report.trials] == [True, True, False]
-    evaluate = command(family, "sys.exit(1)")
-    for trials, words in ((1, "no trial came to an end, and nothing was published"), (9, "the first 5 trials failed")):
-        with pytest.raises(LimitError, match=f"{words}; the last: .*exit code 1"):
-            mergepipe.search(write_recipe(family), family / f"none-{trials}", evaluate=evaluate, trials=trials)
+    with pytest.raises(LimitError, match=r"came to an end, and nothing was published; the last: .*exit code 1"):
+        mergepipe.search(write_recipe(family), family / "none-1", evaluate=command(family, "sys.exit(1)"), trials=1)
+    with pytest.raises(LimitError, match=r"5 trials in a row failed; the last: .*a finite loss is needed"):
+        mergepipe.search(write_recipe(family), family / "none-9", lambda _: next(losses), trials=9)
     assert not list(family.glob("none-*[0-9]"))
 
 

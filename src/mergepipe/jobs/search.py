@@ -55,7 +55,7 @@ _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "cmaes": "CmaEsSamp
 _SEED = 0  # of what is proposed, and of operators that draw
 _STUDY_NAME, _RECIPE_KEY, _OBJECTIVES_KEY, _SID_KEY = "mergepipe", "recipe", "choice of objectives", "sid"
 _KEPT_OF = 3  # so many trials at a rung one goes on: halves found worse merges for as many bytes
-_MOST_FAILED = 5  # where that many trials fail from the first on, a search ends
+_MOST_FAILED = 5  # where that many trials fail one after the other, a search ends
 Evaluate = Callable[[Any], float]
 """A function of the user: takes the folder of a merge, or the loaded model, and returns a loss."""
 
@@ -290,10 +290,10 @@ class _Search:
         trial.set_user_attr("seconds", time.perf_counter() - started)
         trial.set_user_attr("failure", failure)
         self._study.tell(trial, losses if losses else None, state=state)
-        finished = self._finished()
+        finished = self._finished()[-_MOST_FAILED:]
         if len(finished) == _MOST_FAILED and all(one.state == states.FAIL for one in finished):
-            message = f"the first {_MOST_FAILED} trials failed; the last: {failure}"
-            raise LimitError.of("evaluate.failed", self._study_path, message)
+            message = f"{_MOST_FAILED} trials in a row failed; the last: {failure}"
+            raise LimitError.of("evaluate.failed", self._study_path, message, "mend that, then --resume goes on")
 
     def _losses(self, trial: Any, values: Mapping[KeyPath, Any], folder: Path) -> tuple[float, ...]:
         """Merge and evaluate under one budget after the other; empty where a trial is given up on the way."""
