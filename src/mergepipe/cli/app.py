@@ -134,7 +134,7 @@ def with_option_groups(function: Callable[..., object]) -> Callable[..., None]:
 
     @wraps(function)
     def run(context: typer.Context, **texts: Any) -> None:
-        texts.pop("help_all", None)  # `show_all` has seen to it
+        del texts["help_all"]  # `show_all` has seen to it
         values = {name: _value(options[name], text) if name in options else text for name, text in texts.items()}
         for name, kind in groups.items():
             fields = [option.field for option in declared_options(kind) if option.field in values]

@@ -279,8 +279,8 @@ class _Search:
             losses = self._losses(trial, values, folder)
             state = states.COMPLETE if losses else states.PRUNED
         except Exception as error:  # of the merge or of the user's function: the search goes on, and tells it
-            told = str(error) if isinstance(error, MergePipeError) else f"{type(error).__name__}: {error}"
-            state, failure = states.FAIL, told
+            state = states.FAIL
+            failure = str(error) if isinstance(error, MergePipeError) else f"{type(error).__name__}: {error}"
         except BaseException as error:
             self._study.tell(trial, state=states.FAIL)
             error.add_note(f"the trials before are kept in {self._study_path}, and --resume goes on with them")

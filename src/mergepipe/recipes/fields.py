@@ -262,8 +262,9 @@ def unquoted(value: Value) -> Value:
 def whole_number(value: Value) -> int | None:
     """Return a whole number, also if it is quoted or written as `8.0`."""
     number = unquoted(value)
-    is_whole = isinstance(number, int | float) and not isinstance(number, bool) and number % 1 == 0
-    return int(number) if is_whole and isinstance(number, int | float) else None
+    if isinstance(number, bool) or not isinstance(number, int | float) or number % 1 != 0:
+        return None
+    return int(number)
 
 
 def describe(value: Value) -> str:
