@@ -14,7 +14,7 @@ from mergepipe.checkpoints.inert_pickle import Global, PickledStorage, PickledTe
 from mergepipe.core.blocks import F32
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.archives import InertPickler, MemberPlan, Size, lay_out_archive, literal_member
+from mergepipe.tailor.archives import InertPickler, MemberPlan, lay_out_archive, literal_member, torch_size
 from mergepipe.tailor.copy_plan import CopyRange, Literal, Segment
 from mergepipe.tailor.copy_writer import write_files
 
@@ -77,7 +77,7 @@ def _model(
     root = {
         "module": {},
         "buffer_names": [],
-        "param_shapes": [{n: Size(shapes[n]) for n in group} for group in groups],
+        "param_shapes": [{n: torch_size(shapes[n]) for n in group} for group in groups],
         "shared_params": {},
         "global_steps": step,
         "dp_world_size": ranks,

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
+from mergepipe.tailor.formats.partial import PartialManifest
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
-from mergepipe.tailor.saving.partial_run import PartialJob, open_partial
+from mergepipe.tailor.saving.partial_run import open_partial
 from mergepipe.tailor.selection import Unit
 from support.training_trees import KnownStates
 
@@ -33,19 +34,11 @@ def known_view(known: KnownStates, rank: int = 0, world_size: int = 1) -> Engine
         span = Span(min(rank * share, array.size), min((rank + 1) * share, array.size))
         if span.n_elements:
             shards.append(_shard(name, kind, span, array.reshape(-1)[span.start : span.stop]))
-    return EngineView(
-        origin=ZERO_FORMAT,
-        framework=Framework.DEEPSPEED,
-        stage=3,
-        world_size=world_size,
-        parameters=dict(known.shapes),
-        tied={},
-        flat_groups=(tuple(known.shapes),),
-        options=({"lr": 0.1},),
-        counters={tuple(known.shapes): lambda: float(known.step)},
-        shards=tuple(shards),
-        writes_counters=True,
-    )
+    layout = PartialManifest(
+        ZERO_FORMAT, Framework.DEEPSPEED, 3, world_size, 0, dict(known.shapes), {}, (tuple(known.shapes),), (),
+        (tuple(known.shapes),), ({"lr": 0.1},), (),
+    )  # fmt: skip
+    return EngineView(layout, (lambda: float(known.step),), tuple(shards), writes_counters=True)
 
 
 def _shard(name: str, kind: str, span: Span, part: NDArray[np.float32]) -> LocalShard:
@@ -124,8 +117,8 @@ def write_partial(
     def write(ranks: Ranks) -> int:
         view = change(known_view(known, ranks.rank, world_size))
         saved = tuple(units) or tuple(unit for unit in view.units.parameters if str(unit) != lacks)
-        job = PartialJob(view, saved, known.step, folder)
-        return open_partial(job if ranks.rank else replace(job, write_extra=write_extra), ranks, copies=False)(ranks)
+        extra = (lambda _: ()) if ranks.rank else write_extra
+        return open_partial(view.saving(saved, known.step), folder, ranks, extra, copies=False)(ranks)
 
     results = on_ranks(world_size, write)
     assert all(isinstance(result, int) for result in results), results

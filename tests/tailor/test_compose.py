@@ -433,7 +433,8 @@ def trainer_partial(folder: Path, known: KnownStates, rates: tuple[float, ...], 
 
     def change(view: EngineView) -> EngineView:
         trainer = Framework.TRANSFORMERS
-        return replace(view, origin=HF_FORMAT, framework=trainer, stage=None, flat_groups=(), options=options)
+        layout = replace(view.layout, origin=HF_FORMAT, framework=trainer, stage=None, flat_groups=(), options=options)
+        return replace(view, layout=layout)
 
     files = {name: text.encode() for name, text in texts.items()}
     write_partial(folder, known, world_size=1, change=change, files=files)

@@ -109,7 +109,7 @@ def content_of(segment: Segment, files: dict[str, bytes]) -> bytes:
 
 @given(RANGES.filter(lambda r: r.nbytes > 0))
 def test_cut_chunks__cuts_on_page_boundaries(segment: CopyRange) -> None:
-    parts = [part.segment for chunk in cut_chunks([segment], 2 * PAGE_BYTES) for part in chunk]
+    parts = [part for chunk in cut_chunks([segment], 2 * PAGE_BYTES) for part in chunk]
     starts = [part.offset for part in parts if isinstance(part, CopyRange)]
     assert [start % PAGE_BYTES for start in starts[1:]] == [0] * (len(starts) - 1)
 

@@ -22,7 +22,7 @@ from mergepipe.tailor.formats.partial import ShardFile
 from mergepipe.tailor.inspection import composition_from_log_file
 from mergepipe.tailor.saving import partial_run
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
-from mergepipe.tailor.saving.partial_run import BackgroundWriter, PartialJob, PartialRun, open_partial
+from mergepipe.tailor.saving.partial_run import BackgroundWriter, PartialRun, open_partial
 from mergepipe.tailor.saving.unit_choice import (
     LOG_NAME,
     ChangeTracker,
@@ -150,11 +150,14 @@ def test_save__mends_a_log_that_a_crash_cut_short(tmp_path: Path) -> None:
 
 
 def test_write_partial__never_replaces(tmp_path: Path) -> None:
-    job = PartialJob(known_view(at_step(2)), (layer(0),), 2, tmp_path / "partial-2")
-    open_partial(job, Ranks(), copies=False)(Ranks())
+    def save(step: int) -> None:
+        view = known_view(at_step(step)).saving((layer(0),), 2)
+        open_partial(view, tmp_path / "partial-2", Ranks(), copies=False)(Ranks())
+
+    save(2)
     before = stored(tmp_path / "partial-2")
     with pytest.raises(ConflictError):
-        open_partial(replace(job, view=known_view(at_step(3))), Ranks(), copies=False)(Ranks())
+        save(3)
     assert stored(tmp_path / "partial-2") == before
     assert [path.name for path in tmp_path.iterdir()] == ["partial-2"]
 

@@ -70,10 +70,8 @@ def zero_pair(folder: Path, stage: str, *, scheduler: object = None) -> Pair:
 
     def change(view: EngineView) -> EngineView:
         groups = decay_groups(pair.new.shapes)
-        return replace(
-            view, framework=Framework.TRANSFORMERS, stage=int(stage), options=OPTIONS,
-            flat_groups=tuple(map(tuple, groups)),
-        )  # fmt: skip
+        layout = replace(view.layout, framework=Framework.TRANSFORMERS, stage=int(stage), options=OPTIONS)
+        return replace(view, layout=replace(layout, flat_groups=tuple(map(tuple, groups))))
 
     save_partially(folder / "new", pair.new, change, *STATE_NAMES)
     return pair
@@ -176,12 +174,9 @@ def dcp_pair(folder: Path, plain: Mapping[str, object]) -> Pair:
 
     def change(view: EngineView) -> EngineView:
         shards = tuple(replace(s, kind="weight") if s.kind == FP32 else s for s in view.shards)
-        (read,) = view.counters.values()
-        counters: dict[tuple[str, ...], Callable[[], float]] = {(name,): read for name in view.parameters}
-        return replace(
-            view, origin=DCP_FORMAT, framework=Framework.TORCH, stage=None, flat_groups=(), shards=shards,
-            counters=counters,
-        )  # fmt: skip
+        layout = replace(view.layout, origin=DCP_FORMAT, framework=Framework.TORCH, stage=None, flat_groups=())
+        layout = replace(layout, counters=tuple((name,) for name in layout.parameters))
+        return replace(view, layout=layout, shards=shards, counters=view.counters * len(layout.counters))
 
     save_partially(folder / "new", pair.new, change, "rng_state_0.pth")
     write_dcp(folder / "new", replace(pair.new, shapes={}), 1, plain=plain)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,9 +17,7 @@ from mergepipe.errors import ConflictError, MergePipeError, StorageError
 from mergepipe.storage.contract import FileId, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import read_exact
-
-_SPARE_FILES = 64
+from mergepipe.storage.ranges import allow_open_files, read_exact
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -94,15 +91,6 @@ def _files_of(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Location, Fil
     for checkpoint in checkpoints:
         for file in checkpoint.files:
             yield checkpoint.root / file.name, file
-
-
-def allow_open_files(count: int) -> None:
-    """Raise the soft limit on open files for `count` and some more; where that is refused, opening says so."""
-    wanted = count + _SPARE_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))
 
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from mergepipe.checkpoints.contract import TensorEntry, WeightHeader
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record, load_inert
-from mergepipe.core.blocks import DType, element_count
+from mergepipe.core.blocks import element_count
 from mergepipe.core.strict_json import canonical_json, shown
 from mergepipe.errors import MergePipeError, UnsupportedError, damaged, unsupported
 from mergepipe.storage.contract import PICKLE_BYTES, ZIP_DIRECTORY_BYTES, Store
@@ -259,30 +259,6 @@ _ZIP_START, _END_START = b"PK\x03\x04", b"PK\x05\x06"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of the file: `nbytes` bytes at absolute `offset`, from its first element on, row-major.
-
-    `path` is where the pickle holds it, as in `optimizer_state_dict.fp32_flat_groups[0]`; `storage_offset` is in
-    elements. Several tensors may share one storage. A transposed or strided view has no byte range of its own and is
-    refused when it is located.
-    """
-
-    path: str
-    dtype: DType
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    storage_offset: int
-    storage_key: str
-    file: Location
-    offset: int
-    nbytes: int
-
-    @property
-    def n_elements(self) -> int:
-        return element_count(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
 class TorchArchive:
     """A parsed `torch.save` file: `root` is what was saved, with every tensor a `PickledTensor`."""
 
@@ -292,8 +268,11 @@ class TorchArchive:
     pickle: ZipMember
     members: Mapping[str, ZipMember]
 
-    def locate(self, tensor: PickledTensor, path: str) -> StoredTensor:
-        """Return the byte range of `tensor`, which the pickle holds at `path`."""
+    def locate(self, tensor: PickledTensor, path: str) -> TensorEntry:
+        """Return the byte range of `tensor`, named by its place in the pickle, as `state.fp32_flat_groups[0]`.
+
+        Several tensors may share bytes. A transposed or strided view has no byte range of its own, and is refused.
+        """
         member = self.storage(tensor)
         where = f"{self.file}: {path}"
         if element_count(tensor.shape) and not _is_contiguous(tensor):
@@ -303,11 +282,7 @@ class TorchArchive:
         nbytes = element_count(tensor.shape) * tensor.dtype.itemsize
         if offset + nbytes > member.nbytes:
             raise damaged(where, f"bytes [{offset}, {offset + nbytes}) of a storage of {member.nbytes}")
-        key = tensor.storage.key
-        at = member.offset + offset
-        return StoredTensor(
-            path, tensor.dtype, tensor.shape, tensor.stride, tensor.storage_offset, key, self.file, at, nbytes
-        )
+        return TensorEntry(path, tensor.dtype, tensor.shape, self.file, member.offset + offset, nbytes)
 
     def storage(self, tensor: PickledTensor) -> ZipMember:
         """Return the member that holds the tensor's storage."""
@@ -321,7 +296,7 @@ class TorchArchive:
             raise damaged(self.file, f"storage {storage.key[:40]!r} has {member.nbytes} bytes, {stated}")
         return member
 
-    def tensors(self) -> dict[str, StoredTensor]:
+    def tensors(self) -> dict[str, TensorEntry]:
         """Every tensor of the file by its path, each object once."""
         return {path: self.locate(tensor, path) for path, tensor in walk_tensors(self.root)}
 
@@ -472,8 +447,7 @@ def _entry(archive: TorchArchive, name: object, value: object) -> TensorEntry:
         kind = str(value.kind) if isinstance(value, Record) else type(value).__name__
         message = f"{shown(name)} holds a {shown(kind)}, which is no tensor"
         raise unsupported(archive.file, message, "save the state_dict without it")
-    stored = archive.locate(value, name)
-    return TensorEntry(name, stored.dtype, stored.shape, stored.file, stored.offset, stored.nbytes)
+    return archive.locate(value, name)
 
 
 def _digest(archive: TorchArchive) -> str:

@@ -21,7 +21,7 @@ from blake3 import blake3
 from mergepipe.checkpoints.content_id import PassingContentId
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.open_files import allow_open_files, check_unchanged, open_files, read_span
+from mergepipe.checkpoints.open_files import check_unchanged, open_files, read_span
 from mergepipe.core.blocks import BlockGrid, Span, element_count
 from mergepipe.core.flags import several
 from mergepipe.core.units import positive
@@ -58,7 +58,7 @@ from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile, make_folders
-from mergepipe.storage.ranges import aligned_buffer
+from mergepipe.storage.ranges import aligned_buffer, allow_open_files
 from mergepipe.storage.stores import Stores
 
 

@@ -146,6 +146,7 @@ _KINDS = {
 _HINT = "put a regular file in its place"
 _LARGEST_READ_BYTES = 1 << 30  # Linux reads at most 2 GiB at once
 _SYNC_FILE_RANGE_WRITE = 2
+_SPARE_FILES = 64
 
 
 # --- ranges ---
@@ -321,6 +322,17 @@ def read_up_to(descriptor: int, offset: int, nbytes: int) -> bytes:
 
 
 # --- what only some systems can do ---
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit on open files for `count` and some more; where that is refused, opening says so."""
+    import resource
+
+    wanted = count + _SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))
 
 
 def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:

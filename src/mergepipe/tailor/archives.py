@@ -31,15 +31,13 @@ _SIZE = Global("torch", "Size")
 _I32_LIMIT = 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A shape that must come back as a `torch.Size`."""
-
-    shape: tuple[int, ...]
+def torch_size(shape: tuple[int, ...]) -> Record:
+    """Return the value of a shape that must come back as a `torch.Size`."""
+    return Record(_SIZE, (shape,))
 
 
 class InertPickler:
-    """Writes one value as protocol 2: None, bool, int, float, str, bytes, tuple, list, dict, inert values and `Size`.
+    """Writes one value as protocol 2: None, bool, int, float, str, bytes, tuple, list, dict and inert values.
 
     Records without arguments are written as objects, others as calls: what `copyreg` and enumerations do. Sharing is
     kept for texts and names only. What can be recalled, texts, names and containers, is numbered from `first_number`
@@ -96,8 +94,6 @@ class InertPickler:
                     self._out.append(b"b")
             case PickledTensor():
                 self._tensor(value)
-            case Size():
-                self._call(_SIZE, (value.shape,))
             case bytes():
                 self._call(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
             case _:

@@ -17,15 +17,13 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import is_linked_folder, stat_regular
-from mergepipe.checkpoints.open_files import allow_open_files
-from mergepipe.checkpoints.torch_file import StoredTensor
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.errors import damaged, unsupported
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.contract import FileKind, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import read_exact
+from mergepipe.storage.ranges import allow_open_files, read_exact
 from mergepipe.tailor.selection import ModelUnits
 
 FP32 = "fp32"  # the master weight an optimizer updates
@@ -150,9 +148,7 @@ class StoredState:
             end = piece.span.stop
 
     @classmethod
-    def whole(
-        cls, parameter: str, kind: str, stored: TensorEntry | StoredTensor, shape: tuple[int, ...] | None = None
-    ) -> StoredState:
+    def whole(cls, parameter: str, kind: str, stored: TensorEntry, shape: tuple[int, ...] | None = None) -> StoredState:
         """Make the state of which one stored tensor is all, in the shape of the parameter if that is another."""
         piece = Piece(stored.file, stored.offset, stored.nbytes, Span(0, stored.n_elements))
         shape = stored.shape if shape is None else shape

@@ -248,17 +248,8 @@ _MAX_PARTS = 256
 _EDGE_BYTES = 2 * PAGE_BYTES  # what rounding a read outwards adds at most
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A segment, or a piece of one, with the buffer region it may use: page-aligned, `room_bytes` long."""
-
-    segment: Segment
-    buffer_offset: int
-    room_bytes: int
-
-
-Chunk: TypeAlias = tuple[Part, ...]
-"""Parts that follow one another in the output."""
+Chunk: TypeAlias = tuple[Segment, ...]
+"""Segments, or pieces of them, that follow one another in the output; each has its `room_of` a buffer."""
 
 
 def buffer_bytes_for(chunk_bytes: int) -> int:
@@ -269,25 +260,25 @@ def buffer_bytes_for(chunk_bytes: int) -> int:
 def cut_chunks(segments: Iterable[Segment], chunk_bytes: int) -> Iterator[Chunk]:
     """Yield chunks that fit a buffer of `buffer_bytes_for(chunk_bytes)`.
 
-    Law: the parts in order are the segments in order. Cuts inside a copied range fall on page boundaries of its
+    Law: the pieces in order are the segments in order. Cuts inside a copied range fall on page boundaries of its
     file, so that no page is read twice because of a cut.
     """
     limit = buffer_bytes_for(chunk_bytes)
-    parts: list[Part] = []
-    used = 0
+    chunk: list[Segment] = []
+    used_bytes = 0
     for segment in segments:
         for piece in _cut(segment, chunk_bytes):
-            room = _room(piece)
-            if parts and (used + room > limit or len(parts) == _MAX_PARTS):
-                yield tuple(parts)
-                parts, used = [], 0
-            parts.append(Part(piece, used, room))
-            used += room
-    if parts:
-        yield tuple(parts)
+            if chunk and (used_bytes + room_of(piece) > limit or len(chunk) == _MAX_PARTS):
+                yield tuple(chunk)
+                chunk, used_bytes = [], 0
+            chunk.append(piece)
+            used_bytes += room_of(piece)
+    if chunk:
+        yield tuple(chunk)
 
 
-def _room(segment: Segment) -> int:
+def room_of(segment: Segment) -> int:
+    """Return the bytes of a buffer, in whole pages, that a segment is read and made in."""
     if isinstance(segment, AverageRange):
         return sum(average_rooms(segment)) + round_up(segment.nbytes, PAGE_BYTES)
     return whole_pages(segment.offset, segment.nbytes) if isinstance(segment, CopyRange) else 0

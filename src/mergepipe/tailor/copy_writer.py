@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.open_files import allow_open_files
 from mergepipe.core.blocks import BF16, F16, F32, F64, DType, RawBlock, has_rare
 from mergepipe.core.units import size_option
 from mergepipe.errors import LimitError, unsupported
@@ -28,7 +27,7 @@ from mergepipe.storage.contract import Digested, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile
-from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, read_exact
+from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, allow_open_files, read_exact
 from mergepipe.tailor.checkpoint import gather_strips
 from mergepipe.tailor.copy_plan import (
     AverageRange,
@@ -37,11 +36,12 @@ from mergepipe.tailor.copy_plan import (
     CopyRange,
     ElementRange,
     FilePlan,
-    Part,
+    Segment,
     average_rooms,
     buffer_bytes_for,
     cut_chunks,
     part_rooms,
+    room_of,
     whole_pages,
 )
 
@@ -255,12 +255,12 @@ class _Flow:
 
 
 def _fill(chunk: Chunk, buffer: Bytes, files: Mapping[Location, RangeFile]) -> list[Bytes]:
-    """Read the bytes of every part; the arrays are writable, and lie in `buffer` where they were read."""
-    return [_part(part, buffer[part.buffer_offset : part.buffer_offset + part.room_bytes], files) for part in chunk]
+    """Read the bytes of every segment; the arrays are writable, and lie in `buffer` where they were read."""
+    ends = list(accumulate((room_of(segment) for segment in chunk), initial=0))
+    return [_content(segment, buffer[a:b], files) for segment, (a, b) in zip(chunk, pairwise(ends), strict=True)]
 
 
-def _part(part: Part, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes:
-    segment = part.segment
+def _content(segment: Segment, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes:
     if isinstance(segment, CopyRange):
         stop = segment.offset + segment.nbytes
         purpose = Purpose.BASE if segment.is_skeleton else Purpose.EXPERT

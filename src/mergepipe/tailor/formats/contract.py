@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import STORE_HEADER_NAME
 from mergepipe.checkpoints.inert_pickle import Global, PickledTensor, Record
 from mergepipe.checkpoints.torch_file import TorchArchive
@@ -111,13 +112,18 @@ def refuse_foreign_states(kinds: frozenset[str], where: object) -> None:
         raise unsupported(where, f"holds the state {kind!r} of {_FOREIGN_STATES[kind]}", hint)
 
 
+def located(archive: TorchArchive, node: Node) -> TensorEntry:
+    """Return the byte range of the tensor that a node of an archive's pickle must be."""
+    return archive.locate(node.tensor(), node.path)
+
+
 def read_counter(
     store: Store, archive: TorchArchive, node: Node, path: PicklePath, parameters: tuple[str, ...] = ()
 ) -> AdamStep:
     """Read the step counter at `path` of an archive's pickle: a number there, or a tensor of one element."""
     if not isinstance(node.value, PickledTensor):
         return AdamStep(float(node.integer()), parameters, DTYPES["I64"], entries=((archive.file, path),))
-    tensor = archive.locate(node.value, node.path)
+    tensor = located(archive, node)
     if tensor.n_elements != 1:
         raise node.error(f"a step counter has shape {tensor.shape}")
     value = read_scalar(store, tensor.file, tensor.offset, tensor.dtype)

@@ -16,7 +16,7 @@ from mergepipe.core.strict_json import shown
 from mergepipe.errors import NotFoundError, damaged, mismatched, unsupported
 from mergepipe.storage.contract import PICKLE_BYTES, Store, is_file
 from mergepipe.storage.location import Location
-from mergepipe.tailor.archives import Size
+from mergepipe.tailor.archives import torch_size
 from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
@@ -51,7 +51,7 @@ _KEYS = "planner_data"
 
 
 def read_dcp_metadata(store: Store, folder: Location) -> object:
-    """Read `.metadata`; shapes are `Size`, so that it can be written back."""
+    """Read `.metadata`; shapes are `torch_size`, so that it can be written back."""
     metadata = _load_metadata(store, folder)
     _restore_sizes(metadata)
     return metadata
@@ -79,7 +79,7 @@ def _restore_sizes(root: object) -> None:
             state = value.state if isinstance(value.state, dict) else {}
             for field in _SIZED_FIELDS.get(value.kind.name, ()):
                 if isinstance(state.get(field), tuple):
-                    state[field] = Size(state[field])
+                    state[field] = torch_size(state[field])
         else:
             waiting.extend(value)
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import is_plain_name, open_checkpoint
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
-from mergepipe.checkpoints.torch_file import StoredTensor, TorchArchive, read_torch_zip
+from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import Span, element_count
 from mergepipe.errors import MergePipeError, NotFoundError, damaged, unsupported
 from mergepipe.storage.contract import LATEST_BYTES, Store, is_file, is_folder
@@ -25,7 +26,14 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import Node, TrainingFormat, read_counter, refuse_foreign_states, root_of
+from mergepipe.tailor.formats.contract import (
+    Node,
+    TrainingFormat,
+    located,
+    read_counter,
+    refuse_foreign_states,
+    root_of,
+)
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_global_step
 from mergepipe.tailor.selection import model_units
 
@@ -48,18 +56,6 @@ class FlatParameter:
     shape: tuple[int, ...]
     start: int
     n_elements: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """One rank's optimizer file, opened."""
-
-    rank: int
-    archive: TorchArchive
-    optimizer: Node
-
-    def locate(self, node: Node) -> StoredTensor:
-        return self.archive.locate(node.tensor(), node.path)
 
 
 def list_zero_files(store: Store, folder: Location) -> tuple[dict[int, Location], dict[int, Location]] | None:
@@ -95,12 +91,9 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     archives = {rank: read_torch_zip(store, path) for rank, path in models.items()}
     model_archive, *others = archives.values()
     model = root_of(model_archive)
-    ranks = []
-    for number, path in sorted(optimizer_files.items()):
-        archive = read_torch_zip(store, path)
-        ranks.append(_Rank(number, archive, root_of(archive).get("optimizer_state_dict")))
-    for rank in ranks:
-        paddings = rank.optimizer.find("param_alignment_paddings")
+    ranks = {rank: read_torch_zip(store, path) for rank, path in sorted(optimizer_files.items())}
+    for optimizer in map(_optimizer_of, ranks.values()):
+        paddings = optimizer.find("param_alignment_paddings")
         if paddings is not None and any(item.value for group in paddings.elements() for item in group.elements()):
             message = "its flat groups are padded between parameters"  # which would be read as values
             raise unsupported(paddings.file, message, "save without zero_optimization.parameter_alignment")
@@ -110,7 +103,7 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
         if other_step != step:
             message = f"is of step {other_step}, {model.file} is of step {step}"
             raise damaged(archive.file, message, "copy the files of one save again")
-    stage = _stage(ranks[0])
+    stage = _stage(_optimizer_of(next(iter(ranks.values()))))
     world_size = _world_size(ranks, model)
     groups = _flat_groups(model, stage, world_size)
     reader = _Reader(store, ranks, groups, stage, world_size)
@@ -118,7 +111,7 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     parameters, tied, weights = _model_parameters(model, model_archive, stage, grouped)
     states = {(s.parameter, s.kind): s for s in reader.states()}
     states |= {(name, WEIGHT): state for name, state in weights.items() if name in parameters}
-    missing_ranks = sorted(set(range(world_size)) - {r.rank for r in ranks})
+    missing_ranks = sorted(set(range(world_size)) - ranks.keys())
     missing = [f"the optimizer file of rank {rank}" for rank in missing_ranks]
     saving = range(world_size if stage == 3 else 1)
     missing += [f"the model file of rank {rank}" for rank in saving if rank not in models]
@@ -168,25 +161,30 @@ def zero_stage(optimizer: Node) -> int:
     return stage
 
 
-def _stage(rank: _Rank) -> int:
+def _optimizer_of(archive: TorchArchive) -> Node:
+    """What an optimizer file holds beside the version and the like."""
+    return root_of(archive).get("optimizer_state_dict")
+
+
+def _stage(optimizer: Node) -> int:
     """The ZeRO stage, which must fit the keys."""
-    node, stage = rank.optimizer, zero_stage(rank.optimizer)
+    stage = zero_stage(optimizer)
     expected = _STAGE3_KEY if stage == 3 else _STAGE12_KEY
-    if expected not in node.mapping():
-        raise unsupported(node.file, f"a stage {stage} checkpoint without {expected!r} (elastic, or too old)")
+    if expected not in optimizer.mapping():
+        raise unsupported(optimizer.file, f"a stage {stage} checkpoint without {expected!r} (elastic, or too old)")
     return stage
 
 
-def _world_size(ranks: list[_Rank], model: Node) -> int:
+def _world_size(ranks: Mapping[int, TorchArchive], model: Node) -> int:
     """The number of partitions, which every rank and the model file must agree on."""
     recorded = model.get("dp_world_size").integer()
-    for rank in ranks:
-        node = rank.optimizer.get("partition_count")
+    for rank, archive in ranks.items():
+        node = _optimizer_of(archive).get("partition_count")
         counts = {n.integer() for n in node.elements()} if isinstance(node.value, list) else {node.integer()}
         if counts != {recorded}:
             raise node.error(f"the partition counts are {sorted(counts)[:4]}, the model file says {recorded} ranks")
-        if rank.rank >= recorded:
-            raise node.error(f"rank {rank.rank} of {recorded}")
+        if rank >= recorded:
+            raise node.error(f"rank {rank} of {recorded}")
     return recorded
 
 
@@ -212,7 +210,7 @@ def module_weights(model: Node, archive: TorchArchive) -> Iterator[tuple[str, St
     """Yield the module's own tensors (stages 1 and 2), aliases included."""
     for name, node in model.get("module").named_items():
         if isinstance(node.value, PickledTensor):
-            yield name, StoredState.whole(name, WEIGHT, archive.locate(node.value, node.path))
+            yield name, StoredState.whole(name, WEIGHT, located(archive, node))
 
 
 def with_untrained(checkpoint: TrainingCheckpoint, archives: Mapping[int, TorchArchive]) -> TrainingCheckpoint:
@@ -228,14 +226,13 @@ def with_untrained(checkpoint: TrainingCheckpoint, archives: Mapping[int, TorchA
     for name, node in shapes.named_items() if shapes is not None else ():
         tensors = {}
         for rank, archive in archives.items():
-            part = root_of(archive).get("frozen_param_fragments").get(name)
-            tensors[rank] = archive.locate(part.tensor(), part.path)
+            tensors[rank] = located(archive, root_of(archive).get("frozen_param_fragments").get(name))
         stored[name] = _frozen(name, node.shape(), tensors)
     untrained = {name: state for name, state in stored.items() if name not in checkpoint.parameters}
     return replace(checkpoint, untrained=MappingProxyType(untrained))
 
 
-def _frozen(name: str, shape: tuple[int, ...], parts: Mapping[int, StoredTensor]) -> StoredState:
+def _frozen(name: str, shape: tuple[int, ...], parts: Mapping[int, TensorEntry]) -> StoredState:
     """Join the ranks' parts of a frozen weight, which are of one size and padded behind its end."""
     pieces, first = [], next(iter(parts.values()))
     for rank, part in parts.items():
@@ -253,7 +250,7 @@ class _Reader:
     """Turns the flat tensors of all ranks into states of parameters."""
 
     store: Store
-    ranks: list[_Rank]
+    ranks: Mapping[int, TorchArchive]
     groups: tuple[tuple[FlatParameter, ...], ...]
     stage: int
     world_size: int
@@ -261,10 +258,10 @@ class _Reader:
     def states(self) -> Iterator[StoredState]:
         """Every state of every parameter, in the order of the groups."""
         for index, group in enumerate(self.groups):
-            by_kind: dict[str, list[tuple[int, StoredTensor]]] = {}
-            for rank in self.ranks:
-                for kind, tensor in self._group_tensors(rank, index):
-                    by_kind.setdefault(kind, []).append((rank.rank, tensor))
+            by_kind: dict[str, list[tuple[int, TensorEntry]]] = {}
+            for rank, archive in self.ranks.items():
+                for kind, tensor in self._group_tensors(rank, archive, index):
+                    by_kind.setdefault(kind, []).append((rank, tensor))
             for kind, parts in by_kind.items():
                 first = parts[0][1]
                 if any(tensor.dtype != first.dtype for _, tensor in parts):
@@ -275,7 +272,7 @@ class _Reader:
                     held = tuple(piece for piece in pieces if piece is not None)
                     yield StoredState(parameter.name, kind, first.dtype, parameter.shape, held)
 
-    def _piece(self, parameter: FlatParameter, rank: int, tensor: StoredTensor, per_rank: int) -> Piece | None:
+    def _piece(self, parameter: FlatParameter, rank: int, tensor: TensorEntry, per_rank: int) -> Piece | None:
         """Return one rank's piece of a parameter in a flat tensor; None if it holds nothing of it."""
         if self.stage == 3:
             share = -(-parameter.n_elements // self.world_size)
@@ -301,43 +298,45 @@ class _Reader:
         alignment = 2 * self.world_size
         return -(-total // alignment) * alignment // self.world_size
 
-    def _group_tensors(self, rank: _Rank, group: int) -> Iterator[tuple[str, StoredTensor]]:
+    def _group_tensors(self, rank: int, archive: TorchArchive, group: int) -> Iterator[tuple[str, TensorEntry]]:
         """The flat tensors of one group in one rank's file, by kind, checked for length.
 
         A master may be trimmed to what is not padding (stages 1 and 2); nothing else may be short or long.
         """
-        masters = rank.optimizer.get(_STAGE3_KEY if self.stage == 3 else _STAGE12_KEY).elements()
+        optimizer = _optimizer_of(archive)
+        masters = optimizer.get(_STAGE3_KEY if self.stage == 3 else _STAGE12_KEY).elements()
         if len(masters) != len(self.groups):
-            raise rank.optimizer.error(f"{len(masters)} flat groups, the model file lists {len(self.groups)}")
-        tensors = [(FP32, rank.locate(masters[group]))]
-        entry = self._base_state(rank, group)
+            raise optimizer.error(f"{len(masters)} flat groups, the model file lists {len(self.groups)}")
+        tensors = [(FP32, located(archive, masters[group]))]
+        entry = self._base_state(archive, group)
         if entry is not None:
-            refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), rank.archive.file)
-            stored = ((k, rank.locate(n)) for k, n in entry.named_items() if isinstance(n.value, PickledTensor))
+            refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), archive.file)
+            stored = ((k, located(archive, n)) for k, n in entry.named_items() if isinstance(n.value, PickledTensor))
             tensors += [(kind, tensor) for kind, tensor in stored if tensor.shape != ()]
         padded = self._partition_elements(group)
         for kind, tensor in tensors:
             needed = padded
             if self.stage != 3 and kind == FP32:
                 total = sum(p.n_elements for p in self.groups[group])
-                needed = max(0, min(padded, total - rank.rank * padded))
+                needed = max(0, min(padded, total - rank * padded))
             if len(tensor.shape) != 1 or not needed <= tensor.n_elements <= padded:
                 raise _lies(tensor, f"its shape is {tensor.shape}; {padded} elements are needed")
             yield kind, tensor
 
-    def _base_optimizer(self, rank: _Rank) -> Node:
-        node = rank.optimizer.get(base_optimizer_path(self.stage)[-1])
+    def _base_optimizer(self, archive: TorchArchive) -> Node:
+        node = root_of(archive).at(base_optimizer_path(self.stage))
         if isinstance(node.value, list):
             raise unsupported(node.file, "an elastic ZeRO checkpoint")
         return node
 
-    def _base_state(self, rank: _Rank, group: int) -> Node | None:
-        return self._base_optimizer(rank).get("state").find(group)
+    def _base_state(self, archive: TorchArchive, group: int) -> Node | None:
+        return self._base_optimizer(archive).get("state").find(group)
 
     def steps(self) -> Iterator[AdamStep]:
         """Read one step counter for each group, the same on every rank."""
         for index, group in enumerate(self.groups):
-            counted = [(rank.archive.file, step) for rank in self.ranks if (step := self._step(rank, index))]
+            steps_of = ((archive.file, self._step(archive, index)) for archive in self.ranks.values())
+            counted = [(file, step) for file, step in steps_of if step]
             steps = [step for _, step in counted]
             for file, step in counted:
                 if step.value != steps[0].value:
@@ -346,17 +345,17 @@ class _Reader:
             if steps:
                 yield _joined(steps, [parameter.name for parameter in group])
 
-    def _step(self, rank: _Rank, group: int) -> AdamStep | None:
+    def _step(self, archive: TorchArchive, group: int) -> AdamStep | None:
         """The counter of one group: in its state, or (fused optimizers) in the options of its parameter group."""
-        entry, place = self._base_state(rank, group), "state"
+        entry, place = self._base_state(archive, group), "state"
         node = entry.find("step") if entry is not None else None
         if node is None:
-            options, place = self._base_optimizer(rank).get("param_groups").elements(), "param_groups"
+            options, place = self._base_optimizer(archive).get("param_groups").elements(), "param_groups"
             node = options[group].find("step") if group < len(options) else None
         if node is None:
             return None
         path = (*base_optimizer_path(self.stage), place, group, "step")
-        return read_counter(self.store, rank.archive, node, path)
+        return read_counter(self.store, archive, node, path)
 
     def absent(
         self, states: Mapping[tuple[str, str], StoredState], missing_ranks: list[int]
@@ -377,8 +376,8 @@ def _joined(steps: Sequence[AdamStep], parameters: Iterable[str]) -> AdamStep:
     return replace(steps[0], parameters=tuple(parameters), cells=cells, entries=entries)
 
 
-def _lies(tensor: StoredTensor, message: str) -> MergePipeError:
-    return damaged(f"{tensor.file}: {tensor.path}", message)
+def _lies(tensor: TensorEntry, message: str) -> MergePipeError:
+    return damaged(f"{tensor.file}: {tensor.name}", message)
 
 
 def _recognise(store: Store, path: Location) -> bool:
@@ -518,7 +517,7 @@ def _universal_states(store: Store, folder: Location, name: str, shape: tuple[in
             if key is not None:
                 raise unsupported(node.file, f"{key!r} belongs to tensor or expert parallel training")
             node = node.get(PARAMETER_KEY)
-        tensor = archive.locate(node.tensor(), node.path)
+        tensor = located(archive, node)
         if tensor.n_elements != element_count(shape):
             raise damaged(place / file, f"has shape {tensor.shape}, the parameter has {shape}")
         yield StoredState.whole(name, kind, tensor, shape)

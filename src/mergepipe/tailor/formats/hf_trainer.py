@@ -24,6 +24,7 @@ from mergepipe.tailor.formats.contract import (
     NO_OPTIMIZER,
     Node,
     TrainingFormat,
+    located,
     read_counter,
     recorded_step,
     refuse_foreign_states,
@@ -262,7 +263,7 @@ def parameter_states(
     for kind, node in entry.named_items():
         if kind == "step" or not isinstance(node.value, PickledTensor):
             continue
-        tensor = archive.locate(node.value, node.path)
+        tensor = located(archive, node)
         if tensor.shape != parameter.shape:
             message = f"state {kind!r} of shape {tensor.shape} for a parameter of shape {parameter.shape}"
             hint = "only optimizers whose states have their parameter's shape are read, as AdamW"

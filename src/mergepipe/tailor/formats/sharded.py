@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
-from mergepipe.checkpoints.torch_file import StoredTensor, TorchArchive, read_torch_zip
+from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import Span, element_count
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import NotFoundError, damaged, mismatched, unsupported
@@ -29,6 +30,7 @@ from mergepipe.tailor.checkpoint import (
 from mergepipe.tailor.formats.contract import (
     Node,
     TrainingFormat,
+    located,
     read_scalar,
     recorded_step,
     refuse_foreign_states,
@@ -73,7 +75,7 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
     """Read a checkpoint of full state dicts, whose optimizer names parameters; of tensors, only counters are read."""
     model = read_torch_zip(store, folder / WEIGHTS_NAME)
     weights = {
-        name: model.locate(node.value, node.path)
+        name: located(model, node)
         for name, node in Node(model.root, WEIGHTS_NAME).named_items()
         if isinstance(node.value, PickledTensor)
     }
@@ -108,11 +110,11 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
     )
 
 
-def _aliases(weights: dict[str, StoredTensor], trained: dict[str, Node]) -> Iterator[tuple[str, str]]:
+def _aliases(weights: dict[str, TensorEntry], trained: dict[str, Node]) -> Iterator[tuple[str, str]]:
     """Weights that share their bytes with one that is trained, as (alias, owner)."""
-    owners = {(weights[name].storage_key, weights[name].offset): name for name in trained}
+    owners = {weights[name].offset: name for name in trained}
     for name, tensor in weights.items():
-        owner = owners.get((tensor.storage_key, tensor.offset))
+        owner = owners.get(tensor.offset)
         if name not in trained and owner is not None and tensor.n_elements:
             yield name, owner
 
@@ -390,7 +392,7 @@ def _rank_counter(store: Store, ranks: Sequence[TorchArchive], place: PicklePath
     values: list[float] = []
     for archive in ranks:
         node = root_of(archive).at(place)
-        tensor = archive.locate(node.tensor(), node.path)
+        tensor = located(archive, node)
         if tensor.n_elements != 1:
             raise node.error(f"a step counter has shape {tensor.shape}")
         cells.append(Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, 1)))

@@ -21,6 +21,7 @@ from mergepipe.tailor.formats.hf_trainer import (
     SCHEDULER_NAME,
     TRAINER_STATE_NAME,
 )
+from mergepipe.tailor.formats.partial import PartialManifest
 from mergepipe.tailor.saving.frameworks import (
     EngineView,
     LocalShard,
@@ -240,19 +241,21 @@ def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -
                     hint = "only optimizers whose states have their parameter's shape are saved in parts, as AdamW"
                     raise unsupported_training(name, f"optimizer state {kind!r} has shape {shape}, not {needed}", hint)
                 shards += _shards(name, kind, value, ranks)
-    return EngineView(
+    layout = PartialManifest(
         origin=DCP_FORMAT if framework is Framework.TORCH else HF_FORMAT,
         framework=framework,
         stage=None,
         world_size=ranks.world_size,
+        step=0,
         parameters={name: tuple(tensor.shape) for name, tensor in module.stored.items()},
         tied=module.tied,
         flat_groups=(),
+        units=(),
+        counters=tuple(counters),
         options=tuple(scalar_options(group) for group in optimizer.param_groups),
-        counters=counters,
-        shards=tuple(shards),
-        writes_counters=ranks.rank == 0,
+        shards=(),
     )
+    return EngineView(layout, tuple(counters.values()), tuple(shards), writes_counters=ranks.rank == 0)
 
 
 def _shards(name: str, kind: str, tensor: Any, ranks: Ranks) -> Iterator[LocalShard]:
@@ -330,19 +333,21 @@ def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> Engi
     ungrouped = {} if is_stage3 else {n: tuple(t.shape) for n, t in module.stored.items() if n not in grouped}
     if not is_stage3 and ranks.rank == 0:
         shards += [local_shard(n, WEIGHT, Span(0, t.numel()), t) for n, t in module.stored.items() if t.numel()]
-    return EngineView(
+    layout = PartialManifest(
         origin=ZERO_FORMAT,
         framework=framework,
         stage=3 if is_stage3 else (2 if zero.partition_gradients else 1),
         world_size=ranks.world_size,
+        step=0,
         parameters=grouped | ungrouped,
         tied=module.tied,
         flat_groups=tuple(tuple(shapes) for shapes in groups),
+        units=(),
+        counters=tuple(counters),
         options=tuple(scalar_options(group) for group in zero.optimizer.param_groups),
-        counters=counters,
-        shards=tuple(shards),
-        writes_counters=True,
+        shards=(),
     )
+    return EngineView(layout, tuple(counters.values()), tuple(shards), writes_counters=True)
 
 
 def _flat_groups(zero: Any) -> Iterator[tuple[Any, Any]]:

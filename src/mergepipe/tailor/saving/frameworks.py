@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,8 @@ from mergepipe.checkpoints.inert_pickle import TORCH_DTYPES
 from mergepipe.core.blocks import DType, Span
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MergePipeError, NotFoundError, UnsupportedError
-from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
+from mergepipe.tailor.checkpoint import FP32, WEIGHT
+from mergepipe.tailor.formats.partial import PartialManifest
 from mergepipe.tailor.selection import ModelUnits, Unit, model_units
 
 # --- inspect a torch model inside any wrapper: its tensors by name, and which names are aliases ---
@@ -98,37 +99,33 @@ class LocalShard:
 class EngineView:
     """One rank's view of an engine between two steps.
 
-    Everything but `shards` and `writes_counters` is the same on every rank; fields as in `PartialManifest`. `counters`
-    read the step counters, each by the parameters that it serves.
+    `layout` is the manifest of a partial save of it, the same on every rank; what is saved, and its shards, are put
+    into it then. `counters` read the step counters that it lists.
     """
 
-    origin: str
-    framework: Framework
-    stage: int | None
-    world_size: int
-    parameters: Mapping[str, tuple[int, ...]]
-    tied: Mapping[str, str]
-    flat_groups: tuple[tuple[str, ...], ...]
-    options: tuple[Mapping[str, JsonValue], ...]
-    counters: Mapping[tuple[str, ...], Callable[[], float]]
+    layout: PartialManifest
+    counters: tuple[Callable[[], float], ...]
     shards: tuple[LocalShard, ...]
     writes_counters: bool
 
     @property
     def units(self) -> ModelUnits:
-        return model_units(self.parameters, self.tied)
+        return model_units(self.layout.parameters, self.layout.tied)
 
-    def of_units(self, units: Iterable[Unit], *, copies: bool) -> EngineView:
-        """Return what the view holds of some units; with `copies` with the values of now, for a thread of its own."""
+    def saving(self, units: Sequence[Unit], step: int) -> EngineView:
+        """Return what a save of some units at `step` holds of the view."""
         of_unit = self.units.parameters
         names = {name for unit in units for name in of_unit[unit]}
+        served = (tuple(name for name in counted if name in names) for counted in self.layout.counters)
+        counters = {counted: read for counted, read in zip(served, self.counters, strict=True) if counted}
+        layout = replace(self.layout, step=step, units=tuple(map(str, units)), counters=tuple(counters))
         shards = tuple(shard for shard in self.shards if shard.parameter in names)
-        cut = ((tuple(n for n in served if n in names), read) for served, read in self.counters.items())
-        counters = {served: read for served, read in cut if served}
-        if copies:
-            shards = tuple(shard.copied() for shard in shards)
-            counters = {served: partial(float, read()) for served, read in counters.items()}
-        return replace(self, shards=shards, counters=counters)
+        return replace(self, layout=layout, shards=shards, counters=tuple(counters.values()))
+
+    def copied(self) -> EngineView:
+        """Return the view with the values of now, for a thread of its own."""
+        counters = tuple(partial(float, read()) for read in self.counters)
+        return replace(self, shards=tuple(shard.copied() for shard in self.shards), counters=counters)
 
     def weight_shards(self) -> Iterator[LocalShard]:
         """Return each parameter's most precise weights: the masters, where it has them."""

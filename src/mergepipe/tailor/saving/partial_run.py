@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.output import write_durably
 from mergepipe.storage.ranges import os_error
-from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, PartialManifest, ShardFile, ShardTensor
+from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, ShardFile, ShardTensor
 from mergepipe.tailor.saving.frameworks import EngineView, Ranks
 from mergepipe.tailor.saving.unit_choice import (
     ChangeTracker,
@@ -81,46 +81,39 @@ _NO_LIMIT = 2**62
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True)
-class PartialJob:
-    """A partial save: `units` of `view` at `step`, published as `out`.
-
-    `write_extra(folder)` writes small files of this rank beside the shard and returns their paths.
-    """
-
-    view: EngineView
-    units: tuple[Unit, ...]
-    step: int
-    out: Path
-    write_extra: Callable[[Path], Iterable[Path]] = lambda _: ()
+WriteExtra: TypeAlias = Callable[[Path], Iterable[Path]]
+"""Writes small files of this rank beside its shard in a folder, and returns their paths."""
 
 
-def open_partial(job: PartialJob, ranks: Ranks, *, copies: bool) -> Callable[[Ranks], int]:
-    """Begin a save: write the small files, which hold the state of now, and with `copies` copy the rest to the host.
+def open_partial(
+    view: EngineView, out: Path, ranks: Ranks, write_extra: WriteExtra = lambda _: (), *, copies: bool
+) -> Callable[[Ranks], int]:
+    """Begin a save of what `view` holds, to be published as `out`: write the small files, which hold the state of now,
+    and with `copies` copy the rest to the host.
 
     Returns what writes the rest and publishes, from any thread, and returns the bytes of all files. All ranks call
     both, and see one file system. Memory: the largest local shard, and a write chunk of 8 MiB.
     """
     with ExitStack() as stack:
-        staging, folder = _stage(stack, job.out, ranks)
+        staging, folder = _stage(stack, out, ranks)
         extra: list[Path] = []
         views: list[EngineView] = []
 
         def prepare() -> None:
-            extra.extend(job.write_extra(folder))
-            views.append(job.view.of_units(job.units, copies=copies))
+            extra.extend(write_extra(folder))
+            views.append(view.copied() if copies else view)
 
         _agree(ranks, prepare)
-        (view,) = views
+        (kept_view,) = views
         kept = stack.pop_all()
 
     def write_rest(ranks: Ranks) -> int:
         def write() -> tuple[ShardFile | None, int]:
-            return _write_shard(view, folder, ranks.rank), sum(map(_make_durable, extra))
+            return _write_shard(kept_view, folder, ranks.rank), sum(map(_make_durable, extra))
 
         def finish(written: list[tuple[ShardFile | None, int]]) -> int:
             shards = tuple(shard for shard, _ in written if shard is not None)
-            content = PARTIAL_FORMAT.to_json(_manifest(view, job, shards))
+            content = PARTIAL_FORMAT.to_json(replace(view.layout, shards=shards))
             write_durably(folder / MANIFEST_NAME, content, Ledger())
             return len(content) + sum(shard.size_bytes for shard in shards) + sum(nbytes for _, nbytes in written)
 
@@ -187,7 +180,7 @@ def _agree(ranks: Ranks, act: Callable[[], Value]) -> list[Value]:
 def _write_shard(view: EngineView, folder: Path, rank: int) -> ShardFile | None:
     """Write this rank's part as one safetensors file; None where it has none."""
     shards = {f"{s.kind}/{s.parameter}": s for s in view.shards if s.span.n_elements}
-    counters = tuple(view.counters.values()) if view.writes_counters else ()
+    counters = view.counters if view.writes_counters else ()
     held = {f"step/{number}": read for number, read in enumerate(counters)}
     if not shards and not held:
         return None
@@ -204,23 +197,6 @@ def _write_shard(view: EngineView, folder: Path, rank: int) -> ShardFile | None:
         writer.finish()
     tensors = tuple(ShardTensor(s.parameter, s.kind, s.dtype, s.span.start, s.span.stop) for s in shards.values())
     return ShardFile(layout.name, layout.file_bytes, tensors, tuple(range(len(counters))))
-
-
-def _manifest(view: EngineView, job: PartialJob, shards: tuple[ShardFile, ...]) -> PartialManifest:
-    return PartialManifest(
-        origin=view.origin,
-        framework=view.framework,
-        stage=view.stage,
-        world_size=view.world_size,
-        step=job.step,
-        parameters=view.parameters,
-        tied=view.tied,
-        flat_groups=view.flat_groups,
-        units=tuple(str(unit) for unit in job.units),
-        counters=tuple(view.counters),
-        options=view.options,
-        shards=shards,
-    )
 
 
 def _make_durable(path: Path) -> int:
@@ -282,7 +258,7 @@ class PartialRun:
         view: EngineView,
         step: int,
         history: tuple[SaveRecord, ...],
-        write_extra: Callable[[Path], Iterable[Path]] = lambda _: (),
+        write_extra: WriteExtra = lambda _: (),
     ) -> SaveRecord:
         """Save the units that are due, all of them if `history` is empty, and log the save.
 
@@ -292,8 +268,8 @@ class PartialRun:
         unit_bytes = self._unit_bytes(view)
         units = tuple(unit_bytes) if not history else self._choose(view, history, unit_bytes)
         name = self.free_name(f"{FULL}-{step}" if not history else f"partial-{step}")
-        job = PartialJob(view, units, step, self.run / name, write_extra)
-        write_rest = open_partial(job, self.ranks, copies=self.writer is not None)
+        saved = view.saving(units, step)
+        write_rest = open_partial(saved, self.run / name, self.ranks, write_extra, copies=self.writer is not None)
         samples = self.tracker.samples(view, units) if self.tracker is not None else {}
         record = SaveRecord(
             step, units, name, not history, tuple(unit_bytes), FULL if not history else str(self.strategy),
