@@ -23,7 +23,7 @@ from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.workplace import Workplace
-from mergepipe.storage.contract import RangeFile, RemoteSettings
+from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.pinned_store import open_store
@@ -117,7 +117,7 @@ def _read(place: Workplace, family: FamilyPaths, link: Link) -> dict[str, Any]:
 
 def read_everything(addresses: Sequence[str]) -> None:
     """Read files of a web server in large pieces from a few threads, by as many connections as merges have."""
-    store = open_store(Ledger(), RemoteSettings(_CONNECTIONS))
+    store = open_store(Ledger(), _CONNECTIONS)
     files = [store.open(Location.parse(address)) for address in addresses]
     pieces = SimpleQueue[tuple[RangeFile, int]]()
     for file in files:

@@ -23,7 +23,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 KEYWORD_OF_OPTION = {
     "--address": "address",
@@ -233,6 +233,21 @@ def mismatched(where: object, message: str, hint: str = "") -> MergePipeError:
 def invalid_option(option: str, message: str, hint: str = "") -> MergePipeError:
     """Make the error for an option whose value means nothing."""
     return RecipeError.of("option.invalid", option, message, hint)
+
+
+def library(name: str, where: object, package: str) -> Any:
+    """Import a library that is no dependency.
+
+    Raises:
+        UnsupportedError: `extra.missing`, it is not installed; the hint names the `package` to install.
+    """
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except ImportError as error:
+        message = f"needs {error.name or name}, which is not installed"
+        raise UnsupportedError.of("extra.missing", where, message, f"install {package}") from error
 
 
 def did_you_mean(name: str, candidates: Sequence[str]) -> str:

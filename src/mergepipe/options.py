@@ -21,7 +21,7 @@ from mergepipe.core.flags import Flag, Options, option
 from mergepipe.core.units import positive, share, shown_number
 from mergepipe.errors import LimitError, MergePipeError, RecipeError, UnsupportedError
 from mergepipe.planning.budget import OnOmit, Policy
-from mergepipe.storage.contract import CONNECTIONS, MAX_CONNECTIONS, RemoteSettings
+from mergepipe.storage.contract import CONNECTIONS, MAX_CONNECTIONS
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
 
 if TYPE_CHECKING:
@@ -635,7 +635,7 @@ def engine_options(options: MachineOptions) -> EngineOptions:
     from mergepipe.engine.work import EngineOptions
 
     memory_bytes = default_memory_bytes() if options.memory_bytes is None else options.memory_bytes
-    return EngineOptions(n_threads, memory_bytes, RemoteSettings(options.connections))
+    return EngineOptions(n_threads, memory_bytes, positive("--connections", options.connections, MAX_CONNECTIONS))
 
 
 def block_elements_of(value: int | None) -> int:

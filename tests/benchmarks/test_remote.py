@@ -10,7 +10,6 @@ from benchmarks.reproduce.__main__ import main
 from benchmarks.reproduce.remote import MappedServer
 from benchmarks.reproduce.results import Results
 
-from mergepipe.storage.contract import RemoteSettings
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.pinned_store import open_store
@@ -39,7 +38,7 @@ def test_mapped_server__is_no_faster_than_its_link_and_counts_what_it_sends(tmp_
     (tmp_path / "model").mkdir()
     (tmp_path / "model/file").write_bytes(bytes(1_000_000))
     with MappedServer((tmp_path / "model",), Link(0.0, 4e6)) as server:
-        store = open_store(Ledger(), RemoteSettings(2))
+        store = open_store(Ledger(), 2)
         file = store.open(Location.parse(f"{server.url}/bucket/model/file"))
         started = time.monotonic()
         assert file.read_into(0, memoryview(bytearray(1_000_000)), Purpose.EXPERT) == 1_000_000

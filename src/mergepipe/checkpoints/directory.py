@@ -35,9 +35,9 @@ from mergepipe.storage.contract import (
     FileKind,
     FileStatus,
     Store,
-    concurrent_map,
     is_file,
     is_folder,
+    map_at_once,
 )
 from mergepipe.storage.location import Location
 
@@ -526,8 +526,8 @@ def _weight_map(path: Location, raw: bytes) -> dict[str, str]:
 def _read_shards(store: Store, root: Location, index_name: str, weight_map: Mapping[str, str]) -> list[WeightFile]:
     """Read the header of every shard, in the order of their names, and check them against the index."""
     shards = sorted(set(weight_map.values()))
-    with concurrent_map(store, [root]) as map_all:
-        stats = dict(zip(shards, map_all(lambda shard: stat_regular(store, root, shard), shards), strict=True))
+    statuses = map_at_once(store, [root], lambda shard: stat_regular(store, root, shard), shards)
+    stats = dict(zip(shards, statuses, strict=True))
     missing = [shard for shard, status in stats.items() if status is None]
     if missing:
         where = str(root / index_name)
@@ -535,8 +535,7 @@ def _read_shards(store: Store, root: Location, index_name: str, weight_map: Mapp
             *(Problem("checkpoint.incomplete", where, f"the shard {shown(s)} is missing") for s in missing)
         )
     present = [(shard, status) for shard, status in stats.items() if status is not None]
-    with concurrent_map(store, [root]) as map_all:
-        files = list(map_all(lambda pair: read_weight_file(store, root, *pair), present))
+    files = map_at_once(store, [root], lambda pair: read_weight_file(store, root, *pair), present)
     stored = {file.fingerprint.name: [entry.name for entry in file.entries] for file in files}
     _raise_capped(root / index_name, disagreements(weight_map, stored))
     return files

@@ -24,7 +24,7 @@ from mergepipe.checkpoints.vocabulary import (
 from mergepipe.core.strict_json import shown
 from mergepipe.core.units import plural
 from mergepipe.errors import MergePipeError, MismatchError
-from mergepipe.storage.contract import Store, concurrent_map
+from mergepipe.storage.contract import Store, map_at_once
 
 # --- recognise the names that architectures give to tensors with one row per token ---
 
@@ -224,8 +224,8 @@ def unaligned_notices(
     first = models[0]
     experts = [index for index in sorted(used) if index > 0 and models[index].kind is CheckpointKind.FULL]
     compared = [first, *(models[index] for index in experts)]
-    with concurrent_map(store, [model.root for model in compared]) as map_all:
-        own_files, *files = map_all(lambda model: _contents(model, store), compared)
+    roots = [model.root for model in compared]
+    own_files, *files = map_at_once(store, roots, lambda model: _contents(model, store), compared)
     lines: list[str] = []
     for index, theirs in zip(experts, files, strict=True):
         model, name = models[index], names[index]

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -26,7 +25,7 @@ from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, read_pieces, read_vocabulary
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType, Span, element_count
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import MergePipeError, UnsupportedError, damaged, unsupported
+from mergepipe.errors import MergePipeError, UnsupportedError, damaged, library, unsupported
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Digested, FileId, FileStatus, Store
 from mergepipe.storage.ledger import Ledger, Purpose
@@ -61,11 +60,7 @@ _STRING, _ARRAY = 8, 9
 
 
 def _gguf(where: object) -> Any:
-    try:
-        return import_module("gguf")
-    except ImportError as error:
-        message = "GGUF files need the package gguf, which is not installed"
-        raise UnsupportedError.of("extra.missing", where, message, "install mergepipe[gguf]") from error
+    return library("gguf", where, "mergepipe[gguf]")
 
 
 # --- reading ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -20,20 +19,13 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import allow_open_files, read_exact
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class PinnedFile:
-    """A file and the version that it is read at: a value that any process can open again."""
+def pin_files(store: Store, paths: Iterable[Location], checkpoints: Iterable[Checkpoint]) -> dict[Location, str]:
+    """Pin files to the versions at which `checkpoints` were opened, others to what the store holds now.
 
-    location: Location
-    version: str
-
-
-def pin_files(
-    store: Store, paths: Iterable[Location], checkpoints: Iterable[Checkpoint] = ()
-) -> tuple[PinnedFile, ...]:
-    """Pin files to the versions at which `checkpoints` were opened, others to what the store holds now."""
+    The versions by location are a value by which any process can open the same files again.
+    """
     versions = {path: file.version for path, file in _files_of(checkpoints)}
-    return tuple(PinnedFile(path, versions.get(path) or _version_now(store, path)) for path in sorted(set(paths)))
+    return {path: versions.get(path) or _version_now(store, path) for path in sorted(set(paths))}
 
 
 def _version_now(store: Store, path: Location) -> str:
@@ -44,9 +36,8 @@ def _version_now(store: Store, path: Location) -> str:
 
 
 @contextlib.contextmanager
-def open_pinned(store: Store, pinned: Iterable[PinnedFile]) -> Iterator[Mapping[Location, RangeFile]]:
+def open_pinned(store: Store, versions: Mapping[Location, str]) -> Iterator[Mapping[Location, RangeFile]]:
     """Open files for direct reads, and close them all at the end."""
-    versions = {file.location: file.version for file in pinned}
     with open_files(store, versions) as files:
         for path, file in files.items():
             if file.version != versions[path]:

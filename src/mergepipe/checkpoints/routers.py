@@ -6,7 +6,6 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from mergepipe.checkpoints.gathered_rows import GatheredRows, RowMap
 from mergepipe.checkpoints.open_files import decoded_into, once, read_elements
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
 from mergepipe.core.blocks import F32, DType, Span
-from mergepipe.errors import MismatchError, RecipeError, UnsupportedError
+from mergepipe.errors import MismatchError, RecipeError, library
 from mergepipe.storage.contract import RangeFile, Store, sidecar_limit
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
@@ -308,9 +307,5 @@ def token_rows(embedding: Readable, prompts: Sequence[tuple[Batch, Batch | None]
 
 
 def _extra(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        message = f"routers from prompts and rows of new tokens need {name}, which is not installed"
-        hint = "install mergepipe[torch], or write gate_mode: random, or leave out new_tokens"
-        raise UnsupportedError.of("extra.missing", "", message, hint) from error
+    hint = "mergepipe[torch], or write gate_mode: random, or leave out new_tokens"
+    return library(name, "routers from prompts, rows of new tokens", hint)

@@ -28,7 +28,7 @@ from mergepipe.errors import OutputError, RecipeError, UnsupportedError
 from mergepipe.reports import BaseMatch
 from mergepipe.snapshots.object_upload import check_apart, staging_place
 from mergepipe.snapshots.staging import check_target
-from mergepipe.storage.contract import FileId, FileKind, RangeFile, Store, concurrent_map
+from mergepipe.storage.contract import FileId, FileKind, RangeFile, Store, map_at_once
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 
@@ -111,10 +111,7 @@ def _squares(
         checkpoint.tensors[name] for checkpoint in checkpoints for name, _ in spans if name in checkpoint.tensors
     ]
     weights_S, deltas_CS = np.zeros(len(spans)), np.zeros((len(candidates), len(spans)))
-    with (
-        open_files(store, files_of(present), checkpoints) as files,
-        concurrent_map(store, [checkpoint.path for checkpoint in checkpoints]) as map_all,
-    ):
+    with open_files(store, files_of(present), checkpoints) as files:
 
         def compare(number: int) -> None:
             name, span = spans[number]
@@ -128,7 +125,7 @@ def _squares(
                 else:
                     deltas_CS[c, number] = _square_sum(values - _values(other, span, files))
 
-        list(map_all(compare, range(len(spans))))
+        map_at_once(store, [checkpoint.path for checkpoint in checkpoints], compare, range(len(spans)))
     return weights_S, deltas_CS
 
 

@@ -30,11 +30,11 @@ from mergepipe.operators.statistics import NOTHING_KEPT, Cut, TensorStatistics, 
 from mergepipe.planning.plan import ALL, PlannedTensor, Products
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.snapshots.shards import SINGLE_NAME, ShardLayout, ShardProgress, TensorDigest, TensorSpec, plan_shards
-from mergepipe.storage.contract import RemoteSettings
+from mergepipe.storage.contract import CONNECTIONS
 from mergepipe.storage.ledger import Usage
 
 if TYPE_CHECKING:
-    from mergepipe.checkpoints.open_files import PinnedFile
+    from mergepipe.storage.location import Location
 
 # --- observe a run of the engine from the process that makes it: progress, statistics, and the bytes that are read ---
 
@@ -64,11 +64,11 @@ SILENT = Observer()
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options that never change the result: compute threads, the cap on buffers in bytes, how remote files are read."""
+    """Options that never change the result: compute threads, the cap on buffers in bytes, requests at once a scheme."""
 
     threads: int
     memory_bytes: int
-    remote: RemoteSettings = field(default_factory=RemoteSettings)
+    connections: int = CONNECTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def plan_output(
 class MergeWork:
     """A merge to run, as a value: it holds no open file and no function of the process that made it.
 
-    `files` are all files that it reads, each at its version. `operator_name` and the tasks' parameters say how tensors
+    `files` are the versions of all files that it reads. `operator_name` and the tasks' parameters say how tensors
     are merged, `seed`, the content ids (by model, or none) and the `repeats` of models that are listed again key
     randomness. With `access` only what it plans is read, cut on its grid so that reads cost what was planned;
     `renormalize` divides weights by the sum of those selected.
@@ -119,7 +119,7 @@ class MergeWork:
     operator_name: str
     seed: int
     content_ids: Mapping[int, str]
-    files: tuple[PinnedFile, ...] = ()
+    files: Mapping[Location, str] = field(default_factory=dict)
     repeats: Mapping[int, int] = field(default_factory=dict)
     access: PlannedAccess | None = None
     renormalize: bool = False

@@ -43,7 +43,7 @@ from mergepipe.runs.work import KnownStatistics
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import read_exact
+from mergepipe.storage.ranges import WaitingRoom, read_exact
 from mergepipe.storage.stores import Stores
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def analyze(
         write_text_importance(base_path.local_path, experts, text, out, engine.threads)
     block_elements = block_elements_of(settings.block_elements)
     densities = tuple(sorted({*COMMON_DENSITIES, *settings.densities}))
-    store = Stores(settings=engine.remote)
+    store = Stores(engine.connections)
     opened_base = open_path(store, base_path)
     opened = [open_path(store, path, opened_base) for path in expert_paths]
     notices: list[str] = []
@@ -302,9 +302,8 @@ class PassingDigests:
         for entry in shown:
             if entry.nbytes and entry.file in ranges:
                 ranges[entry.file].add((entry.offset, entry.offset + entry.nbytes))
-        self._digests = {path: _PassingDigest(files[path], sorted(ranges[path]), self) for path in files}
-        self._left_bytes = waiting_bytes
-        self._lock = threading.Lock()
+        room = WaitingRoom(waiting_bytes)
+        self._digests = {path: _PassingDigest(files[path], sorted(ranges[path]), room) for path in files}
 
     def show(self, entry: TensorEntry, first: int, content: NDArray[np.uint8]) -> None:
         """Look at stored bytes of a tensor from its byte `first` on; they are copied where they have to wait."""
@@ -317,22 +316,11 @@ class PassingDigests:
         finished = {path: digest.finish() for path, digest in self._digests.items()}
         return {path: digest for path, digest in finished.items() if digest is not None}
 
-    def take(self, nbytes: int) -> bool:
-        """Take room for bytes that wait; whether there is some."""
-        with self._lock:
-            is_room = nbytes <= self._left_bytes
-            self._left_bytes -= nbytes * is_room
-            return is_room
-
-    def give_back(self, nbytes: int) -> None:
-        with self._lock:
-            self._left_bytes += nbytes
-
 
 class _PassingDigest:
     """The digest of one file; `shown` are the byte ranges that pass by, sorted."""
 
-    def __init__(self, file: RangeFile, shown: list[tuple[int, int]], room: PassingDigests) -> None:
+    def __init__(self, file: RangeFile, shown: list[tuple[int, int]], room: WaitingRoom) -> None:
         self._file = file
         self._shown = shown
         self._room = room
@@ -374,7 +362,7 @@ class _PassingDigest:
             if content is None:
                 self._read(min(gap_end, self._position + CHUNK_BYTES))
             else:
-                self._room.give_back(len(content))
+                self._room.take(-len(content))
                 self._update(memoryview(content))
 
     def _update(self, content: memoryview) -> None:

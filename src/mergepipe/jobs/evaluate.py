@@ -27,8 +27,8 @@ import numpy as np
 from mergepipe.core.display import json_line
 from mergepipe.core.strict_json import canonical_json
 from mergepipe.core.units import format_bytes
-from mergepipe.errors import LimitError, MergePipeError, RecipeError, UnsupportedError
-from mergepipe.jobs.load import library, load_file
+from mergepipe.errors import LimitError, MergePipeError, RecipeError, UnsupportedError, library
+from mergepipe.jobs.load import load_file
 from mergepipe.jobs.merge import run_budgeted
 from mergepipe.jobs.plan import PlanRequest
 from mergepipe.planning.budget import parse_budget

@@ -26,7 +26,7 @@ from mergepipe.deltastore.checkpoint import check_original_headers, open_packed
 from mergepipe.engine.make_part import pass_tensors
 from mergepipe.engine.segments import Piece
 from mergepipe.engine.work import EngineOptions, MergeWork
-from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError, library
 from mergepipe.jobs.merge import intermediate_writer
 from mergepipe.jobs.plan import make_plan, plan_request
 from mergepipe.options import MergeOptions, OutputOptions, threads_of
@@ -217,7 +217,7 @@ class OpenedMerge:
             message = "looks at merges in folders, and this one is not written"
             raise RecipeError.of("option.conflict", "target_loss", message, "leave it out, or call `merge`")
         settings = merge_settings(options)
-        self._store = store = Stores(settings=settings.engine.remote)
+        self._store = store = Stores(settings.engine.connections)
         with ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mergepipe-")))
             self._settings = settings = replace(settings, out=self.folder / "merge")
@@ -383,15 +383,6 @@ def _write_into(model: Any, merge: OpenedMerge, names: Collection[str]) -> int:
             own[name].copy_(tensor)
             n_written += 1
     return n_written
-
-
-def library(name: str, user: str, package: str) -> Any:
-    """Import a library that is no dependency; UnsupportedError, `extra.missing`, names the `package` to install."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        message = f"needs {error.name}, which is not installed"
-        raise UnsupportedError.of("extra.missing", user, message, f"install {package}") from error
 
 
 def _refusal(message: str) -> MergePipeError:

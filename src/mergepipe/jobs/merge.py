@@ -148,7 +148,7 @@ def run(
 
 def run_merge(recipe: Location | RecipeText, settings: MergeSettings) -> MergeReport:
     """Merge in full, and publish."""
-    store = Stores(settings=settings.engine.remote)
+    store = Stores(settings.engine.connections)
     link = CatalogLink(settings.home)
     with intermediate_writer(settings, store) as write_intermediate:
         inputs = open_inputs(
@@ -167,7 +167,7 @@ def run_budgeted(
     """Plan and run at once; an unfinished merge of this very request is resumed with the plan it was begun with."""
     from mergepipe.jobs.plan import make_plan  # a full merge needs no planner
 
-    store = Stores(settings=settings.engine.remote)
+    store = Stores(settings.engine.connections)
     inputs = open_inputs(
         recipe, store, settings.options.allow_dropped, strictness=settings.options.strictness,
         keeps_absolute_paths=settings.options.paths == PathStyle.ABSOLUTE,
@@ -183,7 +183,7 @@ def run_budgeted(
 
 def run_plan(plan: Plan, settings: MergeSettings) -> MergeReport:
     """Run a stored plan against the inputs it was made for."""
-    store = Stores(settings=settings.engine.remote)
+    store = Stores(settings.engine.connections)
     link = CatalogLink(settings.home)
     inputs = with_parameters(open_planned(plan, store, link), plan)
     return MergeRun(inputs, plan, settings, store, link).publish()

@@ -28,7 +28,7 @@ from mergepipe.errors import (
     NotFoundError,
     OutputError,
     StorageError,
-    UnsupportedError,
+    library,
 )
 from mergepipe.jobs.parts import check_output, make_part_of
 from mergepipe.jobs.plan import PlanRequest, make_plan
@@ -90,7 +90,7 @@ def run_merge_on_ray(
     recipe: Location | RecipeText, request: PlanRequest, cluster: OutputOptions, settings: MergeSettings
 ) -> MergeReport:
     """Plan a recipe, and make the plan's output on a cluster; an unfinished merge of this very request is resumed."""
-    store = Stores(settings=settings.engine.remote)
+    store = Stores(settings.engine.connections)
     inputs = open_inputs(recipe, store, request.options.allow_dropped, strictness=settings.options.strictness)
     place, key = _absolute(settings.place), plan_key(inputs, repr(request))
     check_output(place, inputs, force=settings.options.force)
@@ -130,7 +130,7 @@ def _publish(
 ) -> MergeReport:
     """Make the parts of a plan, and publish its output. `planning`: what was read of the inputs to make the plan."""
     place = _absolute(settings.place)
-    planned = open_output(plan, settings.options.shard_bytes, Stores(settings=settings.engine.remote))
+    planned = open_output(plan, settings.options.shard_bytes, Stores(settings.engine.connections))
     settings.base_model_ids.check_names(planned.inputs.leaf_models)
     check_output(place, planned.inputs, force=settings.options.force)
     if is_snapshot_of(place, plan.digest):
@@ -252,12 +252,7 @@ class RayCluster:
 
     def __init__(self, address: str | None) -> None:
         self._address = address
-        try:
-            import ray
-        except ImportError as error:
-            message = "Ray is not installed"
-            raise UnsupportedError.of("extra.missing", "--executor ray", message, "install mergepipe[ray]") from error
-        self._ray: Any = ray
+        self._ray = library("ray", "--executor ray", "mergepipe[ray]")
         self._is_ours = False
 
     def __enter__(self) -> RayCluster:

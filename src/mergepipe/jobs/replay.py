@@ -140,7 +140,7 @@ def replay(
     """
     made = OutputOptions.of(options, fields)
     settings, path = merge_settings(made.common(MergeOptions), out, on_progress), find_snapshot(snapshot, made.home)
-    store = Stores(settings=settings.engine.remote)
+    store = Stores(settings.engine.connections)
     manifest = with_inputs_found(read_manifest_value(store, path), store, settings.home)
     decided = replace(settings.options, seed=manifest.seed, shard_bytes=shard_bytes_of(manifest, path))
     settings = replace(settings, options=decided, base_model_ids=BaseModelIds.recorded(manifest))

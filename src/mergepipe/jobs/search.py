@@ -18,10 +18,10 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.flags import several
 from mergepipe.core.outcome import private_outputs
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import CorruptError, LimitError, MergePipeError, NotFoundError, OutputError, RecipeError
+from mergepipe.errors import CorruptError, LimitError, MergePipeError, NotFoundError, OutputError, RecipeError, library
 from mergepipe.jobs.diff import distance, norm
 from mergepipe.jobs.evaluate import Evaluation, parse_evaluation, parse_objective
-from mergepipe.jobs.load import OpenedMerge, library, loaded_model
+from mergepipe.jobs.load import OpenedMerge, loaded_model
 from mergepipe.jobs.merge import run_budgeted, run_merge, run_plan
 from mergepipe.jobs.plan import make_plan, plan_request
 from mergepipe.options import SWEEP_BUDGETS, MergeOptions, PlanOptions, SearchOptions, SweepOptions, home_of
@@ -444,7 +444,7 @@ def _swept(
     request = plan_request("100%", options)  # each budget takes the place of this one
     settings = merge_settings(options.common(MergeOptions, catalog=False, evaluate=None))
     evaluation = None if options.evaluate is None else parse_evaluation(options.evaluate)
-    store, link = Stores(settings=settings.engine.remote), CatalogLink(home_of(options.home), required=True)
+    store, link = Stores(settings.engine.connections), CatalogLink(home_of(options.home), required=True)
 
     def begin(label: str, name: str) -> MergeSettings:
         def report(progress: Progress) -> None:

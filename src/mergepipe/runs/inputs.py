@@ -33,7 +33,7 @@ from mergepipe.recipes.resolution import REASON_ALLOWED, resolve
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
 from mergepipe.snapshots.manifest import MANIFEST_NAME, is_composite, read_composite
-from mergepipe.storage.contract import Store, concurrent_map, is_folder
+from mergepipe.storage.contract import Store, is_folder, map_at_once
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
@@ -358,8 +358,8 @@ def _opened(
                 return moments
         return open_named(models[i], base, as_weights=models[i].key in whole)
 
-    with concurrent_map(store, (model.path for model in models if model.intermediate is None)) as map_all:
-        checkpoints = (base, *map_all(opened, range(1, len(models))))
+    stored = (model.path for model in models if model.intermediate is None)
+    checkpoints = (base, *map_at_once(store, stored, opened, range(1, len(models))))
     recipe = with_named_weights(recipe, named)
     alignment = None
     if recipe.tokenizer is not None:

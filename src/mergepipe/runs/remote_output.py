@@ -24,7 +24,7 @@ from mergepipe.snapshots.staging import SPARE_BYTES, Staging
 from mergepipe.storage import owned
 from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.remote.objects import BucketFolder
-from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
+from mergepipe.storage.remote.retry import FailureKind, RequestFailed
 
 
 class RemoteOutput:
@@ -130,4 +130,4 @@ class RemoteOutput:
     def _check_stop(self, nbytes: int) -> None:
         del nbytes
         if self._stop.is_set():
-            raise RequestFailed(Failure(FailureKind.UNUSABLE, "the run has ended"))
+            raise RequestFailed(FailureKind.UNUSABLE, "the run has ended")

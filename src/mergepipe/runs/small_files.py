@@ -27,7 +27,7 @@ from mergepipe.options import MergeOptions
 from mergepipe.recipes.output_tensors import parsed_config, text_sections, with_dtype, with_layers
 from mergepipe.runs.model_card import InputCard, card_and_recipe, read_input_card
 from mergepipe.snapshots.manifest import CARD_NAME, MANIFEST_NAME, LeftOutFile, Manifest, file_without_paths
-from mergepipe.storage.contract import SIDECARS_BYTES, FileKind, Store, concurrent_map, sidecar_limit
+from mergepipe.storage.contract import SIDECARS_BYTES, FileKind, Store, map_at_once, sidecar_limit
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
     def read(name: str) -> bytes:
         return store.read_small(model.root / name, sidecar_limit(name))
 
-    with concurrent_map(store, [model.root]) as map_all:
-        return dict(zip(model.sidecars, map_all(read, model.sidecars), strict=True))
+    return dict(zip(model.sidecars, map_at_once(store, [model.root], read, model.sidecars), strict=True))
 
 
 def _is_tokenizers(name: str) -> bool:

@@ -10,7 +10,6 @@ import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
@@ -20,7 +19,6 @@ from typing import Final, Protocol, TypeVar
 from blake3 import blake3
 
 from mergepipe.core.records import Size
-from mergepipe.core.units import positive
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.ledger import Ledger, Purpose, Usage
 from mergepipe.storage.location import Location
@@ -390,25 +388,10 @@ def resolved(store: Store, location: Location) -> Location:
 
 CONNECTIONS: Final = 32
 MAX_CONNECTIONS: Final = 256
+EXTRA: Final = "mergepipe[remote]"  # what installs the libraries of remote stores
 
 X = TypeVar("X")
 Y = TypeVar("Y")
-
-
-class Map(Protocol):
-    """The built-in `map` of one iterable: results in order."""
-
-    def __call__(self, function: Callable[[X], Y], items: Iterable[X], /) -> Iterator[Y]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteSettings:
-    """Settings of reading remote files: at most `connections` requests at once for each scheme."""
-
-    connections: int = CONNECTIONS
-
-    def __post_init__(self) -> None:
-        positive("--connections", self.connections, MAX_CONNECTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,18 +433,16 @@ class Traffic:
         }
 
 
-@contextmanager
-def concurrent_map(store: Store, locations: Iterable[Location]) -> Iterator[Map]:
-    """Give a `map` that makes as many calls at once as the stores of some locations take; one where they are free."""
+def map_at_once(store: Store, locations: Iterable[Location], function: Callable[[X], Y], items: Iterable[X]) -> list[Y]:
+    """Call a function with each item: as many at once as the stores of some locations take; one where they are free."""
     terms = [store.terms(location) for location in locations]
     most_requests = max((term.most_requests for term in terms if term.request_cost_bytes), default=0)
     if not most_requests:
-        yield map
-        return
+        return list(map(function, items))
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(most_requests, thread_name_prefix="look-up") as pool:
-        yield pool.map
+        return list(pool.map(function, items))
 
 
 def traffic(store: Store, usage: Usage) -> Traffic:

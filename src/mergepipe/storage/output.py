@@ -203,17 +203,23 @@ def write_all_durably(contents: Mapping[Path, bytes], ledger: Ledger) -> None:
 
 class SpilledFiles(Mapping[Location, RangeFile]):
     """Open files of which every range read for `Purpose.EXPERT` is written to a scratch file; after `replay`, the same
-    ranges are read from there. Reads for other purposes, and of other ranges, go to the files.
+    ranges are read from there. Reads for other purposes, and of other ranges, go to the files. Safe to use from many
+    threads.
 
     Disk: the ranges, in an unnamed file in `folder` until `close`. Memory: about 200 bytes a range.
     """
 
     def __init__(self, files: Mapping[Location, RangeFile], folder: Path) -> None:
         self._files = files
-        self._spill = _Spill(folder)
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._is_replayed = False
+        self._descriptor = -1
+        self._end = 0
+        self._kept: dict[tuple[Location, int, int], tuple[int, int]] = {}  # place and bytes by file, offset and room
 
     def __getitem__(self, location: Location) -> RangeFile:
-        return _SpilledFile(self._files[location], self._spill)
+        return _SpilledFile(self._files[location], self)
 
     def __iter__(self) -> Iterator[Location]:
         return iter(self._files)
@@ -223,26 +229,28 @@ class SpilledFiles(Mapping[Location, RangeFile]):
 
     def replay(self) -> None:
         """Serve reads from the scratch file from now on. All reads so far have returned."""
-        self._spill.is_replayed = True
+        self._is_replayed = True
 
     def close(self) -> None:
         """Give the space of the scratch file back; the files stay open. No read is under way."""
-        self._spill.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._kept = -1, {}
 
+    def read_into(self, file: RangeFile, offset: int, buffer: memoryview) -> int:
+        """Read of a file and keep that, or read what was kept."""
+        kept = self._kept.get((file.location, offset, len(buffer))) if self._is_replayed else None
+        if kept is not None:
+            self._read_again(*kept, buffer)
+            return kept[1]
+        nbytes = file.read_into(offset, buffer, Purpose.EXPERT)
+        if not self._is_replayed:
+            place = self._keep(buffer[:nbytes])
+            with self._lock:
+                self._kept[file.location, offset, len(buffer)] = place, nbytes
+        return nbytes
 
-class _Spill:
-    """The scratch file: ranges by file, offset and size. Safe to use from many threads."""
-
-    def __init__(self, folder: Path) -> None:
-        self.is_replayed = False
-        self._folder = folder
-        self._lock = threading.Lock()
-        self._descriptor = -1
-        self._end = 0
-        self._kept: dict[tuple[Location, int, int], tuple[int, int]] = {}
-
-    def keep(self, location: Location, offset: int, room_bytes: int, content: memoryview) -> None:
-        """Write what a read of `room_bytes` at `offset` returned."""
+    def _keep(self, content: memoryview) -> int:
         with self._lock, os_errors(self._folder, "making room for what is read of experts"):
             if self._descriptor < 0:
                 self._descriptor = owned.create_unnamed_file(self._folder)
@@ -251,15 +259,9 @@ class _Spill:
             done = 0
             while done < len(content):
                 done += os.pwrite(self._descriptor, content[done:], place + done)
-        with self._lock:
-            self._kept[location, offset, room_bytes] = place, len(content)
+        return place
 
-    def read_into(self, location: Location, offset: int, buffer: memoryview) -> int | None:
-        """Fill `buffer` with the range that it was filled with before; return its bytes, None if it was not."""
-        kept = self._kept.get((location, offset, len(buffer)))
-        if kept is None:
-            return None
-        place, nbytes = kept
+    def _read_again(self, place: int, nbytes: int, buffer: memoryview) -> None:
         done = 0
         with os_errors(self._folder, "reading again what was read of experts"):
             while done < nbytes:
@@ -267,18 +269,12 @@ class _Spill:
                 if count == 0:
                     raise shrunk(self._folder, place, nbytes, done)
                 done += count
-        return nbytes
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor, self._kept = -1, {}
 
 
 class _SpilledFile:
     """One of the `SpilledFiles`; closing it closes nothing."""
 
-    def __init__(self, file: RangeFile, spill: _Spill) -> None:
+    def __init__(self, file: RangeFile, spill: SpilledFiles) -> None:
         self._file = file
         self._spill = spill
 
@@ -301,14 +297,7 @@ class _SpilledFile:
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         if purpose is not Purpose.EXPERT:
             return self._file.read_into(offset, buffer, purpose)
-        if self._spill.is_replayed:
-            nbytes = self._spill.read_into(self.location, offset, buffer)
-            if nbytes is not None:
-                return nbytes
-        nbytes = self._file.read_into(offset, buffer, purpose)
-        if not self._spill.is_replayed:
-            self._spill.keep(self.location, offset, len(buffer), buffer[:nbytes])
-        return nbytes
+        return self._spill.read_into(self._file, offset, buffer)
 
     def close(self) -> None:
         """Leave the file open: it is closed by whoever opened it."""

@@ -69,6 +69,21 @@ class BufferPool:
         self._free.append(buffer)
 
 
+class WaitingRoom:
+    """Bounds the bytes that are held by all that wait for others before them. Safe to use from many threads."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left_bytes = nbytes
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Claim room, or give it back where `nbytes` is negative; False where there is too little."""
+        with self._lock:
+            fits = nbytes <= self._left_bytes
+            self._left_bytes -= nbytes if fits else 0
+            return fits
+
+
 def aligned_buffer(nbytes: int, *, is_reused: bool = True) -> NDArray[np.uint8]:
     """A page-aligned uint8 array outside the Python heap, freed with its last reference.
 

@@ -9,11 +9,12 @@ from typing import Final, TypeAlias
 
 from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.storage.contract import (
+    CONNECTIONS,
+    EXTRA,
     NO_REQUESTS,
     Entry,
     FileStatus,
     RangeFile,
-    RemoteSettings,
     RequestCounts,
     Store,
     StoreTerms,
@@ -22,13 +23,12 @@ from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 
-OpenStore: TypeAlias = Callable[[Ledger, RemoteSettings], Store]
-"""Makes the store of a scheme, which charges a ledger."""
+OpenStore: TypeAlias = Callable[[Ledger, int], Store]
+"""Makes the store of a scheme, which charges a ledger and makes at most so many requests at once."""
 
-EXTRA: Final = "mergepipe[remote]"
 _REMOTE = "mergepipe.storage.remote"
 OPENERS: Final[dict[str, str | OpenStore]] = {
-    "": lambda ledger, _settings: LocalStore(ledger),
+    "": lambda ledger, _connections: LocalStore(ledger),
     **dict.fromkeys(("s3", "gs", "az"), f"{_REMOTE}.objects:open_store"),
     **dict.fromkeys(("http", "https"), f"{_REMOTE}.pinned_store:open_store"),
     "hf": f"{_REMOTE}.hub:open_store",
@@ -42,9 +42,9 @@ class Stores(Store):
     Safe to use from many threads. A member is made on the first use of its scheme, and kept.
     """
 
-    def __init__(self, ledger: Ledger | None = None, settings: RemoteSettings | None = None) -> None:
-        self.ledger = ledger or Ledger()
-        self._settings = settings or RemoteSettings()
+    def __init__(self, connections: int = CONNECTIONS) -> None:
+        self.ledger = Ledger()
+        self._connections = connections
         self._members: dict[str, Store] = {}
         self._lock = threading.Lock()
 
@@ -71,7 +71,7 @@ class Stores(Store):
         """The store of a location."""
         with self._lock:
             if location.scheme not in self._members:
-                self._members[location.scheme] = _opener(location)(self.ledger, self._settings)
+                self._members[location.scheme] = _opener(location)(self.ledger, self._connections)
             return self._members[location.scheme]
 
     def terms(self, location: Location) -> StoreTerms:

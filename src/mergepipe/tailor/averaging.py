@@ -17,7 +17,7 @@ from mergepipe.checkpoints.directory import find_sidecars, list_names, open_chec
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import F32, DType, DTypeKind
 from mergepipe.core.display import yaml_document
-from mergepipe.errors import CorruptError, LimitError, NotFoundError, RecipeError, invalid_option, mismatched
+from mergepipe.errors import CorruptError, LimitError, NotFoundError, RecipeError, invalid_option, library, mismatched
 from mergepipe.options import ExportOptions, TailorOptions
 from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
@@ -43,7 +43,7 @@ from mergepipe.tailor.recipes import (
     normalised,
     scheme_weights,
 )
-from mergepipe.tailor.saving.frameworks import current_ranks, trainer_callback_base
+from mergepipe.tailor.saving.frameworks import current_ranks
 
 MOST_CHECKPOINTS = 128
 CARD_NAME = "README.md"
@@ -412,7 +412,7 @@ class Averager:
         training: a save may delete older checkpoints.
         """
         averager = self
-        base: Any = trainer_callback_base()
+        base: Any = library("transformers", "Averager.callback", "mergepipe[train]").TrainerCallback
 
         class FoldCheckpoints(base):  # type: ignore[misc]
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

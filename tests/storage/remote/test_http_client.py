@@ -39,7 +39,7 @@ def read(client: HttpClient, address: Address, pin: Pin, first: int = 10, nbytes
 def failure_kind(client: HttpClient, address: Address, pin: Pin) -> FailureKind:
     with pytest.raises(RequestFailed) as caught:
         read(client, address, pin)
-    return caught.value.failure.kind
+    return caught.value.kind
 
 
 def test_connections__are_kept_and_replaced_when_the_server_closed_them(
@@ -142,7 +142,7 @@ def test_retry_after__is_seconds_or_a_date(
     server.faults = [status(503, Retry_After=header)]
     with pytest.raises(RequestFailed) as caught:
         read(client, Address(f"{server.url}/file"), Pin(len(CONTENT)))
-    assert low <= caught.value.failure.retry_after_seconds <= high
+    assert low <= caught.value.retry_after_seconds <= high
 
 
 def test_proxies__of_the_environment_are_asked(
@@ -160,7 +160,7 @@ def test_proxies__of_the_environment_are_asked(
     monkeypatch.setenv("https_proxy", f"http://user:secret@{server.host}")
     with pytest.raises(RequestFailed) as caught:  # the server is no proxy for TLS
         read(client, Address("https://other.invalid/file"), pin)
-    assert caught.value.failure.kind is FailureKind.UNREACHABLE
+    assert caught.value.kind is FailureKind.UNREACHABLE
     assert "secret" not in str(caught.value)
 
 

@@ -12,14 +12,13 @@ from threading import Barrier
 import pytest
 
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, StorageError
-from mergepipe.storage.contract import CONNECTIONS, Entry, FileKind, RemoteSettings, StoreTerms
+from mergepipe.storage.contract import CONNECTIONS, Entry, FileKind, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import read_exact
+from mergepipe.storage.ranges import WaitingRoom, read_exact
 from mergepipe.storage.remote import hub_api
 from mergepipe.storage.remote.hub import CACHED_TERMS, HubStore, open_store
 from mergepipe.storage.remote.hub_api import HubSettings, expires_at
-from mergepipe.storage.remote.hub_listing import WaitingRoom
 from mergepipe.storage.remote.retry import REQUEST_COST_BYTES, RetryPolicy, Transfers
 from support.fault_server import Answer, Fault, Request, cut, no_fault, status, with_headers
 from support.hub_cache_files import write_hub_cache
@@ -410,4 +409,4 @@ def test_open_store__reads_the_environment(hub: HubServer, tmp_path: Path, monke
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "token").write_text("hf_right")
     hub.private.add("org/name")
-    assert read(open_store(Ledger(), RemoteSettings()), FILE, 0, 10) == WEIGHTS[:10]
+    assert read(open_store(Ledger(), CONNECTIONS), FILE, 0, 10) == WEIGHTS[:10]

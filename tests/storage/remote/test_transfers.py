@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mergepipe.errors import LimitError, MergePipeError, StorageError
-from mergepipe.storage.contract import RemoteSettings, RequestCounts, StoreTerms
+from mergepipe.storage.contract import CONNECTIONS, RequestCounts, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote import objects, pinned_store
@@ -18,7 +18,6 @@ from mergepipe.storage.remote.pinned_store import WebStore
 from mergepipe.storage.remote.retry import (
     REQUEST_BYTES,
     REQUEST_COST_BYTES,
-    Failure,
     FailureKind,
     RequestFailed,
     RetryPolicy,
@@ -38,7 +37,7 @@ class Numbers:
 
     location = WHERE
 
-    def __init__(self, *failures: Failure | None) -> None:
+    def __init__(self, *failures: RequestFailed | None) -> None:
         self.failures = list(failures)
         self.requests: list[tuple[int, int]] = []
         self.n_running = 0
@@ -49,7 +48,7 @@ class Numbers:
         failure = self.failures.pop(0) if self.failures else None
         try:
             if failure is not None:
-                raise RequestFailed(failure)
+                raise failure
             buffer[:] = bytes([offset // REQUEST_BYTES]) * len(buffer)
         finally:
             self.n_running -= 1
@@ -58,8 +57,8 @@ class Numbers:
         return False
 
 
-UNAVAILABLE = Failure(FailureKind.STATUS, "503", 503)
-FORBIDDEN = Failure(FailureKind.STATUS, "403", 403)
+UNAVAILABLE = RequestFailed(FailureKind.STATUS, "503", 503)
+FORBIDDEN = RequestFailed(FailureKind.STATUS, "403", 403)
 
 
 def test_read__splits_what_is_larger_than_a_request() -> None:
@@ -89,7 +88,7 @@ def test_read__that_is_interrupted_makes_no_more_attempts() -> None:
         waiting.set()
         assert stop.wait(5)
 
-    failures: list[Failure | None] = [UNAVAILABLE, FORBIDDEN]
+    failures: list[RequestFailed | None] = [UNAVAILABLE, FORBIDDEN]
     source = Numbers(*failures)
     requests = Transfers(Ledger(), connections=2, sleep=sleep)
     with pytest.raises(StorageError):
@@ -102,8 +101,8 @@ def test_read__that_is_interrupted_makes_no_more_attempts() -> None:
 def test_refused_attempts__cost_what_the_refusal_was_long() -> None:
     ledger = Ledger()
     ledger.expert_limit_bytes = 10
-    refusals = [Failure(FailureKind.STATUS, "503", 503, sent_bytes=n) for n in (3, 4)]
-    unreachable = Failure(FailureKind.UNREACHABLE, "no route", sent_bytes=0)
+    refusals = [RequestFailed(FailureKind.STATUS, "503", 503, sent_bytes=n) for n in (3, 4)]
+    unreachable = RequestFailed(FailureKind.UNREACHABLE, "no route", sent_bytes=0)
     requests = transfers(ledger=ledger)
     requests.read(Numbers(*refusals, unreachable), 0, memoryview(bytearray(10)), Purpose.EXPERT)
     assert ledger.usage()[Purpose.EXPERT] == 10
@@ -113,7 +112,7 @@ def test_refused_attempts__cost_what_the_refusal_was_long() -> None:
 
 def test_refused_attempts__with_answers_longer_than_the_range_cost_the_range() -> None:
     requests = transfers()
-    long_refusal = Failure(FailureKind.STATUS, "503", 503, sent_bytes=11)
+    long_refusal = RequestFailed(FailureKind.STATUS, "503", 503, sent_bytes=11)
     requests.read(Numbers(long_refusal), 0, memoryview(bytearray(10)), Purpose.EXPERT)
     assert requests.ledger.usage()[Purpose.EXPERT] == 20
 
@@ -233,8 +232,8 @@ def test_connections__bound_what_is_in_flight_from_all_threads(kind: str, server
 
 
 def test_open_store__keeps_its_terms() -> None:
-    store = objects.open_store(Ledger(), RemoteSettings(connections=7))
+    store = objects.open_store(Ledger(), 7)
     assert store.terms(WHERE) == StoreTerms(1, 7, REQUEST_COST_BYTES)
     assert store.pin(WHERE) == WHERE
     store.close()
-    pinned_store.open_store(Ledger(), RemoteSettings()).close()
+    pinned_store.open_store(Ledger(), CONNECTIONS).close()

@@ -28,7 +28,7 @@ from typing import Final
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from mergepipe.storage.remote.retry import TRANSIENT_STATUSES, Failure, FailureKind, RequestFailed
+from mergepipe.storage.remote.retry import TRANSIENT_STATUSES, FailureKind, RequestFailed
 
 STALL_SECONDS: Final = 30.0
 CONNECT_SECONDS: Final = 10.0
@@ -166,7 +166,7 @@ class HttpClient:
         try:
             changed = (difference or pin.difference)(answer.check_range(offset, last, pin.size_bytes))
             if changed:
-                raise RequestFailed(Failure(FailureKind.CHANGED, changed))
+                raise RequestFailed(FailureKind.CHANGED, changed)
             answer.receive(buffer)
         finally:
             answer.discard()
@@ -209,7 +209,7 @@ class HttpClient:
                 answer.discard()
                 raise
             answer.discard()
-        raise RequestFailed(Failure(FailureKind.UNUSABLE, f"more than {_MOST_REDIRECTS} redirects"))
+        raise RequestFailed(FailureKind.UNUSABLE, f"more than {_MOST_REDIRECTS} redirects")
 
     def _ask(self, method: str, address: Address) -> _Answer:
         parts = urlsplit(address.url)
@@ -246,17 +246,17 @@ class HttpClient:
         try:
             connection = self._new_connection(parts, proxy)
         except (ValueError, HTTPException):
-            raise RequestFailed(Failure(FailureKind.UNUSABLE, "no address of a web server")) from None
+            raise RequestFailed(FailureKind.UNUSABLE, "no address of a web server") from None
         try:
             connection.connect()
         except ssl.SSLCertVerificationError as error:
             detail = f"the server's certificate is not valid: {error.verify_message}"
-            raise RequestFailed(Failure(FailureKind.UNUSABLE, detail)) from None
+            raise RequestFailed(FailureKind.UNUSABLE, detail) from None
         except _BROKEN as error:
             connection.close()
             via = "the proxy" if proxy else f"{parts.hostname}"
             detail = f"no connection to {via}: {_reason(error)}"
-            raise RequestFailed(Failure(FailureKind.UNREACHABLE, detail, sent_bytes=0)) from None
+            raise RequestFailed(FailureKind.UNREACHABLE, detail, sent_bytes=0) from None
         connection.sock.settimeout(self.stall_seconds)
         connection.response_class = partial(_PacedResponse, clock=self._clock)  # type: ignore[assignment]
         with self._lock:
@@ -309,13 +309,13 @@ class _Answer:
         """The size of the body that a GET would have."""
         text = self._response.getheader("Content-Length", "")
         if not _NUMBER.fullmatch(text):
-            raise RequestFailed(Failure(FailureKind.UNUSABLE, "its server tells no size (Content-Length)"))
+            raise RequestFailed(FailureKind.UNUSABLE, "its server tells no size (Content-Length)")
         return int(text)
 
     def pin(self, size_bytes: int) -> Pin:
         etag, date = (self._response.getheader(name, "") for name in ("ETag", "Last-Modified"))
         if not all(text.isprintable() and len(text) <= _MOST_TEXT for text in (etag, date)):
-            raise RequestFailed(Failure(FailureKind.UNUSABLE, "its ETag or Last-Modified is no such header"))
+            raise RequestFailed(FailureKind.UNUSABLE, "its ETag or Last-Modified is no such header")
         return Pin(size_bytes, etag, date)
 
     def check_status(self, *good: int) -> None:
@@ -323,7 +323,7 @@ class _Answer:
         if status not in good:
             detail = f"{status} {_short(self._response.reason)}".strip() + self._error_code()
             wait = _retry_after_seconds(self._response.getheader("Retry-After", ""))
-            raise RequestFailed(Failure(FailureKind.STATUS, detail, status, wait, self._sent_bytes()))
+            raise RequestFailed(FailureKind.STATUS, detail, status, wait, self._sent_bytes())
 
     def _sent_bytes(self) -> int | None:
         """The length of the body of an error, where the server states it."""
@@ -342,22 +342,22 @@ class _Answer:
         """Refuse an answer that is not the bytes `first` to `last` of a file; return the version that it names."""
         self.check_status(200, 206)
         if self._response.getheader("Content-Encoding", "identity").lower() != "identity":
-            raise RequestFailed(Failure(FailureKind.UNUSABLE, "its server compresses what it sends (Content-Encoding)"))
+            raise RequestFailed(FailureKind.UNUSABLE, "its server compresses what it sends (Content-Encoding)")
         if self._response.status == 200:
             is_whole = first == 0 and last + 1 == size_bytes
             if not is_whole:
-                raise RequestFailed(Failure(FailureKind.NOT_PARTIAL, f"200 for bytes {first}-{last}"))
+                raise RequestFailed(FailureKind.NOT_PARTIAL, f"200 for bytes {first}-{last}")
             return self.pin(self.length())
         text = self._response.getheader("Content-Range", "")
         match = _CONTENT_RANGE.fullmatch(text)
         if match is None:
-            raise RequestFailed(Failure(FailureKind.WRONG_RANGE, "its Content-Range is missing or malformed"))
+            raise RequestFailed(FailureKind.WRONG_RANGE, "its Content-Range is missing or malformed")
         answered = self.pin(size_bytes if match[3] == "*" else int(match[3]))
         length = self._response.getheader("Content-Length", str(last - first + 1))
         is_asked_range = (int(match[1]), int(match[2])) == (first, last) and length == str(last - first + 1)
         if answered.size_bytes == size_bytes and not is_asked_range:
             detail = f"bytes {first}-{last} asked for, {match[1]}-{match[2]} sent, {_short(length)} bytes long"
-            raise RequestFailed(Failure(FailureKind.WRONG_RANGE, detail))
+            raise RequestFailed(FailureKind.WRONG_RANGE, detail)
         return answered
 
     def receive(self, buffer: memoryview) -> None:
@@ -370,7 +370,7 @@ class _Answer:
             except _BROKEN as error:
                 raise _transfer_failure(error, done) from None
             if count == 0:
-                raise RequestFailed(Failure(FailureKind.CUT, "the connection ended before the answer did"), done)
+                raise RequestFailed(FailureKind.CUT, "the connection ended before the answer did", received_bytes=done)
             done += count
 
     def exchange(self, limit_bytes: int, elsewhere: Address | None) -> Exchange:
@@ -385,9 +385,9 @@ class _Answer:
         finally:
             self.discard()
         if len(body) > limit_bytes:
-            raise RequestFailed(Failure(FailureKind.UNUSABLE, f"an answer of more than {limit_bytes} bytes"))
+            raise RequestFailed(FailureKind.UNUSABLE, f"an answer of more than {limit_bytes} bytes")
         if missing_bytes:
-            raise RequestFailed(Failure(FailureKind.CUT, "the connection ended before the answer did"))
+            raise RequestFailed(FailureKind.CUT, "the connection ended before the answer did")
         headers = {name.lower(): value for name, value in self._response.getheaders()}
         return Exchange(self._response.status, headers, body, self.address, elsewhere)
 
@@ -490,16 +490,16 @@ def bare_etag(etag: str) -> str:
 def _transfer_failure(error: Exception, received_bytes: int) -> RequestFailed:
     if isinstance(error, TimeoutError):
         detail = "nothing arrived for too long" if "bytes a second" not in str(error) else str(error)
-        return RequestFailed(Failure(FailureKind.STALLED, detail), received_bytes)
+        return RequestFailed(FailureKind.STALLED, detail, received_bytes=received_bytes)
     if isinstance(error, _TooLongError):
-        return RequestFailed(Failure(FailureKind.UNUSABLE, str(error)), received_bytes)
+        return RequestFailed(FailureKind.UNUSABLE, str(error), received_bytes=received_bytes)
     if isinstance(error, OSError):
         detail = f"the connection broke: {_reason(error)}"
-        return RequestFailed(Failure(FailureKind.CUT, detail), received_bytes)
+        return RequestFailed(FailureKind.CUT, detail, received_bytes=received_bytes)
     if received_bytes == 0 and not isinstance(error, IncompleteRead):
         detail = f"the answer is not HTTP ({type(error).__name__})"
-        return RequestFailed(Failure(FailureKind.UNUSABLE, detail), received_bytes)
-    return RequestFailed(Failure(FailureKind.CUT, "the connection ended before the answer did"), received_bytes)
+        return RequestFailed(FailureKind.UNUSABLE, detail, received_bytes=received_bytes)
+    return RequestFailed(FailureKind.CUT, "the connection ended before the answer did", received_bytes=received_bytes)
 
 
 def _reason(error: BaseException) -> str:
@@ -518,9 +518,9 @@ def _redirected(address: Address, target: str) -> Address:
         before, after = urlsplit(address.url), urlsplit(url)
         is_address = after.scheme in ("http", "https") and bool(after.hostname) and after.port != 0
     except ValueError:
-        raise RequestFailed(Failure(FailureKind.UNUSABLE, "redirected to what is no address")) from None
+        raise RequestFailed(FailureKind.UNUSABLE, "redirected to what is no address") from None
     if not is_address or (before.scheme == "https" and after.scheme == "http"):
-        raise RequestFailed(Failure(FailureKind.UNUSABLE, f"redirected from {before.scheme} to {_short(after.scheme)}"))
+        raise RequestFailed(FailureKind.UNUSABLE, f"redirected from {before.scheme} to {_short(after.scheme)}")
     if (before.scheme, before.netloc) == (after.scheme, after.netloc):
         return Address(url, address.headers)
     headers = {name: value for name, value in address.headers.items() if name.lower() not in _PRIVATE_HEADERS}

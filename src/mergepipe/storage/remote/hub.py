@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from mergepipe.errors import MergePipeError, NotFoundError
-from mergepipe.storage.contract import Entry, FileStatus, RangeFile, RemoteSettings, StoreTerms, version_of
+from mergepipe.storage.contract import Entry, FileStatus, RangeFile, StoreTerms, version_of
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile
 from mergepipe.storage.location import Location, bare_name
@@ -35,9 +35,9 @@ _REFERENCE_LIMIT_BYTES: Final = 1 << 10
 _KIND_OF_LENGTH: Final = {64: SHA256, 40: GIT}
 
 
-def open_store(ledger: Ledger, settings: RemoteSettings) -> HubStore:
+def open_store(ledger: Ledger, connections: int) -> HubStore:
     """Make the store of `hf://` locations with the settings of the environment."""
-    return HubStore(hub_settings(), Transfers(ledger, connections=settings.connections))
+    return HubStore(hub_settings(), Transfers(ledger, connections=connections))
 
 
 class HubStore(PinnedStore):

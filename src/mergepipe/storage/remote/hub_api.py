@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Final
+from typing import Final
 from urllib.parse import parse_qs, quote, urlsplit
 
-from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, StorageError, UnsupportedError
+from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, StorageError
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import WaitingRoom
 from mergepipe.storage.remote.http_client import Address, Exchange, HttpClient, Pin, bare_etag
 from mergepipe.storage.remote.hub_listing import (
     HubFile,
     ModelListing,
-    WaitingRoom,
     WholeFileCheck,
     changed,
     no_answer,
@@ -32,6 +31,7 @@ TRUE_TEXTS = ("1", "ON", "YES", "TRUE")
 TOKEN_LIMIT_BYTES = 1 << 16
 ANSWER_LIMIT_BYTES: Final = 8 << 20  # 300 bytes a file: 25,000 files; parsing takes up to 30 times as much memory
 RENEWED_BEFORE_SECONDS: Final = 60
+_WAITING_BYTES: Final = 64 << 20  # of pieces of files that are checked as a whole
 TOO_MANY_REQUESTS: Final = 429
 _FOUND: Final = (301, 302, 303, 307, 308)
 UNREACHABLE: Final = "storage.unreachable"
@@ -128,17 +128,6 @@ def _refreshed_token(file: Path) -> str:
     return _cleaned(get_token() or "")
 
 
-def hub_package() -> Any:
-    """Import the Hub's own package, by which repositories are written."""
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        message = "writing to hf:// needs huggingface_hub, which is not installed"
-        raise UnsupportedError.of("extra.missing", "", message, "install mergepipe[remote]") from error
-    module: ModuleType = huggingface_hub
-    return module
-
-
 def _cleaned(token: str) -> str:
     """A token without the line ends that editors leave; empty where it could not be sent in a header."""
     stripped = token.replace("\r", "").replace("\n", "").strip()
@@ -161,7 +150,7 @@ class HubApi:
         self._headers = {"Authorization": f"Bearer {settings.token}"} if settings.token else {}
         self._transfers = transfers
         self._client = client
-        self.waiting_room = WaitingRoom()
+        self.waiting_room = WaitingRoom(_WAITING_BYTES)
 
     def model_info(self, location: Location, revision: str) -> ModelListing:
         """Ask for the commit of a revision, and all its files with sizes and digests."""
@@ -185,10 +174,10 @@ class HubApi:
         try:
             return self._client.exchange(method, Address(url, self._headers), ANSWER_LIMIT_BYTES)
         except RequestFailed as error:
-            if error.failure.status != TOO_MANY_REQUESTS:
+            if error.status != TOO_MANY_REQUESTS:
                 raise
-            detail = f"{error.failure.detail} (the Hub's rate limit is used up, which is higher with a token)"
-            raise RequestFailed(replace(error.failure, detail=detail)) from None
+            detail = f"{error.detail} (the Hub's rate limit is used up, which is higher with a token)"
+            raise replace(error, detail=detail) from None
 
     def _refusal(self, location: Location, answer: Exchange) -> MergePipeError:
         return refusal(location, answer.status, answer.headers, has_token=self._has_token)
@@ -207,14 +196,12 @@ class HubSource:
         location: Location,
         commit: str,
         file: HubFile,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.location = location
         self.file = file
         self._commit = commit
         self._api = api
         self._client = client
-        self._clock = clock
         self.whole = WholeFileCheck(location, file, api.waiting_room)
         self._pin = Pin(file.size_bytes)
         self._pin_lock = threading.Lock()
@@ -226,7 +213,7 @@ class HubSource:
     def has_address(self) -> bool:
         """Whether an address is known that stays valid for some time."""
         address = self._address
-        return address is not None and expires_at(address.url) > self._clock() + RENEWED_BEFORE_SECONDS
+        return address is not None and expires_at(address.url) > time.time() + RENEWED_BEFORE_SECONDS
 
     def resolve(self) -> Address:
         """Find an address, unless one is known that stays valid for some time. Raises as `HubApi.resolve` does."""

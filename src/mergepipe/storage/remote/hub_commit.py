@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, StorageError
+from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, StorageError, library
+from mergepipe.storage.contract import EXTRA
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote.hub_api import HubSettings, hub_package, hub_settings
+from mergepipe.storage.remote.hub_api import hub_settings
 
 _MOVED: Final = (409, 412)
 _LOG_IN: Final = "set HF_TOKEN, or run `hf auth login`"
@@ -26,15 +27,15 @@ class HubRepository:
     `storage.credentials`.
     """
 
-    def __init__(self, location: Location, settings: HubSettings | None = None) -> None:
-        settings = settings or hub_settings()
+    def __init__(self, location: Location) -> None:
+        settings = hub_settings()
         if not settings.token:
             message = "writing to the Hub needs a token, and there is none"
             raise StorageError.of("storage.credentials", location, message, _LOG_IN)
         self.location = location
         self._endpoint = settings.endpoint
         self.branch = location.revision or "main"
-        self._package = hub_package()
+        self._package = library("huggingface_hub", location, EXTRA)
         self._api: Any = self._package.HfApi(endpoint=settings.endpoint, token=settings.token)
         self._large: dict[str, Any] = {}  # what the next commit adds of files that are there already, by name
 

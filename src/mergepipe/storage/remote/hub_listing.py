@@ -17,6 +17,7 @@ from mergepipe.core.strict_json import parse_object
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError
 from mergepipe.storage.contract import Entry, FileKind, FileStatus
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import WaitingRoom
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -26,7 +27,6 @@ _HINT = "see that HF_ENDPOINT leads to a Hub"
 MOST_PATH_CHARACTERS: Final = 1024
 MOST_FOLDERS: Final = 16  # one in another: each file of a listing takes memory for all of them
 MOST_FILE_BYTES: Final = (1 << 63) - 1
-WAITING_BYTES: Final = 64 << 20
 
 
 class Hasher(Protocol):
@@ -70,21 +70,6 @@ class HubFile:
             case "git":
                 return hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
         return None
-
-
-class WaitingRoom:
-    """Bounds the bytes that all `WholeFileCheck`s of a store hold together."""
-
-    def __init__(self, nbytes: int = WAITING_BYTES) -> None:
-        self._left_bytes = nbytes
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> bool:
-        """Claim room, or give it back where `nbytes` is negative; False where there is too little."""
-        with self._lock:
-            fits = nbytes <= self._left_bytes
-            self._left_bytes -= nbytes if fits else 0
-            return fits
 
 
 class WholeFileCheck:

@@ -18,22 +18,21 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
-from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError, UnsupportedError
-from mergepipe.storage.contract import Entry, FileKind, FileStatus, RemoteSettings
+from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError, library
+from mergepipe.storage.contract import EXTRA, Entry, FileKind, FileStatus
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import CONNECT_SECONDS, STALL_SECONDS, Address, HttpClient, Pin
 from mergepipe.storage.remote.pinned_store import PinnedStore, status_of
-from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, Source, Transfers, error_of
+from mergepipe.storage.remote.retry import FailureKind, RequestFailed, Source, Transfers, error_of
 
 SIGNED_FOR: Final = timedelta(minutes=15)
 _CHUNK_BYTES: Final = 1 << 20
@@ -83,9 +82,9 @@ _KINDS: Final = (
 # --- reading ---
 
 
-def open_store(ledger: Ledger, settings: RemoteSettings) -> ObjectStore:
+def open_store(ledger: Ledger, connections: int) -> ObjectStore:
     """Return the store of all buckets of a scheme; a bucket's client is made when it is first named."""
-    return ObjectStore(Transfers(ledger, connections=settings.connections))
+    return ObjectStore(Transfers(ledger, connections=connections))
 
 
 class ObjectStore(PinnedStore):
@@ -218,7 +217,7 @@ class ObjectClient:
             answer = _obstore().get(self.store, key, options=options)
             difference = pin.difference(_pin(answer.meta))
             if difference:
-                raise RequestFailed(Failure(FailureKind.CHANGED, difference))
+                raise RequestFailed(FailureKind.CHANGED, difference)
             for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
                 part = memoryview(chunk)
                 buffer[done : done + len(part)] = part
@@ -226,9 +225,9 @@ class ObjectClient:
         except RequestFailed:
             raise
         except Exception as error:  # of classes that only obstore knows
-            raise RequestFailed(failure_of(error), done) from None
+            raise replace(failure_of(error), received_bytes=done) from None
         if done < len(buffer):
-            raise RequestFailed(Failure(FailureKind.CUT, "the connection ended before the answer did"), done)
+            raise RequestFailed(FailureKind.CUT, "the connection ended before the answer did", received_bytes=done)
 
 
 class BucketFolder:
@@ -322,12 +321,12 @@ class BucketFolder:
                     _obstore().put(self._store, self._key(name), content, attributes=attributes, **how)
                 return True
             except RequestFailed as error:
-                has_no_answer = error.failure.is_transient and not error.failure.status
-                if error.failure.status in _IS_THERE:
+                has_no_answer = error.is_transient and not error.status
+                if error.status in _IS_THERE:
                     return False
                 wait_seconds = next(waits_seconds, None)
                 if wait_seconds is None or not has_no_answer or not isinstance(content, bytes):
-                    raise self._error(error.failure, name) from None
+                    raise self._error(error, name) from None
             time.sleep(wait_seconds)
             if self.read(name, len(content) + 1) == content:
                 return True
@@ -343,7 +342,7 @@ class BucketFolder:
             if is_new:  # in a thread of its own: this one waits for obstore, which waits for the next part
                 with ThreadPoolExecutor(1) as pool:
                     if pool.submit(self.look, name).result() is not None:
-                        raise RequestFailed(Failure(FailureKind.STATUS, "an object of that name is there", _EXISTS))
+                        raise RequestFailed(FailureKind.STATUS, "an object of that name is there", _EXISTS)
 
         how = {"use_multipart": True, "chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
         return self._put(name, parts(), digest, **how)
@@ -354,9 +353,9 @@ class BucketFolder:
             with _failures():
                 yield
         except RequestFailed as error:
-            raise self._error(error.failure, name) from None
+            raise self._error(error, name) from None
 
-    def _error(self, failure: Failure, name: str) -> MergePipeError:
+    def _error(self, failure: RequestFailed, name: str) -> MergePipeError:
         is_named = bool(name) and not name.startswith(_OWN_MARK)
         place = self.location / name if is_named else self.location
         detail = failure.detail
@@ -385,7 +384,7 @@ def _opened(location: Location, connections: _Connections) -> ObjectClient:
         raise StorageError.of("storage.settings", location, message, "check the store's variables") from None
 
 
-def failure_of(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> RequestFailed:
     """Tell how a request that obstore made failed; of its text the status, the store's code and the host are kept."""
     text = str(error)
     host = match[1] if (match := _HOST.search(text)) else "the store"
@@ -397,16 +396,17 @@ def failure_of(error: BaseException) -> Failure:
         status, reason = int(match[1]), (match[2] or reason).strip()
     if status:
         answered = f" from {host}" if status >= 500 else ""
-        return Failure(FailureKind.STATUS, f"{status} {reason}".strip() + suffix + answered, status)
+        return RequestFailed(FailureKind.STATUS, f"{status} {reason}".strip() + suffix + answered, status)
     if type(error).__name__ == "InvalidPathError":
-        return Failure(FailureKind.UNUSABLE, "a key there has control characters or empty parts, which cannot be read")
+        detail = "a key there has control characters or empty parts, which cannot be read"
+        return RequestFailed(FailureKind.UNUSABLE, detail)
     for mark, kind, detail in _KINDS:
         if mark in text:
             if kind is FailureKind.UNREACHABLE:
                 cause = next((f": {cause}" for word, cause in _CAUSES if word in text), "")
                 detail = f"no connection to {host}{cause}"
-            return Failure(kind, detail)
-    return Failure(FailureKind.UNUSABLE, f"the store's client failed ({type(error).__name__})")
+            return RequestFailed(kind, detail)
+    return RequestFailed(FailureKind.UNUSABLE, f"the store's client failed ({type(error).__name__})")
 
 
 @contextmanager
@@ -418,18 +418,12 @@ def _failures() -> Iterator[None]:
     except BaseException as error:  # of classes that only obstore knows; its panics are no Exceptions
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise RequestFailed(failure_of(error)) from None
+        raise failure_of(error) from None
 
 
-def _obstore(place: Location | None = None) -> Any:
-    try:
-        import obstore
-        import obstore.store
-    except ImportError as error:
-        message = "object stores need obstore, which is not installed"
-        raise UnsupportedError.of("extra.missing", place or "", message, "install mergepipe[remote]") from error
-    module: ModuleType = obstore
-    return module
+def _obstore(place: object = "object stores") -> Any:
+    library("obstore.store", place, EXTRA)  # which the package does not import by itself
+    return library("obstore", place, EXTRA)
 
 
 def _pin(item: Mapping[str, Any]) -> Pin:

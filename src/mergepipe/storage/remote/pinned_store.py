@@ -30,7 +30,6 @@ from mergepipe.storage.contract import (
     FileKind,
     FileStatus,
     RangeFile,
-    RemoteSettings,
     RequestCounts,
     Store,
     StoreTerms,
@@ -38,7 +37,7 @@ from mergepipe.storage.contract import (
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import Address, HeadAnswer, HttpClient, Pin
-from mergepipe.storage.remote.retry import REQUEST_COST_BYTES, Failure, FailureKind, RequestFailed, Source, Transfers
+from mergepipe.storage.remote.retry import REQUEST_COST_BYTES, FailureKind, RequestFailed, Source, Transfers
 
 FOLDER: Final = FileStatus(FileKind.FOLDER, 0, "")
 
@@ -137,9 +136,9 @@ _NO_VERSION: Final = "its server names no version of the file (ETag or Last-Modi
 _UNCLEAR: Final = frozenset({403, 405, 501})  # also said of folders, and of missing files where listing is forbidden
 
 
-def open_store(ledger: Ledger, settings: RemoteSettings) -> WebStore:
+def open_store(ledger: Ledger, connections: int) -> WebStore:
     """Return the store of all hosts of a scheme."""
-    return WebStore(Transfers(ledger, connections=settings.connections))
+    return WebStore(Transfers(ledger, connections=connections))
 
 
 class WebStore(PinnedStore):
@@ -148,7 +147,7 @@ class WebStore(PinnedStore):
     def __init__(self, transfers: Transfers, http: HttpClient | None = None) -> None:
         super().__init__(transfers, http)
         self._lock = threading.Lock()
-        self._answers: dict[Location, HeadAnswer | Failure | None] = {}
+        self._answers: dict[Location, HeadAnswer | RequestFailed | None] = {}
         self._folders: dict[Location, tuple[Entry, ...]] = {}
 
     def list(self, location: Location) -> tuple[Entry, ...]:
@@ -180,7 +179,7 @@ class WebStore(PinnedStore):
     def _refuse_unclear(self, location: Location) -> None:
         """Raise where nothing can be told of a location, because its server refuses to be asked."""
         answer = self._answer(location)
-        if isinstance(answer, Failure):
+        if isinstance(answer, RequestFailed):
             message = f"its server answered {answer.detail}"
             raise StorageError.of("storage.permission", location, message, "check that it may be read")
 
@@ -220,7 +219,7 @@ class WebStore(PinnedStore):
                 names.add(json.loads(text))
         return {name for name in names if _is_name(name)}
 
-    def _answer(self, location: Location) -> HeadAnswer | Failure | None:
+    def _answer(self, location: Location) -> HeadAnswer | RequestFailed | None:
         """The first answer to HEAD of a location, kept; None where there is no file, a failure where it is unclear."""
         with self._lock:
             if location in self._answers:
@@ -229,17 +228,17 @@ class WebStore(PinnedStore):
         with self._lock:  # another thread may have asked meanwhile: the first answer stays
             return self._answers.setdefault(location, answer)
 
-    def _head(self, location: Location) -> HeadAnswer | Failure | None:
+    def _head(self, location: Location) -> HeadAnswer | RequestFailed | None:
         try:
             answer = self._http.head(_address(location))
         except RequestFailed as error:
-            if error.failure.status in _MISSING:
+            if error.status in _MISSING:
                 return None
-            if error.failure.status in _UNCLEAR:
-                return error.failure
+            if error.status in _UNCLEAR:
+                return error.with_traceback(None)
             raise
         if not (answer.is_folder or answer.pin.names_version):
-            raise RequestFailed(Failure(FailureKind.UNUSABLE, _NO_VERSION))
+            raise RequestFailed(FailureKind.UNUSABLE, _NO_VERSION)
         return answer
 
 
@@ -263,7 +262,7 @@ class _WebSource:
         answer = self._http.head(original)
         difference = self._answer.pin.difference(answer.pin)
         if difference:
-            raise RequestFailed(Failure(FailureKind.CHANGED, difference))
+            raise RequestFailed(FailureKind.CHANGED, difference)
         self._answer = HeadAnswer(self._answer.pin, answer.address, is_folder=False)
         return True
 

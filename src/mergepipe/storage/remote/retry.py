@@ -42,12 +42,13 @@ class FailureKind(Enum):
     UNUSABLE = "the answer cannot be used"
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """One failed request. `detail` is shown to users: it never holds an address, a header or a credential.
+@dataclass(eq=False)
+class RequestFailed(Exception):  # noqa: N818 (it reports to the retrying code and never reaches a user)
+    """One failed request, after `received_bytes` of its answer were stored.
 
-    `sent_bytes` is known where it is proved that no byte of the file was sent: the request was never made, or the
-    answer is an error whose body has a stated length.
+    `detail` is shown to users: it never holds an address, a header or a credential. `sent_bytes` is known where it is
+    proved that no byte of the file was sent: the request was never made, or the answer is an error whose body has a
+    stated length.
     """
 
     kind: FailureKind
@@ -55,6 +56,7 @@ class Failure:
     status: int = 0
     retry_after_seconds: float = 0.0
     sent_bytes: int | None = None
+    received_bytes: int = 0
 
     @property
     def refuses_credentials(self) -> bool:
@@ -67,15 +69,6 @@ class Failure:
         if self.kind is FailureKind.STATUS:
             return self.status in TRANSIENT_STATUSES
         return self.kind in _TRANSIENT_KINDS
-
-
-class RequestFailed(Exception):  # noqa: N818 (it reports to the retrying code and never reaches a user)
-    """A request failed after `received_bytes` of its answer were stored."""
-
-    def __init__(self, failure: Failure, received_bytes: int = 0) -> None:
-        super().__init__(failure.detail)
-        self.failure = failure
-        self.received_bytes = received_bytes
 
 
 TRANSIENT_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -103,7 +96,7 @@ class RetryPolicy:
 
 def wait_before_retry(
     policy: RetryPolicy,
-    failure: Failure,
+    failure: RequestFailed,
     *,
     n_failures: int,
     elapsed_seconds: float,
@@ -124,7 +117,7 @@ def wait_before_retry(
     return None if elapsed_seconds + wait > policy.most_seconds else wait
 
 
-def error_of(failure: Failure, location: Location, n_failures: int, elapsed_seconds: float) -> MergePipeError:
+def error_of(failure: RequestFailed, location: Location, n_failures: int, elapsed_seconds: float) -> MergePipeError:
     """Return the error that tells a user why reading `location` was given up."""
     if failure.kind is FailureKind.STATUS:
         return _status_error(failure, location, n_failures, elapsed_seconds)
@@ -142,7 +135,9 @@ def error_of(failure: Failure, location: Location, n_failures: int, elapsed_seco
     return StorageError.of("storage.unreachable", location, text, "check the network and the address, then run again")
 
 
-def _status_error(failure: Failure, location: Location, n_failures: int, elapsed_seconds: float) -> MergePipeError:
+def _status_error(
+    failure: RequestFailed, location: Location, n_failures: int, elapsed_seconds: float
+) -> MergePipeError:
     status, answer = failure.status, failure.detail
     if status in (404, 410):
         return NotFoundError.of("storage.not-found", location, f"no such file: {answer}", "check the location")
@@ -253,7 +248,7 @@ class Transfers:
                 try:
                     return self._attempt(request, attempts)
                 except RequestFailed as error:
-                    self._recover(location, error.failure, attempts)
+                    self._recover(location, error, attempts)
         raise _aborted(location)
 
     def run_all(self, jobs: list[Callable[[], T]]) -> list[T]:
@@ -295,8 +290,8 @@ class Transfers:
                 self._settle(source.location, purpose, nbytes, error)
                 done += error.received_bytes
                 attempts.is_renewed = attempts.is_renewed and not error.received_bytes
-                if not self._renew(source, error.failure, attempts):
-                    self._recover(source.location, error.failure, attempts)
+                if not self._renew(source, error, attempts):
+                    self._recover(source.location, error, attempts)
 
     def _attempt(self, request: Callable[[], T], attempts: _Attempts) -> T:
         with self._lock:
@@ -306,7 +301,7 @@ class Transfers:
             with self._slots:
                 result = request()
         except RequestFailed as error:
-            self._has_answered |= error.failure.kind is not FailureKind.UNREACHABLE
+            self._has_answered |= error.kind is not FailureKind.UNREACHABLE
             raise
         self._has_answered = True
         return result
@@ -329,7 +324,7 @@ class Transfers:
         The answer itself is then charged as metadata. One that is longer than refusals are leaves the charge as it is.
         """
         lost_bytes = nbytes - error.received_bytes
-        sent_bytes = error.failure.sent_bytes
+        sent_bytes = error.sent_bytes
         if sent_bytes is not None and sent_bytes <= min(nbytes, MOST_REFUSAL_BYTES):
             self.ledger.refund(str(location), purpose, nbytes)
             self.ledger.charge(str(location), Purpose.METADATA, sent_bytes)
@@ -337,7 +332,7 @@ class Transfers:
         with self._lock:
             self._counts = replace(self._counts, retried_bytes=self._counts.retried_bytes + lost_bytes)
 
-    def _renew(self, source: Source, failure: Failure, attempts: _Attempts) -> bool:
+    def _renew(self, source: Source, failure: RequestFailed, attempts: _Attempts) -> bool:
         """Find another address for a source whose address may have expired; once between bytes that arrived."""
         if attempts.is_renewed or failure.status not in _RENEWABLE_STATUSES:
             return False
@@ -345,7 +340,7 @@ class Transfers:
         attempts.n_failures += attempts.is_renewed
         return attempts.is_renewed
 
-    def _recover(self, location: Location, failure: Failure, attempts: _Attempts) -> None:
+    def _recover(self, location: Location, failure: RequestFailed, attempts: _Attempts) -> None:
         """Wait before the next attempt, or give up."""
         attempts.n_failures += 1
         elapsed = self._clock() - attempts.started

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mergepipe.core.blocks import Span
-from mergepipe.errors import RecipeError, invalid_option
+from mergepipe.errors import RecipeError, invalid_option, library
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
@@ -34,7 +34,6 @@ from mergepipe.tailor.saving.frameworks import (
     save_object,
     save_random_state,
     scalar_options,
-    trainer_callback_base,
     unsupported_training,
     unwrapped,
 )
@@ -115,7 +114,7 @@ def save_partial(
 # --- save partial checkpoints under the Hugging Face Trainer: plain, DDP, DeepSpeed ZeRO-1/2/3 ---
 
 
-_TrainerCallback: Any = trainer_callback_base()
+_TrainerCallback: Any = library("transformers", "PartialCheckpointCallback", "mergepipe[train]").TrainerCallback
 
 
 class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]

@@ -179,16 +179,6 @@ def unsupported_training(where: str, message: str, hint: str = "") -> MergePipeE
     return UnsupportedError.of("training.unsupported", where, message, hint)
 
 
-def trainer_callback_base() -> Any:
-    """The class that the Trainer's callbacks derive from."""
-    try:
-        from transformers import TrainerCallback
-    except ImportError as error:
-        message = "is not installed"
-        raise UnsupportedError.of("extra.missing", "transformers", message, "install mergepipe[train]") from error
-    return TrainerCallback
-
-
 def current_ranks() -> Ranks:
     """Return the ranks of torch.distributed where it is running, else this process alone."""
     import torch.distributed as dist
