@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -15,7 +16,7 @@ from mergepipe.checkpoints.inert_pickle import PickledTensor, Record, load_inert
 from mergepipe.core.blocks import element_count
 from mergepipe.core.strict_json import canonical_json, shown
 from mergepipe.errors import MergePipeError, UnsupportedError, damaged, unsupported
-from mergepipe.storage.contract import PICKLE_BYTES, ZIP_DIRECTORY_BYTES, Store
+from mergepipe.storage.contract import PICKLE_BYTES, ZIP_DIRECTORY_BYTES, Store, map_at_once
 from mergepipe.storage.location import Location
 
 # --- the directory of a zip file whose members are stored plain, read strictly and without reading a member ---
@@ -31,6 +32,8 @@ _LOCATOR64 = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _MAX_NAME_BYTES = 1024
+_NEAR_BYTES = 80  # a header's padding, and one number
+_SMALL_ARCHIVE_BYTES = 4096
 _ALL_ONES_16, _ALL_ONES_32 = 0xFFFF, 0xFFFFFFFF
 _FLAG_DESCRIPTOR, _FLAG_UTF8 = 0x0008, 0x0800
 
@@ -72,14 +75,45 @@ def read_zip_directory(store: Store, window: Window) -> Mapping[str, ZipMember]:
 
     Laws: members lie inside the window, overlap neither each other nor any header, and no two have one name.
     """
-    return _read_directory(store.read_metadata, window)
+    return _read_directory(store, _reader(store, window), window)[0]
 
 
-def _read_directory(read: _Read, window: Window) -> Mapping[str, ZipMember]:
+def _read_directory(store: Store, read: _Read, window: Window) -> tuple[Mapping[str, ZipMember], _Read]:
+    """Return the members, and a reader that holds what stands between them and small members."""
     directory = _Directory(read, window)
     start, stop, count = directory.locate()
-    listed = directory.listed(start, stop, count)
-    return directory.members(sorted(listed, key=lambda m: m.header_offset), start)
+    listed = sorted(directory.listed(start, stop, count), key=lambda m: m.header_offset)
+    if window.nbytes > _SMALL_ARCHIVE_BYTES:
+        edges = [(m.header_offset, m.header_offset + _LOCAL.size + len(m.name)) for m in listed] + [(start, start)]
+        behind = ((at - (24 if at > _ALL_ONES_32 else 16), end) for at, end in edges)  # the descriptor of a member
+        ranges = [(window.start + max(a, 0), window.start + min(b, start)) for a, b in behind if a < start]
+        read = _read_ahead(store, window.path, ranges)
+    return _Directory(read, window).members(listed, start), read
+
+
+def _reader(store: Store, window: Window) -> _Read:
+    """Return a reader of a window; a small one is read at once: one request instead of twenty for a scalar."""
+    is_small = window.nbytes <= _SMALL_ARCHIVE_BYTES
+    everything = [(window.start, window.start + window.nbytes)]
+    return _read_ahead(store, window.path, everything) if is_small else store.read_metadata
+
+
+def _read_ahead(store: Store, path: Location, ranges: Sequence[tuple[int, int]]) -> _Read:
+    """Read ranges, which are in order, near ones at once; of a store that is slow to answer, many at a time."""
+    runs: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if runs and start - runs[-1][1] <= _NEAR_BYTES:
+            start, stop = runs[-1][0], max(stop, runs.pop()[1])
+        runs.append((start, stop))
+    held = map_at_once(store, [path], lambda run: store.read_metadata(path, run[0], run[1] - run[0]), runs)
+
+    def read(file: Location, offset: int, nbytes: int) -> bytes:
+        place = bisect_right(runs, offset, key=lambda run: run[0]) - 1
+        ahead = offset - runs[place][0]
+        content = held[place][ahead : ahead + nbytes] if place >= 0 else b""
+        return content if len(content) == nbytes else store.read_metadata(file, offset, nbytes)
+
+    return read
 
 
 class _Directory:
@@ -254,7 +288,6 @@ class _Directory:
 # --- files written by `torch.save`, as inert values and byte ranges: no tensor byte is read, nothing is executed ---
 
 
-_SMALL_ARCHIVE_BYTES = 4096
 _ZIP_START, _END_START = b"PK\x03\x04", b"PK\x05\x06"
 
 
@@ -267,6 +300,7 @@ class TorchArchive:
     root: object
     pickle: ZipMember
     members: Mapping[str, ZipMember]
+    read: _Read  # `Store.read_metadata`, of small members without asking again
 
     def locate(self, tensor: PickledTensor, path: str) -> TensorEntry:
         """Return the byte range of `tensor`, named by its place in the pickle, as `state.fp32_flat_groups[0]`.
@@ -307,19 +341,13 @@ def read_torch_zip(store: Store, path: Location, window: Window | None = None) -
     Memory: a small multiple of the pickle (at most 256 MiB).
     """
     window = window or Window(path, 0, store.size_bytes(path))
-    small = window.nbytes <= _SMALL_ARCHIVE_BYTES  # read at once: one request instead of twenty for a scalar
-    held = store.read_metadata(window.path, window.start, window.nbytes) if small else b""
-
-    def read_held(_: Location, offset: int, nbytes: int) -> bytes:
-        return held[offset - window.start : offset - window.start + nbytes]
-
-    read = read_held if small else store.read_metadata
+    read = _reader(store, window)
     _require_zip(read, window)
-    members = _read_directory(read, window)
+    members, read = _read_directory(store, read, window)
     stem = _stem(members, path)
     _require_little_endian(read, path, members, stem)
     pickle = members[f"{stem}/data.pkl"]
-    return TorchArchive(path, stem, load_inert(_read_pickle(read, path, pickle), str(path)), pickle, members)
+    return TorchArchive(path, stem, load_inert(_read_pickle(read, path, pickle), str(path)), pickle, members, read)
 
 
 def walk_tensors(root: object) -> Iterator[tuple[str, PickledTensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,6 +23,7 @@ from mergepipe.tailor.checkpoint import (
     EXP_AVG_SQ,
     FP32,
     WEIGHT,
+    AdamStep,
     StateReader,
     StoredState,
     TrainingCheckpoint,
@@ -107,12 +109,17 @@ def inspect_checkpoints(store: Store, paths: Sequence[Location]) -> InspectRepor
 
 def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:
     units = []
+    kinds = checkpoint.kinds
+    serving: dict[str, list[AdamStep]] = defaultdict(list)  # by parameter
+    for step in checkpoint.steps:
+        for name in step.parameters:
+            serving[name].append(step)
     for unit, names in checkpoint.units.parameters.items():
-        by_kind, parameters = dict.fromkeys(checkpoint.kinds, 0), set(names)
+        by_kind, parameters = dict.fromkeys(kinds, 0), set(names)
         for state in (checkpoint.states.get((name, kind)) for name in names for kind in by_kind):
             if state is not None:
                 by_kind[state.kind] += state.nbytes
-        steps = [step for step in checkpoint.steps if not parameters.isdisjoint(step.parameters)]
+        steps = {id(step): step for name in names for step in serving[name]}.values()
         units.append(UnitReport(
             unit=str(unit),
             parameters=len(names),

@@ -20,7 +20,7 @@ from mergepipe.checkpoints.torch_file import TorchArchive, Window, read_torch_we
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from support.late_modules import torch
-from support.stores import MetadataStore
+from support.stores import InMemoryStore, MetadataStore
 from support.torch_bytes import Call, Member, Named, View, torch_bytes, torch_members, zip_bytes
 
 SCALARS = st.none() | st.booleans() | st.integers(-(1 << 200), 1 << 200) | st.floats(allow_nan=False) | st.text()
@@ -75,11 +75,18 @@ def test_read_torch_zip__gives_the_bytes_of_every_tensor(tmp_path: Path) -> None
     assert found == {"a[0]": b"", "a[1]": flat[3:13].tobytes(), "b[7]": column.tobytes(), "c[0]": flat.tobytes()}
 
 
-def test_read_torch_zip__reads_no_tensor_byte(tmp_path: Path) -> None:
-    archive, store = opened(tmp_path, torch_bytes({"w": np.ones(5000, np.float32)}))
-    tensor = archive.tensors()["w"]
-    for read in store.reads:
-        assert read.offset + read.nbytes <= tensor.offset or read.offset >= tensor.offset + tensor.nbytes
+def test_read_torch_zip__reads_no_tensor_byte_and_asks_once_for_all_between_two_tensors() -> None:
+    path = Location.parse("s3://bucket/optimizer.pt")
+    store = InMemoryStore(
+        {path: torch_bytes([{"step": np.array(n, "f4"), "w": np.ones(100 + n, "f4")} for n in range(40)])}
+    )
+    archive = read_torch_zip(store, path)
+    steps = [archive.read(path, t.offset, 4) for name, t in archive.tensors().items() if name.endswith("step")]
+    assert np.frombuffer(b"".join(steps), "f4").tolist() == list(range(40))
+    assert len(store.reads) < 40 + 10  # the 80 tensors have a header and a checksum each
+    for tensor in (t for name, t in archive.tensors().items() if name.endswith("w")):
+        for read in store.reads:
+            assert read.offset + read.nbytes <= tensor.offset or read.offset >= tensor.offset + tensor.nbytes
 
 
 def test_read_torch_zip__tells_where_each_checksum_is_written(tmp_path: Path) -> None:

@@ -117,16 +117,14 @@ def located(archive: TorchArchive, node: Node) -> TensorEntry:
     return archive.locate(node.tensor(), node.path)
 
 
-def read_counter(
-    store: Store, archive: TorchArchive, node: Node, path: PicklePath, parameters: tuple[str, ...] = ()
-) -> AdamStep:
+def read_counter(archive: TorchArchive, node: Node, path: PicklePath, parameters: tuple[str, ...] = ()) -> AdamStep:
     """Read the step counter at `path` of an archive's pickle: a number there, or a tensor of one element."""
     if not isinstance(node.value, PickledTensor):
         return AdamStep(float(node.integer()), parameters, DTYPES["I64"], entries=((archive.file, path),))
     tensor = located(archive, node)
     if tensor.n_elements != 1:
         raise node.error(f"a step counter has shape {tensor.shape}")
-    value = read_scalar(store, tensor.file, tensor.offset, tensor.dtype)
+    value = read_scalar(archive.read, tensor.file, tensor.offset, tensor.dtype)
     cell = Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, 1))
     return AdamStep(value, parameters, tensor.dtype, (cell,))
 
@@ -137,11 +135,11 @@ def read_counter(
 STEP_FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
-def read_scalar(store: Store, file: Location, offset: int, dtype: DType) -> float:
+def read_scalar(read: Callable[[Location, int, int], bytes], file: Location, offset: int, dtype: DType) -> float:
     """Read one element as a float."""
     if dtype.name not in STEP_FORMS:
         raise unsupported(file, f"a step counter of dtype {dtype.name}")
-    raw = store.read_metadata(file, offset, dtype.itemsize)
+    raw = read(file, offset, dtype.itemsize)
     if len(raw) != dtype.itemsize:
         raise damaged(file, f"the file ends before byte {offset + dtype.itemsize}")
     (value,) = struct.unpack(STEP_FORMS[dtype.name], raw)

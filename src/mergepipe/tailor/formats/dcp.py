@@ -14,7 +14,7 @@ from mergepipe.checkpoints.torch_file import Window, read_torch_zip, read_zip_di
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import NotFoundError, damaged, mismatched, unsupported
-from mergepipe.storage.contract import PICKLE_BYTES, Store, is_file
+from mergepipe.storage.contract import PICKLE_BYTES, Store, is_file, map_at_once
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import torch_size
 from mergepipe.tailor.checkpoint import (
@@ -201,7 +201,8 @@ def dcp_checkpoint(
     optimizer, weights = _classify(tensors, folder)
     states = {(name, WEIGHT): tensor_state(tensor, name, WEIGHT) for name, tensor in weights.items()}
     states |= {(n, k): tensor_state(t, n, k) for (n, k), t in optimizer.items() if k != "step"}
-    steps = tuple(_step(store, name, tensor) for (name, kind), tensor in optimizer.items() if kind == "step")
+    counters = [(name, tensor) for (name, kind), tensor in optimizer.items() if kind == "step"]
+    steps = tuple(map_at_once(store, [folder], lambda counter: _step(store, *counter), counters))
     tied = dict(_aliases(store, weights, frozenset(name for name, _ in optimizer)))
     parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}
     chunks = sorted((c for t in tensors.values() for c in t.chunks), key=lambda c: (c.file, c.offset + c.nbytes))
@@ -323,7 +324,8 @@ _STATE_DICT_NAMES = ("model", "state_dict", "module")
 
 def _trained_prefix(names: AbstractSet[str], keys: AbstractSet[str], folder: Location) -> str:
     """Find what stands before the names of all trained weights."""
-    prefixes = {key[: -len(name)] for name in names for key in keys if key == name or key.endswith(f".{name}")}
+    first = min(names)  # what stands before all names stands before any one
+    prefixes = {key.removesuffix(first) for key in keys if key == first or key.endswith(f".{first}")}
     complete = [prefix for prefix in prefixes if all(prefix + name in keys for name in names)]
     if not complete:
         message = "has optimizer state without the weights that it belongs to"
@@ -422,7 +424,9 @@ def _step(store: Store, name: str, tensor: DcpTensor) -> AdamStep:
     chunk = tensor.chunks[0]
     packed = Piece(chunk.file, chunk.offset, chunk.nbytes, Span(0, 1), is_packed=True)
     inside = unpack_piece(store, packed, tensor.dtype)
-    return AdamStep(read_scalar(store, inside.file, inside.offset, tensor.dtype), (name,), tensor.dtype, (packed,))
+    return AdamStep(
+        read_scalar(store.read_metadata, inside.file, inside.offset, tensor.dtype), (name,), tensor.dtype, (packed,)
+    )
 
 
 DCP = TrainingFormat(

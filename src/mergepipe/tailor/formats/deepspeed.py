@@ -106,7 +106,7 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     stage = _stage(_optimizer_of(next(iter(ranks.values()))))
     world_size = _world_size(ranks, model)
     groups = _flat_groups(model, stage, world_size)
-    reader = _Reader(store, ranks, groups, stage, world_size)
+    reader = _Reader(ranks, groups, stage, world_size)
     grouped = {p.name: p.shape for group in groups for p in group}
     parameters, tied, weights = _model_parameters(model, model_archive, stage, grouped)
     states = {(s.parameter, s.kind): s for s in reader.states()}
@@ -249,7 +249,6 @@ def _frozen(name: str, shape: tuple[int, ...], parts: Mapping[int, TensorEntry])
 class _Reader:
     """Turns the flat tensors of all ranks into states of parameters."""
 
-    store: Store
     ranks: Mapping[int, TorchArchive]
     groups: tuple[tuple[FlatParameter, ...], ...]
     stage: int
@@ -355,7 +354,7 @@ class _Reader:
         if node is None:
             return None
         path = (*base_optimizer_path(self.stage), place, group, "step")
-        return read_counter(self.store, archive, node, path)
+        return read_counter(archive, node, path)
 
     def absent(
         self, states: Mapping[tuple[str, str], StoredState], missing_ranks: list[int]
@@ -480,7 +479,7 @@ def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
     steps: Iterable[AdamStep] = _group_steps(store, folder, options, groups)
     if stage == 3:
         node = root_of(options).at(SHARED_STEP)
-        steps = [read_counter(store, options, node, SHARED_STEP, tuple(grouped))]
+        steps = [read_counter(options, node, SHARED_STEP, tuple(grouped))]
     opened = TrainingCheckpoint(
         path=folder,
         root=folder,
@@ -531,9 +530,9 @@ def _group_steps(
     for number, group in enumerate(groups):
         places = [folder / STATES_FOLDER / name / STEP_NAME for name in group if is_plain_name(name)]
         opened = (read_torch_zip(store, place) for place in places if is_file(store, place))
-        steps = [read_counter(store, archive, root_of(archive), ()) for archive in opened]
+        steps = [read_counter(archive, root_of(archive), ()) for archive in opened]
         if number < len(listed) and (node := listed[number].find("step")) is not None:
-            steps.append(read_counter(store, options, node, ("param_groups", number, "step")))
+            steps.append(read_counter(options, node, ("param_groups", number, "step")))
         if len({step.value for step in steps}) > 1:
             values = sorted({step.value for step in steps})
             raise damaged(folder, f"parameters of one group are at steps {values}")

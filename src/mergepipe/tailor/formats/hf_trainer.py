@@ -193,7 +193,7 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
         for number, name in enumerate(names):
             entry = optimizer.get("state").find(number)
             if entry is not None:
-                held, counters = parameter_states(store, archive, entry, ("state", number), weights[name])
+                held, counters = parameter_states(archive, entry, ("state", number), weights[name])
                 states |= held
                 steps += counters
         kinds = {kind for _, kind in states}
@@ -255,7 +255,7 @@ def _check_groups(folder: Location, optimizer: Node, n_decayed: int, n_all: int)
 
 
 def parameter_states(
-    store: Store, archive: TorchArchive, entry: Node, place: PicklePath, parameter: StoredState
+    archive: TorchArchive, entry: Node, place: PicklePath, parameter: StoredState
 ) -> tuple[dict[tuple[str, str], StoredState], list[AdamStep]]:
     """Read the states and the step counter of one parameter, whose `entry` is at `place` in the archive's pickle."""
     name, states = parameter.parameter, {}
@@ -270,7 +270,7 @@ def parameter_states(
             raise unsupported(f"{archive.file}: {node.path}", message, hint)
         states[name, kind] = StoredState.whole(name, kind, tensor)
     counter = entry.find("step")
-    return states, [] if counter is None else [read_counter(store, archive, counter, (*place, "step"), (name,))]
+    return states, [] if counter is None else [read_counter(archive, counter, (*place, "step"), (name,))]
 
 
 TRAINER = TrainingFormat(

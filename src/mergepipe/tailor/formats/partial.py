@@ -206,7 +206,7 @@ def _steps(store: Store, manifest: PartialManifest, entries: dict[str, _Entries]
     """Each step counter, the same in every shard that holds it."""
     for number, parameters in enumerate(manifest.counters):
         cells = [entries[s.name][f"step/{number}"] for s in manifest.shards if number in s.counters]
-        values = {read_scalar(store, cell.file, cell.offset, cell.dtype) for cell in cells}
+        values = {read_scalar(store.read_metadata, cell.file, cell.offset, cell.dtype) for cell in cells}
         if len(values) != 1:
             path = cells[0].file if cells else MANIFEST_NAME
             raise damaged(path, f"step counter {number} has the values {sorted(values)}")

@@ -93,7 +93,7 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
     steps = []
     for name, entry in entries.items():
         parameter = StoredState.whole(name, WEIGHT, weights[name])
-        held, counters = parameter_states(store, archive, entry, ("state", name), parameter)
+        held, counters = parameter_states(archive, entry, ("state", name), parameter)
         states |= held
         steps += counters
     return TrainingCheckpoint(
@@ -377,7 +377,7 @@ def _optimizer(
         for kind in kinds:
             place: PicklePath = ("state", number, kind)
             if kind == "step":
-                steps.append(_rank_counter(store, ranks, place, name))
+                steps.append(_rank_counter(ranks, place, name))
                 continue
             state = states[name, kind] = _joined(ranks, place, name, kind)
             if state.shape != shapes[name]:
@@ -386,7 +386,7 @@ def _optimizer(
     return states, steps
 
 
-def _rank_counter(store: Store, ranks: Sequence[TorchArchive], place: PicklePath, name: str) -> AdamStep:
+def _rank_counter(ranks: Sequence[TorchArchive], place: PicklePath, name: str) -> AdamStep:
     """Read the counter of one parameter, which every rank keeps; of the first one, those of all ranks are compared."""
     cells: list[Piece] = []
     values: list[float] = []
@@ -397,7 +397,7 @@ def _rank_counter(store: Store, ranks: Sequence[TorchArchive], place: PicklePath
             raise node.error(f"a step counter has shape {tensor.shape}")
         cells.append(Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, 1)))
         if not values or place[1] == 0:
-            values.append(read_scalar(store, tensor.file, tensor.offset, tensor.dtype))
+            values.append(read_scalar(archive.read, tensor.file, tensor.offset, tensor.dtype))
         if values[-1] != values[0]:
             raise node.error(f"is at optimizer step {values[-1]:g}, rank 0 at {values[0]:g}")
     return AdamStep(values[0], (name,), tensor.dtype, tuple(cells))
