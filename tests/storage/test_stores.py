@@ -189,6 +189,13 @@ def test_parse__refuses_what_names_nothing_or_holds_credentials(text: str) -> No
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("page", "model"), [("", ""), ("/tree/v1/", "@v1"), ("/blob/v1/a/b.pt", "@v1/a/b.pt")])
+def test_parse__tells_the_model_of_a_page_of_the_hub(page: str, model: str) -> None:
+    with pytest.raises(RecipeError, match=f"is a page of the Hub.* write hf://org/name{model}"):
+        Location.parse(f"https://huggingface.co/org/name{page}")
+    assert Location.parse("https://huggingface.co/org/name/resolve/v1").root == "huggingface.co"
+
+
 def test_local__is_the_path_itself() -> None:
     location = Location.local(Path("/data/model"))
     assert (str(location / "x"), (location / "x").local_path) == ("/data/model/x", Path("/data/model/x"))

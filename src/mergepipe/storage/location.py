@@ -23,6 +23,9 @@ FORMS = (
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SECRETS = re.compile(r"(?<=://)[^/]*@|[?#].*")  # passwords and signatures, which no message repeats
 _HUB_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_HUB_PAGE = re.compile(
+    r"(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)(?:/(?:tree|blob)/([^/]+)(/.*)?)?", re.IGNORECASE
+)
 _HUB_REFERENCE = re.compile(r"refs/(?:pr|convert)/[^/]+")
 
 
@@ -67,6 +70,10 @@ class Location(WrittenAsText):
             raise _malformed(text, "it names no bucket or host")
         if "@" in root or (scheme in WEB_SCHEMES and ("?" in rest or "#" in rest)):
             raise _malformed(text, "an address must hold no user name, query or fragment")
+        page = _HUB_PAGE.fullmatch(rest.rstrip("/")) if scheme in WEB_SCHEMES else None
+        if page is not None:
+            hint = f"write hf://{page[1]}{f'@{page[2]}' if page[2] else ''}{page[3] or ''}"
+            raise RecipeError.of("location.invalid", text, "is a page of the Hub, which holds no model's files", hint)
         return cls(scheme, root, _below_root(text, unquote(path) if scheme in WEB_SCHEMES else path))
 
     @classmethod
