@@ -75,8 +75,7 @@ def test_redirects__lead_to_another_host_without_credentials(server: FaultServer
         assert "authorization" in server.requests[0].headers
         assert "authorization" not in other.requests[0].headers
         assert other.requests[0].headers["x-kept"] == "1"
-        assert "secret" not in repr(answer)
-        assert "signature" not in repr(answer)
+        assert not [word for word in ("secret", "signature") if word in repr(answer)]
 
 
 @pytest.mark.parametrize("target", ["/file", "ftp://127.0.0.1/file", "file:///etc/passwd"])
@@ -88,7 +87,6 @@ def test_redirects__in_a_circle_or_to_other_schemes_are_refused(
 
 
 def test_head__tells_folders_by_the_slash_that_a_redirect_adds(server: FaultServer, client: HttpClient) -> None:
-    server.files["folder/"] = b"<html>"
     server.put("folder/", b"<html>")
     assert client.head(Address(f"{server.url}/folder")).is_folder
     assert not client.head(Address(f"{server.url}/folder/x")).is_folder
@@ -157,11 +155,14 @@ def test_proxies__of_the_environment_are_asked(
     monkeypatch.setenv("no_proxy", "models.invalid, 127.0.0.0/8")
     assert failure_kind(client, Address("http://models.invalid/file"), pin) is FailureKind.UNREACHABLE
     assert read(client, Address(f"{server.url}/file"), pin) == CONTENT[10:510]
-    monkeypatch.setenv("https_proxy", f"http://user:secret@{server.host}")
-    with pytest.raises(RequestFailed) as caught:  # the server is no proxy for TLS
-        read(client, Address("https://other.invalid/file"), pin)
-    assert caught.value.kind is FailureKind.UNREACHABLE
-    assert "secret" not in str(caught.value)
+    for proxy, words in (
+        (f"http://user:secret@{server.host}", "the proxy: "),
+        ("socks5h://user:secret@h", "socks5h://,"),
+    ):
+        monkeypatch.setenv("https_proxy", proxy)
+        with pytest.raises(RequestFailed, match=words) as caught:  # the server is no proxy for TLS
+            read(client, Address("https://other.invalid/file"), pin)
+        assert (caught.value.kind, "secret" in str(caught.value)) == (FailureKind.UNREACHABLE, False)
 
 
 def test_answers__that_are_not_http_are_refused(server: FaultServer, client: HttpClient) -> None:

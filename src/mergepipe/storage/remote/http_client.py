@@ -250,7 +250,9 @@ class HttpClient:
         try:
             connection.connect()
         except ssl.SSLCertVerificationError as error:
-            detail = f"the server's certificate is not valid: {error.verify_message}"
+            detail = (
+                f"the server's certificate is not valid ({error.verify_message}); SSL_CERT_FILE names others to trust"
+            )
             raise RequestFailed(FailureKind.UNUSABLE, detail) from None
         except _BROKEN as error:
             connection.close()
@@ -531,7 +533,13 @@ def _proxy_for(parts: SplitResult) -> str:
     """The proxy that the environment names for an address, empty for none."""
     proxies = getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all", "")
-    return "" if not proxy or proxy_bypass(parts.netloc) or _is_in_networks(parts, proxies.get("no", "")) else proxy
+    if not proxy or proxy_bypass(parts.netloc) or _is_in_networks(parts, proxies.get("no", "")):
+        return ""
+    scheme, has_scheme, _ = proxy.partition("://")
+    if has_scheme and scheme.lower() != "http":
+        detail = f"its proxy is one of {_short(scheme)}://, and only http:// ones are used"
+        raise RequestFailed(FailureKind.UNREACHABLE, detail, sent_bytes=0)
+    return proxy
 
 
 def _is_in_networks(parts: SplitResult, networks: str) -> bool:

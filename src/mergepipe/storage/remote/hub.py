@@ -155,6 +155,12 @@ class HubStore(PinnedStore):
         listing = None if commit is None else self._cache.listing(location.root, commit)
         if listing is None:
             raise offline(location, why)
+        held = [path.rpartition("/")[2] for path in listing.files]
+        kinds = (("configuration", "config.json"), ("tokenizer", "tokenizer"))
+        lacking = [kind for kind, start in kinds if not any(name.startswith(start) for name in held)]
+        if lacking:
+            kept = "the local cache of the Hub, which alone is read, holds no"
+            self._notices.append(f"{location}: {kept} {' and no '.join(lacking)} of it")
         return listing
 
 
