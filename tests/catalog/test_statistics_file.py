@@ -114,8 +114,8 @@ def test_parse_statistics__refuses_a_header_that_lies(name: str) -> None:
 
 
 def test_parse_statistics__refuses_a_newer_version() -> None:
-    raw = with_header(file_of("a").to_bytes(), lambda d: d.update(format="mergepipe-statistics/4"))
-    with pytest.raises(UnsupportedError, match="this version reads 'mergepipe-statistics/3' only"):
+    raw = with_header(file_of("a").to_bytes(), lambda d: d.update(format="mergepipe-statistics/5"))
+    with pytest.raises(UnsupportedError, match="this version reads 'mergepipe-statistics/4' only"):
         parse_statistics(raw, "x")
 
 

@@ -160,5 +160,5 @@ def test_marks__say_which_elements_are_not_zero(n: int, seed: int) -> None:
     marks = np.full(-(-n // MARK_ELEMENTS) * MARK_BYTES, 0xEE, np.uint8)
     mark_nonzero(np.where(np.arange(TILE_ELEMENTS) < n, kept_N, values_N), n, marks)
     assert np.unpackbits(marks).sum() == np.count_nonzero(kept_N)
-    keep_marked(values_N, n, marks)
-    np.testing.assert_array_equal(values_N[:n], kept_N[:n])
+    keep_marked(values_N, n, marks, found_N := np.empty_like(values_N))
+    np.testing.assert_array_equal(found_N[:n], kept_N[:n])

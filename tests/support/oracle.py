@@ -180,10 +180,11 @@ def order_of_ranks(delta_N: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def tie_hashes(keys_N: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """The hash of each element's index under its key."""
-    x = np.arange(len(keys_N), dtype=np.uint32)
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    return np.asarray((x ^ (x >> np.uint32(13)) ^ keys_N) * np.uint32(0xC2B2AE35))
+    """The hash of each element's index under its key: a hash of its run of 64, and its place there."""
+    index_N: NDArray[np.uint64] = np.arange(len(keys_N), dtype=np.uint64)
+    mixed_N = (index_N // 64 ^ index_N // 2**22) * 0x85EBCA6B % 2**26
+    hash_N = (mixed_N ^ (mixed_N >> 13) ^ keys_N) * 0xC2B2AE35 % 2**26
+    return np.asarray(hash_N * 64 + index_N % 64, np.uint32)
 
 
 def reaching(delta_N: NDArray[np.float32], cut_3: Sequence[int]) -> Mask:

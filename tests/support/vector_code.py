@@ -32,12 +32,12 @@ LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (codec.decode_tile, (BYTES, 0, codec.CODE_BF16, 1, FLOATS, True), 12),
     (codec.encode_tile, (FLOATS, 1, BYTES, 0, codec.CODE_BF16, True), 9),
     (merge.take_delta, (FLOATS, FLOATS, 1, FLOATS), 1),
-    (merge._keep_large, (FLOATS, 1, 0, WORDS), 2),  # ties
-    (merge.keep_band, (FLOATS, 1, 0, WORDS, WORDS), 2),  # breadcrumbs
+    (merge._keep_large, (FLOATS, 1, 0, WORDS, FLOATS), 3),  # ties
+    (merge.keep_band, (FLOATS, 1, 0, WORDS, WORDS, FLOATS), 2),  # breadcrumbs
     (merge._keep_random, (FLOATS, 1, np.uint64(1), 0, np.uint64(1), ONE, WORDS), 1),  # dare
     (merge._add_scaled, (FLOATS, 1, ONE, FLOATS), 1),  # linear
     (merge._add_agreeing, (FLOATS, 1, ONE, FLOATS, FLOATS, FLOATS), 1),
-    (merge._normalize_agreeing, (FLOATS, FLOATS, FLOATS, 1, RULE), 3),
+    (merge._normalize_agreeing, (FLOATS, FLOATS, FLOATS, 1, RULE), 2),
     (merge.variance_tile, (FLOATS_2N, 2, 2, 1, FLOATS, DOUBLES_2N), 8),  # sce
     (reduce.collect_between, (FLOATS, WORDS, COUNTS), 3),
     (select.merge_overlapping, (BLOCK, ONE, FLOATS), 27),  # ram

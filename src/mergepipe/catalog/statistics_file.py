@@ -165,7 +165,7 @@ class _Header:
             raise ValueError("tensors are not one name, one size and one count of cuts each")
 
 
-_FORMAT: Final = RecordFormat("mergepipe-statistics", 3, _Header, _HINT, is_sealed=False)
+_FORMAT: Final = RecordFormat("mergepipe-statistics", 4, _Header, _HINT, is_sealed=False)
 
 
 def _encoded(statistics: TensorStatistics) -> Iterator[bytes]:

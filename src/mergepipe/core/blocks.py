@@ -17,6 +17,8 @@ DEFAULT_BLOCK_ELEMENTS = 256 * 1024
 DELTA_FLAG = 16
 # As the last hash of a cut, see `operators.statistics.Cut`: no element of its magnitude is left out.
 ALL_TIES = 0xFFFFFFFF
+# Elements that follow each other in the order of equal ones: it is decided for all of them at once.
+TIE_RUN = 64
 # Tensors are cut at multiples of this, and sums are kept per grain: totals do not depend on the cuts.
 GRAIN_ELEMENTS = 16 * 1024
 

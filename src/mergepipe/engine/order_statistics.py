@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import ALL_TIES, RawBlock
+from mergepipe.core.blocks import ALL_TIES, TIE_RUN, RawBlock
 from mergepipe.operators.statistics import NOTHING_KEPT_BITS, Cut, tie_key
 from mergepipe.storage.ranges import scratch
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 WINDOW_BINS = 8
-BRACKET_SIGMAS = 10
-FEW_TIES = 1 << 12  # are all collected
+BRACKET_SIGMAS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +212,7 @@ class RankSearch:
         """Return whether all cuts are known; once all ranks are, the next look is at what is tied."""
         if not self.open_ranks and self._orders_ties:
             if self._ties is None:
-                self._ties = TieSearch(self.places)
+                self._ties = TieSearch(self.places, self._n_elements)
             else:
                 self._ties.decide()
         return not self.is_open
@@ -249,14 +248,14 @@ class TieSearch:
     """Completes the cuts at some ranks: where elements at one are tied, finds the last hash of those that reach it.
 
     One look at the tensor's elements is enough unless positions were chosen to defy the hash, then 32 are. Safe to feed
-    from many threads. Memory: 4 bytes for the about 10 standard deviations of hashes around each wanted one, 50 MiB at
-    most.
+    from many threads. Memory: 4 bytes for each hash within at most 5 standard deviations of a wanted one: 3 MiB where
+    100 million elements are equal.
     """
 
-    def __init__(self, places: Mapping[int, Place]) -> None:
+    def __init__(self, places: Mapping[int, Place], n_elements: int) -> None:
         self._places = places
         self._ties = {
-            rank: _Tie(rank - place.n_larger, place.n_equal)
+            rank: _Tie(rank - place.n_larger, place.n_equal, n_elements)
             for rank, place in sorted(places.items())
             if place.bits and rank - place.n_larger < place.n_equal  # some are among the largest; zeros do not matter
         }
@@ -305,19 +304,20 @@ class TieSearch:
 class _Tie:
     """The search for the `wanted`-th smallest of `n` different hashes, which are spread evenly, in brackets."""
 
-    def __init__(self, wanted: int, n: int) -> None:
+    def __init__(self, wanted: int, n: int, n_elements: int) -> None:
         self._wanted = wanted
+        self._together = min(TIE_RUN, 1.0 + 4.0 * TIE_RUN * n / n_elements)  # equal ones a run, were they on a quarter
         self._low, self._high, self._n_lower, self._n = 0, ALL_TIES - 1, 0, n
         self.answer: int | None = None
         self._look(wanted / n)
 
     def _look(self, share: float) -> None:
         """Begin a look at a bracket around `share` of the hashes from `_low` to `_high`."""
-        margin = BRACKET_SIGMAS * math.sqrt(max(share * (1.0 - share), 1.0 / self._n) / self._n)
+        n_runs = max(1.0, self._n / self._together)
+        margin = BRACKET_SIGMAS * math.sqrt(max(share * (1.0 - share), 1.0 / n_runs) / n_runs)
         width = self._high - self._low
         first, last = max(0.0, share - margin) * width, min(1.0, share + margin) * width
-        is_few = self._n <= FEW_TIES
-        self.bracket = (self._low, self._high) if is_few else (self._low + int(first), self._low + math.ceil(last))
+        self.bracket = self._low + int(first), self._low + math.ceil(last)
         self.n_below = 0
         self.collected: list[NDArray[np.uint32]] = []
 

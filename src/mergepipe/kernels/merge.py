@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mergepipe.core.blocks import ALL_TIES, BF16, RawBlock
+from mergepipe.core.blocks import ALL_TIES, BF16, TIE_RUN, RawBlock
 from mergepipe.kernels.codec import IS_DELTA, decode_tile, encode_tile, itemsize_of
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Doubles, Floats, kernel
@@ -14,6 +14,7 @@ from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
 
 KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED, KEEP_MARKED = 0, 1, 2, 3, 4, 5, 6
 SELDOM = (KEEP_BAND, KEEP_NEAR, KEEP_VARIED)
+_COPIED = (KEEP_LARGE, KEEP_MARKED, KEEP_BAND)  # what is kept of these is written to another array
 NEAREST = np.float32(1e-6)
 
 _PIECE = 512
@@ -66,57 +67,65 @@ def encode_result(block: RawBlock, start: int, n: int, values: Floats) -> None:
 def tie_hash(element: int, key: np.uint32) -> np.uint32:
     """Hash the index of an element under a key: the order of elements of equal magnitude.
 
-    A bijection of 32 bits, so that the first 2^32 elements of a tensor have different hashes; those that are 2^32
-    apart share one. Source: the multipliers of MurmurHash3's last step (Appleby).
+    Its upper 26 bits are a hash of the index of a run of `TIE_RUN` elements, the others are the place in the run: a
+    bijection of 32 bits, so that the first 2^32 elements of a tensor have different hashes; those that are 2^32 apart
+    share one. Source: the multipliers of MurmurHash3's last step (Appleby).
     """
-    return keyed_hash(index_hash(element), key)
+    run = np.uint32(element) // np.uint32(TIE_RUN)
+    run = np.uint32((run ^ (run >> np.uint32(16))) * np.uint32(0x85EBCA6B)) & np.uint32(0x3FFFFFF)
+    run = np.uint32((run ^ (run >> np.uint32(13)) ^ key) * np.uint32(0xC2B2AE35))
+    return np.uint32(run * np.uint32(TIE_RUN) + np.uint32(element) % np.uint32(TIE_RUN))
 
 
 @kernel
-def index_hash(element: int) -> np.uint32:
-    """The part of `tie_hash` that all keys share."""
-    x = np.uint32(element)
-    x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B))
-    return np.uint32(x ^ (x >> np.uint32(13)))
+def early_in_run(first: int, key: np.uint32, last: np.uint32) -> int:
+    """Return how many of the run of elements from `first` on have hashes of at most `last`: the first ones."""
+    return min(max(int(last) - int(tie_hash(first, key)) + 1, 0), TIE_RUN)
 
 
 @kernel
-def keyed_hash(shared: np.uint32, key: np.uint32) -> np.uint32:
-    """Complete `tie_hash`."""
-    return np.uint32((shared ^ key) * np.uint32(0xC2B2AE35))
+def _keep_large(values: Floats, n: int, first_element: int, cut_3: Bits32, kept: Floats) -> None:
+    """Copy values, cleared below the cut: bits, key and last hash of `operators.statistics.Cut`.
 
-
-@kernel
-def _keep_large(delta: Floats, n: int, first_element: int, cut_3: Bits32) -> None:
-    """Clear deltas below the cut: bits, key and last hash of `operators.statistics.Cut`."""
-    bits = delta.view(np.uint32)
+    `kept` is another array: of what is selected in place LLVM stores single lanes, six times slower on AMD's AVX2.
+    """
+    bits, kept_bits = values.view(np.uint32), kept.view(np.uint32)
     threshold, key, last = cut_3[0], cut_3[1], cut_3[2]
     if last == np.uint32(ALL_TIES):
         for i in range(n):
-            magnitude = bits[i] & np.uint32(0x7FFFFFFF)
-            bits[i] = bits[i] if magnitude >= threshold else np.uint32(0)
-    else:
-        for i in range(n):
-            least = np.uint32(threshold + np.uint32(tie_hash(first_element + i, key) > last))
-            bits[i] = bits[i] if bits[i] & np.uint32(0x7FFFFFFF) >= least else np.uint32(0)
+            kept_bits[i] = bits[i] if bits[i] & np.uint32(0x7FFFFFFF) >= threshold else np.uint32(0)
+        return
+    for run in range(-(first_element % TIE_RUN), n, TIE_RUN):
+        n_early = early_in_run(first_element + run, key, last)
+        if run >= 0 and run + TIE_RUN <= n and n_early % TIE_RUN == 0:
+            least = np.uint32(threshold + np.uint32(n_early == 0))
+            x, y = bits[run : run + TIE_RUN], kept_bits[run : run + TIE_RUN]
+            for i in range(TIE_RUN):
+                y[i] = x[i] if x[i] & np.uint32(0x7FFFFFFF) >= least else np.uint32(0)
+        else:
+            for i in range(max(run, 0), min(run + TIE_RUN, n)):
+                least = np.uint32(threshold + np.uint32(i >= run + n_early))
+                kept_bits[i] = bits[i] if bits[i] & np.uint32(0x7FFFFFFF) >= least else np.uint32(0)
 
 
 @kernel
-def keep_band(delta: Floats, n: int, first_element: int, lower_3: Bits32, upper_3: Bits32) -> None:
-    """Clear deltas below the lower cut, and those that are not below the upper one."""
-    bits = delta.view(np.uint32)
-    lower, lower_key, lower_last = lower_3[0], lower_3[1], lower_3[2]
-    upper, upper_key, upper_last = upper_3[0], upper_3[1], upper_3[2]
-    if lower_last == np.uint32(ALL_TIES) and upper_last == np.uint32(ALL_TIES):
+def keep_band(values: Floats, n: int, first_element: int, lower_3: Bits32, upper_3: Bits32, kept: Floats) -> None:
+    """Copy values to another array, cleared below the lower cut, and where they are not below the upper one."""
+    bits, kept_bits = values.view(np.uint32), kept.view(np.uint32)
+    lower, upper = lower_3[0], upper_3[0]
+    if lower_3[2] == np.uint32(ALL_TIES) and upper_3[2] == np.uint32(ALL_TIES):
         for i in range(n):
             magnitude = bits[i] & np.uint32(0x7FFFFFFF)
-            bits[i] = bits[i] if magnitude >= lower and magnitude < upper else np.uint32(0)
-    else:
-        for i in range(n):
+            kept_bits[i] = bits[i] if magnitude >= lower and magnitude < upper else np.uint32(0)
+        return
+    for run in range(-(first_element % TIE_RUN), n, TIE_RUN):
+        from_lower = run + early_in_run(first_element + run, lower_3[1], lower_3[2])
+        from_upper = run + early_in_run(first_element + run, upper_3[1], upper_3[2])
+        for i in range(max(run, 0), min(run + TIE_RUN, n)):
             magnitude = bits[i] & np.uint32(0x7FFFFFFF)
-            least = np.uint32(lower + np.uint32(tie_hash(first_element + i, lower_key) > lower_last))
-            beyond = np.uint32(upper + np.uint32(tie_hash(first_element + i, upper_key) > upper_last))
-            bits[i] = bits[i] if magnitude >= least and magnitude < beyond else np.uint32(0)
+            least = np.uint32(lower + np.uint32(i >= from_lower))
+            beyond = np.uint32(upper + np.uint32(i >= from_upper))
+            kept_bits[i] = bits[i] if magnitude >= least and magnitude < beyond else np.uint32(0)
 
 
 @kernel
@@ -138,16 +147,17 @@ def mark_nonzero(values: Floats, n: int, marks: Bytes) -> None:
 
 
 @kernel
-def keep_marked(values: Floats, n: int, marks: Bytes) -> None:
-    """Clear those of `n` values that `mark_nonzero` set no bit for, and those past `n` up to a multiple of 128."""
-    bits = values.view(np.uint32)
+def keep_marked(values: Floats, n: int, marks: Bytes, kept: Floats) -> None:
+    """Copy `n` values, up to a multiple of 128, to another array; those without a bit of `mark_nonzero` are cleared."""
+    bits, kept_bits = values.view(np.uint32), kept.view(np.uint32)
     for start in range(0, n, MARK_ELEMENTS):
-        group, marked = marks[start // 8 : start // 8 + MARK_BYTES], bits[start : start + MARK_ELEMENTS]
+        group = marks[start // 8 : start // 8 + MARK_BYTES]
+        unmarked, marked = bits[start : start + MARK_ELEMENTS], kept_bits[start : start + MARK_ELEMENTS]
         for j in range(_LANES):
             byte = np.uint32(group[j])
             for k in range(8):
                 i = _LANES * k + j
-                marked[i] = marked[i] if byte & np.uint32(1 << k) else np.uint32(0)
+                marked[i] = unmarked[i] if byte & np.uint32(1 << k) else np.uint32(0)
 
 
 @kernel
@@ -239,15 +249,19 @@ def keep_varied(
 ) -> None:
     """Clear the deltas of elements whose variance is below the cut; none if the cut is zero.
 
-    The variances below the cut are cleared too.
+    The bits of `variances` are all set then where one reaches the cut, and none elsewhere.
     """
     if cut_3[0] == np.uint32(0):
         return
     variance_tile(deltas_EN, n_deltas, n_experts, n, variances, moments_2N)
-    _keep_large(variances, n, first_element, cut_3)
+    masks, kept = variances.view(np.uint32), moments_2N[0].view(np.float32)
+    _keep_large(variances, n, first_element, cut_3, kept)
+    for i in range(n):
+        masks[i] = np.uint32(0) if kept[i] == np.float32(0.0) else np.uint32(0xFFFFFFFF)
     for e in range(n_deltas):
+        bits = deltas_EN[e].view(np.uint32)
         for i in range(n):
-            deltas_EN[e, i] = deltas_EN[e, i] if variances[i] != np.float32(0.0) else np.float32(0.0)
+            bits[i] &= masks[i]
 
 
 @kernel
@@ -269,12 +283,11 @@ def _keep_random(
 def _add_scaled(delta: Floats, n: int, coefficient: np.float32, total: Floats) -> None:
     """Add `coefficient * delta` to `total`.
 
-    Elements with a zero delta are not touched, so that the result, including the sign of a zero, does not depend on
-    whether they were read.
+    For a zero delta that is -0, which leaves every total as it is: the result, including the sign of a zero, does not
+    depend on whether elements were read.
     """
     for i in range(n):
-        added = total[i] + coefficient * delta[i]
-        total[i] = total[i] if delta[i] == np.float32(0.0) else added
+        total[i] += np.float32(-0.0) if delta[i] == np.float32(0.0) else coefficient * delta[i]
 
 
 @kernel
@@ -292,12 +305,11 @@ def _add_agreeing(delta: Floats, n: int, weight: np.float32, vote: Floats, numer
 def _normalize_agreeing(vote: Floats, numerator: Floats, divisor: Floats, n: int, rule: Rule) -> None:
     """Divide the agreeing sum by the sum of its weights if the rule normalizes, and scale it."""
     zero, one = np.float32(0.0), np.float32(1.0)
-    least_divisor, normalize, scale = rule.least_divisor, rule.normalize, rule.delta_scale
-    if least_divisor > zero:
-        for i in range(n):
-            divisor[i] = max(divisor[i], least_divisor)
+    normalize, scale = rule.normalize, rule.delta_scale
+    least_divisor = rule.least_divisor if rule.least_divisor > zero else np.float32(-np.inf)
     for i in range(n):
-        denominator = one if (divisor[i] == zero or not normalize) else divisor[i]
+        denominator = max(divisor[i], least_divisor)
+        denominator = one if (denominator == zero or not normalize) else denominator
         merged = scale * (numerator[i] / denominator)
         # A NaN vote (from a NaN, or infinities of both signs) makes the element NaN.
         numerator[i] = merged if vote[i] == vote[i] else vote[i]
@@ -347,7 +359,7 @@ def merge_block(block: RawBlock, rule: Rule, sparse: bool | None, random: bool |
     needs_all_deltas = consensus or keep == KEEP_VARIED
     deltas_EN = np.empty((n_present if needs_all_deltas else 1, _TILE), np.float32)
     numerator = np.empty(_TILE, np.float32)
-    divisor = np.empty(_TILE, np.float32)
+    decoded, divisor = numerator, np.empty(_TILE, np.float32)
     words = np.empty(_TILE + 2 * GROUP_ELEMENTS, np.uint32)
     moments_2N = np.empty((2, _TILE if keep == KEEP_VARIED else 0), np.float64)
     for start in range(0, block.n_elements, _TILE):
@@ -357,19 +369,19 @@ def merge_block(block: RawBlock, rule: Rule, sparse: bool | None, random: bool |
             total[i] = np.float32(0.0) if consensus else rule.anchor_scale * base[i]
         for place in range(n_present):
             e, delta = block.present_E[place], deltas_EN[place if needs_all_deltas else 0]
-            decode_against(block, place, start, m, base, model, delta)
+            decode_against(block, place, start, m, base, model, decoded if keep in _COPIED else delta)
             if sparse is not None:
                 if keep == KEEP_LARGE:
-                    _keep_large(delta, m, element, rule.lower_E3[e])
+                    _keep_large(decoded, m, element, rule.lower_E3[e], delta)
                     _scale(delta, m, rule.scales_E[e])
                 elif keep == KEEP_MARKED:
-                    keep_marked(delta, m, rule.marks_MB[min(e, len(rule.marks_MB) - 1), element // 8 :])
+                    keep_marked(decoded, m, rule.marks_MB[min(e, len(rule.marks_MB) - 1), element // 8 :], delta)
                     _scale(delta, m, rule.scales_E[e])
             if random is not None and keep == KEEP_RANDOM:
                 _keep_random(delta, m, rule.keys_E[e], element, rule.limits_E[e], rule.scales_E[e], words)
             if seldom is not None:
                 if keep == KEEP_BAND:
-                    keep_band(delta, m, element, rule.lower_E3[e], rule.upper_E3[e])
+                    keep_band(decoded, m, element, rule.lower_E3[e], rule.upper_E3[e], delta)
                     _scale(delta, m, rule.scales_E[e])
                 elif keep == KEEP_NEAR:
                     _keep_near(delta, m, rule.scales_E[e])
@@ -442,7 +454,7 @@ def merge_rows(
 ) -> None:
     """Merge like `merge_block` without consensus, with coefficients, anchor scale and least magnitude of each row."""
     base = np.empty(_TILE, np.float32)
-    model = np.empty(_TILE, np.float32)
+    model, decoded = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
     total = np.empty(_TILE, np.float32)
     cut_3 = np.full(3, ALL_TIES, np.uint32)
@@ -456,9 +468,9 @@ def merge_rows(
             total[i] = anchor_scale_R[row] * base[i]
         for place in range(len(block.present_E)):
             e = block.present_E[place]
-            decode_against(block, place, start, m, base, model, delta)
+            decode_against(block, place, start, m, base, model, decoded)
             cut_3[0] = lower_ER[e, row]
-            _keep_large(delta, m, element, cut_3)
+            _keep_large(decoded, m, element, cut_3, delta)
             _add_scaled(delta, m, coefficients_ER[e, row], total)
         encode_result(block, start, m, total)
         start += m
@@ -486,8 +498,8 @@ def merge_columns(block: RawBlock, coefficients_EP: Floats, anchor_scale_P: Floa
             coefficients_P = coefficients_EP[block.present_E[place]]
             decode_against(block, place, start, m, base, model, delta)
             for i in range(m):
-                added = total[i] + coefficients_P[column + i] * delta[i]
-                total[i] = total[i] if delta[i] == np.float32(0.0) else added
+                added = coefficients_P[column + i] * delta[i]
+                total[i] += np.float32(-0.0) if delta[i] == np.float32(0.0) else added
         encode_result(block, start, m, total)
         start += m
 

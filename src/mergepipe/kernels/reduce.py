@@ -8,17 +8,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import GRAIN_ELEMENTS, RawBlock
+from mergepipe.core.blocks import GRAIN_ELEMENTS, TIE_RUN, RawBlock
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, compile_in_parallel, kernel
 from mergepipe.kernels.merge import (
     decode_against,
     decode_base,
     decode_delta,
-    index_hash,
-    keyed_hash,
     merge_block,
     merge_nothing,
+    tie_hash,
 )
 from mergepipe.kernels.products import fold
 
@@ -110,30 +109,44 @@ def collect_ties(block: RawBlock, place: int, ties_R4: Bits32, hashes_RN: Bits32
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
     bits = delta.view(np.uint32)
-    shared = np.empty(_TILE, np.uint32)
-    inside = np.zeros(_TILE, np.uint32)  # a bit for each magnitude
-    words = inside.view(np.uint64)
+    magnitudes_UR = np.empty((_TILE // TIE_RUN + 1, TIE_RUN), np.uint32)  # whole runs: zeros are around the tile
+    magnitudes = magnitudes_UR.reshape(-1)
+    places = np.empty(TIE_RUN + 1, np.int64)
+    hashes_U, n_tied_U = np.empty(len(magnitudes_UR), np.uint32), np.empty(len(magnitudes_UR), np.uint32)
     for start in range(0, block.n_elements, _TILE):
-        m = min(_TILE, block.n_elements - start)
+        m, element = min(_TILE, block.n_elements - start), block.first_element + start
         decode_delta(block, place, start, m, base, model, delta)
+        lead = element % TIE_RUN
+        magnitudes[:] = np.uint32(0)
         for i in range(m):
-            shared[i] = index_hash(block.first_element + start + i)
-        inside[:] = np.uint32(0)
+            magnitudes[lead + i] = bits[i] & np.uint32(0x7FFFFFFF)
+        n_runs = (lead + m + TIE_RUN - 1) // TIE_RUN
         for r in range(ties_R4.shape[0]):
-            tied, key, first = ties_R4[r, 0], ties_R4[r, 1], ties_R4[r, 2]
-            width, bit, below = np.uint32(ties_R4[r, 3] - first), np.uint32(1) << np.uint32(r), np.uint32(0)
-            for i in range(m):
-                h = keyed_hash(shared[i], key)
-                is_tied = bits[i] & np.uint32(0x7FFFFFFF) == tied
-                below = np.uint32(below + np.uint32(is_tied and h < first))
-                inside[i] |= bit if is_tied and np.uint32(h - first) <= width else np.uint32(0)
-            counts_R2[r, 0] += np.int64(below)
-        for w in range((m + 1) // 2):
-            if words[w] != np.uint64(0):
-                for i in range(2 * w, 2 * w + 2):
-                    for r in range(ties_R4.shape[0]):
-                        if inside[i] >> np.uint32(r) & np.uint32(1):
-                            hashes_RN[r, counts_R2[r, 1]] = keyed_hash(shared[i], ties_R4[r, 1])
+            tied, key, first, last = ties_R4[r, 0], ties_R4[r, 1], ties_R4[r, 2], ties_R4[r, 3]
+            for u in range(n_runs):
+                hashes_U[u] = tie_hash(element - lead + u * TIE_RUN, key)
+            for u in range(n_runs):
+                n_tied = np.uint32(0)
+                for i in range(TIE_RUN):
+                    n_tied = np.uint32(n_tied + np.uint32(magnitudes_UR[u, i] == tied))
+                n_tied_U[u] = n_tied
+            before = np.uint32(first - first % np.uint32(TIE_RUN))  # runs below are below the first hash as a whole
+            span, n_below = np.uint32(last - before), np.uint32(0)
+            for u in range(n_runs):
+                n_below = np.uint32(n_below + (n_tied_U[u] if hashes_U[u] < before else np.uint32(0)))
+            counts_R2[r, 0] += np.int64(n_below)
+            for u in range(n_runs):
+                if np.uint32(hashes_U[u] - before) <= span and n_tied_U[u]:
+                    n = np.int64(0)
+                    for i in range(TIE_RUN):  # without branches, which would be guessed wrong too often
+                        places[n] = i
+                        n += np.int64(magnitudes_UR[u, i] == tied)
+                    for p in range(n):
+                        h = np.uint32(hashes_U[u] + np.uint32(places[p]))
+                        if h < first:
+                            counts_R2[r, 0] += 1
+                        elif h <= last:
+                            hashes_RN[r, counts_R2[r, 1]] = h
                             counts_R2[r, 1] += 1
 
 

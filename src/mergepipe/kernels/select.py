@@ -117,8 +117,8 @@ def add_kept_magnitudes(
         for p in range(n_present):
             e = block.present_E[p]
             sums_AK[atom, 2 * e] += fold_magnitudes(frame_FN[p + 1], m, sums)
-            keep_band(frame_FN[p + 1], m, element, lower_E3[e], upper_E3[e])
-            sums_AK[atom, 2 * e + 1] += fold_magnitudes(frame_FN[p + 1], m, sums)
+            keep_band(frame_FN[p + 1], m, element, lower_E3[e], upper_E3[e], model)
+            sums_AK[atom, 2 * e + 1] += fold_magnitudes(model, m, sums)
         start += m
 
 
@@ -280,7 +280,8 @@ def merge_largest(block: RawBlock, scale: np.float32) -> None:
             delta = frame_FN[e + 1]
             for i in range(m):
                 smaller = abs(delta[i]) <= abs(largest[i]) or largest[i] != largest[i]
-                largest[i] = largest[i] if smaller else delta[i]
+                model[i] = largest[i] if smaller else delta[i]
+            largest, model = model, largest
         for i in range(m):
             merged = frame_FN[0, i] + scale * largest[i]
             largest[i] = frame_FN[0, i] if largest[i] == zero else merged
@@ -417,8 +418,8 @@ def add_resolved(
         decode_frame(block, start, m, model, frame_FN)
         resolve_tile(frame_FN, weighed, epsilon, m, weights, best, resolved)
         sums_A2[atom, 0] += fold_magnitudes(resolved, m, weights)
-        keep_band(resolved, m, element, cuts_23[0], cuts_23[1])
-        sums_A2[atom, 1] += fold_magnitudes(resolved, m, weights)
+        keep_band(resolved, m, element, cuts_23[0], cuts_23[1], model)
+        sums_A2[atom, 1] += fold_magnitudes(model, m, weights)
         start += m
 
 
@@ -433,10 +434,10 @@ def merge_resolved(block: RawBlock, weighed: Weighed, epsilon: np.float32, cuts_
         m = min(_TILE, block.n_elements - start)
         decode_frame(block, start, m, model, frame_FN)
         resolve_tile(frame_FN, weighed, epsilon, m, weights, best, resolved)
-        keep_band(resolved, m, block.first_element + start, cuts_23[0], cuts_23[1])
+        keep_band(resolved, m, block.first_element + start, cuts_23[0], cuts_23[1], model)
         for i in range(m):
-            merged = frame_FN[0, i] + scale * resolved[i]
-            resolved[i] = frame_FN[0, i] if resolved[i] == zero else merged
+            merged = frame_FN[0, i] + scale * model[i]
+            resolved[i] = frame_FN[0, i] if model[i] == zero else merged
         encode_result(block, start, m, resolved)
 
 
