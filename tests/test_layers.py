@@ -27,7 +27,7 @@ FACADE = "__init__"  # lazy names for users; others may take the version from it
 ANYTHING_GOES = "testing"
 LEAVES = {"deltastore": {"jobs", "cli", ANYTHING_GOES}}
 """Components that register themselves where others need them, and the only ones that may import them."""
-REGISTRY_OF_PACKS = "checkpoints/packed.py"
+REGISTRY_OF_PACKS = "checkpoints/directory.py"
 ONE_MODULE_EACH = ("torch", "transformers", "deepspeed", "obstore", "huggingface_hub", "ray", "optuna", "gguf")
 
 

@@ -8,10 +8,11 @@ import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from importlib import import_module
 from itertools import islice
 from pathlib import PurePosixPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.checkpoints.safetensors import read_header
@@ -370,6 +371,23 @@ def _read_weights(store: Store, path: Location, names: Collection[str]) -> list[
     if single in names and single not in weight_map.values():
         raise damaged(path, f"holds {single} and {name}, which does not name it", "remove one of them")
     return _read_shards(store, path, name, weight_map)
+
+
+# --- packed experts: what opens them is named here, and loaded with the first of them ---
+
+
+_OPENER: Final = "mergepipe.deltastore.checkpoint"
+
+
+def is_packed(store: Store, path: Location) -> bool:
+    """Whether `path` is the folder of a packed expert."""
+    return is_file(store, path / STORE_HEADER_NAME)
+
+
+def open_packed_expert(store: Store, path: Location, base: Checkpoint | None) -> Checkpoint:
+    """Open a packed expert as the full checkpoint that was packed, relative to `base` if any; reads its header."""
+    opened: Checkpoint = import_module(_OPENER).open_store(store, path, base)
+    return opened
 
 
 # --- components: folders of a model with weights of their own ---

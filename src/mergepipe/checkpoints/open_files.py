@@ -25,14 +25,13 @@ def pin_files(store: Store, paths: Iterable[Location], checkpoints: Iterable[Che
     The versions by location are a value by which any process can open the same files again.
     """
     versions = {path: file.version for path, file in _files_of(checkpoints)}
-    return {path: versions.get(path) or _version_now(store, path) for path in sorted(set(paths))}
-
-
-def _version_now(store: Store, path: Location) -> str:
-    status = store.stat(path)
-    if status is None:
-        raise _changed(path)
-    return status.version
+    for path in (ordered := sorted(set(paths))):
+        if path not in versions:
+            status = store.stat(path)
+            if status is None:
+                raise _changed(path)
+            versions[path] = status.version
+    return {path: versions[path] for path in ordered}
 
 
 @contextlib.contextmanager
@@ -47,15 +46,15 @@ def open_pinned(store: Store, versions: Mapping[Location, str]) -> Iterator[Mapp
 
 @contextlib.contextmanager
 def open_files(
-    store: Store, paths: Iterable[Location], checkpoints: Iterable[Checkpoint] = ()
+    store: Store, paths: Iterable[Location], checkpoints: Iterable[Checkpoint] = (), *, direct: bool = True
 ) -> Iterator[Mapping[Location, RangeFile]]:
-    """Open files for direct reads, and close them all at the end."""
+    """Open files, which are those of `checkpoints` still, and close them all at the end; `direct` as `Store.open`."""
     ordered = sorted(set(paths))
     allow_open_files(len(ordered))
     with contextlib.ExitStack() as stack:
         files: dict[Location, RangeFile] = {}
         for path in ordered:
-            files[path] = store.open(path, direct=True)
+            files[path] = store.open(path, direct=direct)
             stack.callback(files[path].close)
         for path, file in _files_of(checkpoints):
             if path in files and files[path].version != file.version:

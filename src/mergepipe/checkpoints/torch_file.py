@@ -200,7 +200,11 @@ class _Directory:
         name = self._name(raw[names_at : names_at + n_name])
         extra = raw[names_at + n_name : names_at + n_name + n_extra]
         nbytes, packed, header = self._wide(extra, (nbytes, packed, header), name)
-        self._require_plain(name, flags, method, packed, nbytes)
+        if method != 0 or flags & ~(_FLAG_DESCRIPTOR | _FLAG_UTF8):
+            hint = "only members stored plain, as torch.save writes them, are read"
+            raise unsupported(self._window.path, f"member {name!r} is compressed or encrypted", hint)
+        if packed != nbytes:
+            raise self._error(f"member {name!r} is stored plain with two sizes: {packed} and {nbytes}")
         return _Listed(name, flags, crc32, nbytes, header, start + position + 16), end
 
     def _name(self, raw: bytes) -> str:
@@ -237,13 +241,6 @@ class _Directory:
                 return extra[position : position + nbytes]
             position += nbytes
         raise self._error(f"member {name!r} is large and has no 64-bit size")
-
-    def _require_plain(self, name: str, flags: int, method: int, packed: int, nbytes: int) -> None:
-        if method != 0 or flags & ~(_FLAG_DESCRIPTOR | _FLAG_UTF8):
-            hint = "only members stored plain, as torch.save writes them, are read"
-            raise unsupported(self._window.path, f"member {name!r} is compressed or encrypted", hint)
-        if packed != nbytes:
-            raise self._error(f"member {name!r} is stored plain with two sizes: {packed} and {nbytes}")
 
     def members(self, listed: list[_Listed], directory_start: int) -> dict[str, ZipMember]:
         """Check every local header and that members follow each other without overlap."""
@@ -342,30 +339,55 @@ def read_torch_zip(store: Store, path: Location, window: Window | None = None) -
     """
     window = window or Window(path, 0, store.size_bytes(path))
     read = _reader(store, window)
-    _require_zip(read, window)
+    start = read(path, window.start, 4)
+    if start[:1] == b"\x80":
+        message = "written by torch.save in its older, unzipped format"
+        raise unsupported(path, message, "load and save it again with torch 1.6 or later")
+    if start not in (_ZIP_START, _END_START):
+        raise damaged(path, "not a file written by torch.save")
     members, read = _read_directory(store, read, window)
-    stem = _stem(members, path)
-    _require_little_endian(read, path, members, stem)
+    stems = {name.partition("/")[0] for name in members}
+    stem = next(iter(stems), "")
+    if len(stems) != 1 or f"{stem}/data.pkl" not in members:
+        raise damaged(path, "a zip file, but not one written by torch.save (no data.pkl)")
+    if (order := members.get(f"{stem}/byteorder")) is not None:
+        content = read(path, order.offset, min(order.nbytes, 16))
+        if content != b"little":
+            raise unsupported(path, f"the byte order is {content!r}; only little-endian is read")
     pickle = members[f"{stem}/data.pkl"]
-    return TorchArchive(path, stem, load_inert(_read_pickle(read, path, pickle), str(path)), pickle, members, read)
+    if pickle.nbytes > PICKLE_BYTES:
+        message = f"the pickle has {pickle.nbytes} bytes; at most {PICKLE_BYTES} are read"
+        raise UnsupportedError.of("pickle.refused", path, message)
+    raw = read(path, pickle.offset, pickle.nbytes)
+    if len(raw) != pickle.nbytes or zlib.crc32(raw) != pickle.crc32:
+        raise damaged(path, "the checksum of data.pkl does not match; the file is damaged")
+    return TorchArchive(path, stem, load_inert(raw, str(path)), pickle, members, read)
 
 
 def walk_tensors(root: object) -> Iterator[tuple[str, PickledTensor]]:
-    """Yield every tensor below `root` with its path, in the order of the pickle; each container is visited once."""
+    """Yield every tensor below `root` with its path, in the order of the pickle."""
+    return ((path, value) for path, value in walk(root) if isinstance(value, PickledTensor))
+
+
+def walk(root: object) -> Iterator[tuple[str, object]]:
+    """Yield every value below `root` with its path, in the order of the pickle; each container is visited once."""
     seen: set[int] = set()
     waiting: list[tuple[str, object]] = [("", root)]
     while waiting:
         path, value = waiting.pop()
-        if isinstance(value, PickledTensor):
-            yield path, value
-        elif isinstance(value, dict | list | tuple | Record) and id(value) not in seen:
+        if isinstance(value, dict | list | tuple | Record):
+            if id(value) in seen:
+                continue
             seen.add(id(value))
             waiting.extend(reversed(list(_children(path, value))))
+        yield path, value
 
 
 def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict):
         for key, item in value.items():
+            if isinstance(key, Record):
+                yield path, key
             yield _joined(path, key), item
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
@@ -388,43 +410,6 @@ def _is_contiguous(tensor: PickledTensor) -> bool:
             return False
         expected *= length
     return True
-
-
-def _require_zip(read: _Read, window: Window) -> None:
-    start = read(window.path, window.start, 4)
-    if start[:1] == b"\x80":
-        message = "written by torch.save in its older, unzipped format"
-        raise unsupported(window.path, message, "load and save it again with torch 1.6 or later")
-    if start not in (_ZIP_START, _END_START):
-        raise damaged(window.path, "not a file written by torch.save")
-
-
-def _stem(members: Mapping[str, ZipMember], path: Location) -> str:
-    """Return the one directory that holds all members."""
-    stems = {name.partition("/")[0] for name in members}
-    stem = next(iter(stems), "")
-    if len(stems) != 1 or f"{stem}/data.pkl" not in members:
-        raise damaged(path, "a zip file, but not one written by torch.save (no data.pkl)")
-    return stem
-
-
-def _require_little_endian(read: _Read, path: Location, members: Mapping[str, ZipMember], stem: str) -> None:
-    member = members.get(f"{stem}/byteorder")
-    if member is None:
-        return
-    order = read(path, member.offset, min(member.nbytes, 16))
-    if order != b"little":
-        raise unsupported(path, f"the byte order is {order!r}; only little-endian is read")
-
-
-def _read_pickle(read: _Read, path: Location, member: ZipMember) -> bytes:
-    if member.nbytes > PICKLE_BYTES:
-        message = f"the pickle has {member.nbytes} bytes; at most {PICKLE_BYTES} are read"
-        raise UnsupportedError.of("pickle.refused", path, message)
-    raw = read(path, member.offset, member.nbytes)
-    if len(raw) != member.nbytes or zlib.crc32(raw) != member.crc32:
-        raise damaged(path, "the checksum of data.pkl does not match; the file is damaged")
-    return raw
 
 
 # --- the weights in one file of `torch.save`, as tensors stored in byte ranges: no tensor byte is read ---

@@ -10,8 +10,7 @@ import numpy as np
 from blake3 import blake3
 
 from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
-from mergepipe.checkpoints.directory import SIDECAR_NAMES, open_checkpoint, stat_regular, stored_name
-from mergepipe.checkpoints.packed import is_packed
+from mergepipe.checkpoints.directory import SIDECAR_NAMES, is_packed, open_checkpoint, stat_regular, stored_name
 from mergepipe.checkpoints.safetensors import parse_header
 from mergepipe.core.blocks import DType, Span
 from mergepipe.core.strict_json import shown

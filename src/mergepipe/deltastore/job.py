@@ -15,9 +15,14 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry, files_of
-from mergepipe.checkpoints.directory import is_linked_folder, open_checkpoint, require_text_path, stat_present
+from mergepipe.checkpoints.directory import (
+    is_linked_folder,
+    is_packed,
+    open_checkpoint,
+    require_text_path,
+    stat_present,
+)
 from mergepipe.checkpoints.open_files import decoded, open_files, read_elements
-from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.core.units import format_percent
 from mergepipe.deltastore.builder import PackJob, file_parts

@@ -168,7 +168,7 @@ def _analyze(
     with open_files(store, files_of(tensors), checkpoints) as files:
         ids = [content_id(checkpoint, files) for checkpoint in checkpoints]
         passing = _passing_digests(checkpoints, work.tasks, files, engine.memory_bytes)
-        tap = _tap_of(passing, work.tasks)
+        tap = Tap(frozenset(task.name for task in work.tasks), passing.look)
         analysis.run_analysis(work, files, store, engine, Observer(lambda _: report_progress(), gather, tap))
         digests = passing.finish()
         checkpoints = tuple(_with_paths(checkpoint, digests) for checkpoint in checkpoints)
@@ -237,6 +237,11 @@ def _tasks(base: Checkpoint, subjects: Sequence[_Subject]) -> tuple[MergeTask, .
 # --- digests of what an analysis reads ---
 
 
+def _with_paths(checkpoint: Checkpoint, digests: Mapping[Location, str]) -> Checkpoint:
+    path_of = {file.name: checkpoint.root / file.name for file in checkpoint.files}
+    return with_digests(checkpoint, {name: digests[path] for name, path in path_of.items() if path in digests})
+
+
 def _passing_digests(
     checkpoints: Sequence[Checkpoint],
     tasks: Sequence[MergeTask],
@@ -263,26 +268,6 @@ def _passing_digests(
     return PassingDigests(wanted, shown, min(WAITING_BYTES, memory_bytes // 8))
 
 
-def _tap_of(digests: PassingDigests, tasks: Sequence[MergeTask]) -> Tap:
-    """Return the tap that shows what an analysis reads."""
-
-    def look(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> None:
-        sources: list[tuple[Source, int]] = [(task.base, piece.base_offset)]
-        sources += [(task.experts[e], at) for e, at in zip(piece.run.present, piece.expert_offsets, strict=True)]
-        span = piece.run.span
-        for source, at in sources:
-            if isinstance(source, TensorEntry):
-                size = source.dtype.itemsize
-                digests.show(source, span.start * size, buffer[at : at + span.n_elements * size])
-
-    return Tap(frozenset(task.name for task in tasks), look)
-
-
-def _with_paths(checkpoint: Checkpoint, digests: Mapping[Location, str]) -> Checkpoint:
-    path_of = {file.name: checkpoint.root / file.name for file in checkpoint.files}
-    return with_digests(checkpoint, {name: digests[path] for name, path in path_of.items() if path in digests})
-
-
 # --- SHA-256 digests of files taken from bytes that are read anyway, in about the order in which they lie there ---
 
 
@@ -304,6 +289,16 @@ class PassingDigests:
                 ranges[entry.file].add((entry.offset, entry.offset + entry.nbytes))
         room = WaitingRoom(waiting_bytes)
         self._digests = {path: _PassingDigest(files[path], sorted(ranges[path]), room) for path in files}
+
+    def look(self, task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> None:
+        """Look at what an analysis has read of a task."""
+        sources: list[tuple[Source, int]] = [(task.base, piece.base_offset)]
+        sources += [(task.experts[e], at) for e, at in zip(piece.run.present, piece.expert_offsets, strict=True)]
+        span = piece.run.span
+        for source, at in sources:
+            if isinstance(source, TensorEntry):
+                size = source.dtype.itemsize
+                self.show(source, span.start * size, buffer[at : at + span.n_elements * size])
 
     def show(self, entry: TensorEntry, first: int, content: NDArray[np.uint8]) -> None:
         """Look at stored bytes of a tensor from its byte `first` on; they are copied where they have to wait."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, Readable
+from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.open_files import read_elements
+from mergepipe.checkpoints.open_files import open_files, read_elements
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value
 from mergepipe.reports import ByteProgress, ProgressCallback, SnapshotDiff, TensorChange
@@ -165,7 +164,7 @@ def distance(store: Store, a: Checkpoint, b: Checkpoint, on_tick: OnTick) -> flo
 
 def norm(store: Store, checkpoint: Checkpoint, on_tick: OnTick) -> float:
     """`||A||` over its float tensors; `on_tick` as in `distance`."""
-    with _opened(store, checkpoint) as files:
+    with open_files(store, files_of(checkpoint.tensors.values()), direct=False) as files:
         entries = filter(_is_float, checkpoint.tensors.values())
         return math.hypot(*(_norms(files, entry, None, on_tick)[1] for entry in entries))
 
@@ -174,7 +173,7 @@ def tensor_norms(
     store: Store, a: Checkpoint, b: Checkpoint, names: Iterable[str], on_tick: OnTick
 ) -> dict[str, tuple[float, float]]:
     """`||A - B||` and `||A||` of each named float tensor that both have in the same shape; `on_tick` as above."""
-    with _opened(store, a, b) as files:
+    with open_files(store, files_of((*a.tensors.values(), *b.tensors.values())), direct=False) as files:
         pairs = ((name, a.tensors[name], b.tensors[name]) for name in names)
         return {
             name: _norms(files, entry, other, on_tick)
@@ -200,18 +199,6 @@ def _norms(
 
 def _is_float(entry: Readable) -> bool:
     return entry.dtype.kind is DTypeKind.FLOAT
-
-
-@contextlib.contextmanager
-def _opened(store: Store, *checkpoints: Checkpoint) -> Iterator[Mapping[Location, RangeFile]]:
-    """Open all files for cached reads: they were written or read recently."""
-    with contextlib.ExitStack() as stack:
-        files: dict[Location, RangeFile] = {}
-        tensors = [tensor for checkpoint in checkpoints for tensor in checkpoint.tensors.values()]
-        for path in sorted({entry.file for tensor in tensors for entry in tensor.stored}):
-            files[path] = store.open(path)
-            stack.callback(files[path].close)
-        yield files
 
 
 def _elements(files: Mapping[Location, RangeFile], entry: Readable, span: Span) -> NDArray[np.float64]:

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
+from mergepipe.checkpoints.directory import is_packed
 from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_span
-from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.blocks import BlockGrid, DType, DTypeKind, Span, element_count
 from mergepipe.core.flags import several
 from mergepipe.core.strict_json import shown

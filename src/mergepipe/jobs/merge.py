@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -490,14 +490,7 @@ class MergeRun:
             kept=self._kept,
             requantisation_error=requantisation_error(self._inputs),
             adapters=tuple(
-                AppliedAdapter(
-                    model.text,
-                    account.n_modules,
-                    account.n_applied,
-                    account.n_saved,
-                    account.left_over,
-                    account.trained_on,
-                )
+                AppliedAdapter(model.text, *astuple(account))
                 for _, model, checkpoint in self._inputs.leaves()
                 for account in checkpoint.adapters
             ),

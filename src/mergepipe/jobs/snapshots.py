@@ -26,7 +26,7 @@ from mergepipe.catalog.snapshots import (
     row_of,
     sid_of_unchanged_input,
 )
-from mergepipe.checkpoints.packed import is_packed
+from mergepipe.checkpoints.directory import is_packed
 from mergepipe.core.flags import several
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.options import home_of

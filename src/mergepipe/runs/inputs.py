@@ -15,9 +15,16 @@ from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.adapters import apply_adapter, open_adapter, with_own_head
 from mergepipe.checkpoints.codes import CodedTensor
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
-from mergepipe.checkpoints.directory import ADAPTER_NAMES, is_adapter, list_names, open_checkpoint, require_text_path
+from mergepipe.checkpoints.directory import (
+    ADAPTER_NAMES,
+    is_adapter,
+    is_packed,
+    list_names,
+    open_checkpoint,
+    open_packed_expert,
+    require_text_path,
+)
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
-from mergepipe.checkpoints.packed import is_packed, open_packed_expert
 from mergepipe.checkpoints.quantised import dequantised, stored_like
 from mergepipe.checkpoints.stacked_experts import in_layout_of
 from mergepipe.core.blocks import DTypeKind, element_count

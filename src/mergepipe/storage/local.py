@@ -8,6 +8,7 @@ import mmap
 import os
 import stat
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -43,38 +44,27 @@ class LocalFile:
     """
 
     def __init__(self, location: Location, descriptor: int, size_bytes: int, *, direct: bool, ledger: Ledger) -> None:
-        self._location = location
+        self.location: Final = location
+        self.size_bytes: Final = size_bytes
+        self.alignment: Final = DIRECT_ALIGNMENT_BYTES if direct else 1
         self._descriptor = descriptor
-        self._size_bytes = size_bytes
         self._direct = direct
         self._reads_directly = direct
         self._ledger = ledger
         self._ledger_name = str(location)
 
     @property
-    def location(self) -> Location:
-        return self._location
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    @property
-    def alignment(self) -> int:
-        return DIRECT_ALIGNMENT_BYTES if self._direct else 1
-
-    @property
     def version(self) -> str:
         """The version of the opened file."""
-        with os_errors(self._location, "looking at it"):
-            return version_of(self._location.local_path, os.fstat(self._descriptor))
+        with os_errors(self.location, "looking at it"):
+            return version_of(self.location.local_path, os.fstat(self._descriptor))
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         """Fill `buffer` from `offset`; see `RangeFile.read_into`."""
         self._ledger.charge(self._ledger_name, purpose, len(buffer))
         done = 0
         try:
-            while done < len(buffer) and offset + done < self._size_bytes:
+            while done < len(buffer) and offset + done < self.size_bytes:
                 count = self._read_part(offset + done, buffer[done:])
                 if count == 0:
                     break
@@ -82,7 +72,7 @@ class LocalFile:
                 if self._reads_directly and done % DIRECT_ALIGNMENT_BYTES:
                     break  # only the end of the file ends a direct read off the grid
         except OSError as error:
-            raise os_error(error, self._location, f"reading {len(buffer)} bytes at {offset}") from error
+            raise os_error(error, self.location, f"reading {len(buffer)} bytes at {offset}") from error
         return done
 
     def _read_part(self, offset: int, buffer: memoryview) -> int:

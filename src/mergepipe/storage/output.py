@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -275,20 +276,11 @@ class _SpilledFile:
     """One of the `SpilledFiles`; closing it closes nothing."""
 
     def __init__(self, file: RangeFile, spill: SpilledFiles) -> None:
+        self.location: Final = file.location
+        self.size_bytes: Final = file.size_bytes
+        self.alignment: Final = file.alignment
         self._file = file
         self._spill = spill
-
-    @property
-    def location(self) -> Location:
-        return self._file.location
-
-    @property
-    def size_bytes(self) -> int:
-        return self._file.size_bytes
-
-    @property
-    def alignment(self) -> int:
-        return self._file.alignment
 
     @property
     def version(self) -> str:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,22 +44,17 @@ class BufferPool:
 
     def __init__(self, buffer_bytes: int, capacity_bytes: int) -> None:
         self._buffer_bytes = round_up(buffer_bytes, PAGE_BYTES)
-        self._limit = capacity_bytes // self._buffer_bytes
-        if self._limit < 1:
+        self.limit: Final = capacity_bytes // self._buffer_bytes  # the largest number of buffers
+        if self.limit < 1:
             raise ValueError(f"{capacity_bytes} bytes hold no buffer of {self._buffer_bytes}")
         self._free: list[NDArray[np.uint8]] = []
         self._made = 0
-
-    @property
-    def limit(self) -> int:
-        """The largest number of buffers."""
-        return self._limit
 
     def take(self) -> NDArray[np.uint8] | None:
         """Return a buffer (uint8, page-aligned, contents undefined), or None when all are in use."""
         if self._free:
             return self._free.pop()
-        if self._made == self._limit:
+        if self._made == self.limit:
             return None
         self._made += 1
         return aligned_buffer(self._buffer_bytes)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mergepipe.storage.contract import Store
     from mergepipe.tailor.composition import CompositionReport, OnProgress
     from mergepipe.tailor.inspection import DiffReport, InspectReport
-    from mergepipe.tailor.recipes import AverageRequest
 
 DEFAULT_ENDS = 2
 
@@ -39,15 +38,7 @@ def inspect(*paths: str | Path) -> InspectReport:
 
 def check(recipe: str | Path, *, state_from: str | Path | None = None, export: str | None = None) -> CompositionReport:
     """Say what a composition would take from where, and how old each part is; reads no tensor data."""
-    made = ComposeOptions(state_from=state_from, export=export)
-    from mergepipe.tailor.composition import check_recipe
-
-    request = _average_request(recipe, made)
-    if request is not None:
-        from mergepipe.tailor.averaging import check_average
-
-        return check_average(request)
-    return check_recipe(Location.of(recipe), made)
+    return _composed(recipe, None, ComposeOptions(state_from=state_from, export=export))
 
 
 def compose(
@@ -60,14 +51,26 @@ def compose(
 ) -> CompositionReport:
     """Compose a training checkpoint as the recipe says and publish it at `out`, complete or not at all."""
     made = ComposeOptions.of(options, fields)
-    from mergepipe.tailor.composition import compose as run
+    return _composed(recipe, Location.of(out), made, on_progress or (lambda *_: None))
 
-    request = _average_request(recipe, made)
-    if request is not None:
-        from mergepipe.tailor.averaging import average as run_average
 
-        return run_average(request, Location.of(out), made, on_progress or (lambda *_: None))
-    return run(Location.of(recipe), Location.of(out), made, on_progress or (lambda *_: None))
+def _composed(
+    recipe: str | Path, out: Location | None, options: ComposeOptions, on_progress: OnProgress = lambda *_: None
+) -> CompositionReport:
+    """Compose, or average where the recipe says so; options of compositions are refused then."""
+    from mergepipe.tailor.composition import compose as run_composition
+    from mergepipe.tailor.recipes import load_average
+
+    request = load_average(Location.of(recipe), _store())
+    if request is None:
+        return run_composition(Location.of(recipe), out, options, on_progress)
+    composing = {"--state-from": options.state_from is not None, "--export": options.export is not None}
+    refused = [option for option, is_given in composing.items() if is_given]
+    if refused:
+        raise invalid_option(refused[0], "the recipe averages checkpoints", "leave it out")
+    from mergepipe.tailor.averaging import average as run_average
+
+    return run_average(request, out, options, on_progress)
 
 
 def average(
@@ -108,18 +111,6 @@ def export(
         checkpoint: of any format; of a partial one, all weights must be there.
     """
     return average([checkpoint], out, options=ExportOptions.of(options, fields), on_progress=on_progress)
-
-
-def _average_request(recipe: str | Path, options: ComposeOptions) -> AverageRequest | None:
-    """Read a recipe that averages; None where it composes. Options that exclude each other are refused."""
-    from mergepipe.tailor.recipes import load_average
-
-    composing = {"--state-from": options.state_from is not None, "--export": options.export is not None}
-    request = load_average(Location.of(recipe), _store())
-    refused = [option for option, is_given in composing.items() if is_given and request is not None]
-    if refused:
-        raise invalid_option(refused[0], "the recipe averages checkpoints", "leave it out")
-    return request
 
 
 def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], None] | None = None) -> DiffReport:

@@ -51,22 +51,20 @@ _SHARD_BYTES = 5_000_000_000
 
 
 def average(
-    request: AverageRequest, out: Location, options: TailorOptions, on_progress: OnProgress
+    request: AverageRequest, out: Location | None, options: TailorOptions, on_progress: OnProgress = lambda *_: None
 ) -> CompositionReport:
-    """Average and publish; see `tailor.api.average` and, of one checkpoint, `tailor.api.export`."""
+    """Average and publish; see `tailor.api.average` and, of one checkpoint, `tailor.api.export`.
+
+    Without `out` only structure and step counters are read.
+    """
     started = time.perf_counter()
     store = Stores()
     averaging = open_averaging(store, request)
+    if out is None:
+        plan = averaging.plan()
+        return CompositionReport(plan, None, None, time.perf_counter() - started, averaging.record)
     check_out(out, [source.path for source in averaging.sources], options)
     return publish(store, averaging.job(request.to_yaml(), out), out, options, on_progress, started)
-
-
-def check_average(request: AverageRequest) -> CompositionReport:
-    """Report what an average would do; reads structure and step counters only."""
-    started = time.perf_counter()
-    averaging = open_averaging(Stores(), request)
-    plan = averaging.plan()
-    return CompositionReport(plan, None, None, time.perf_counter() - started, averaging.record)
 
 
 def open_averaging(store: Store, request: AverageRequest) -> Averaging:

@@ -56,7 +56,7 @@ from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal
 from mergepipe.tailor.copy_writer import write_files
 from mergepipe.tailor.formats import format_named, open_source_checkpoint, open_training_checkpoint
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_config, read_json
-from mergepipe.tailor.recipes import CompositionRecipe, load_composition
+from mergepipe.tailor.recipes import load_composition
 from mergepipe.tailor.self_check import ResultCheck, StateKey
 
 OnProgress = Callable[[str, int, int], None]
@@ -169,37 +169,26 @@ def _staleness_row(unit: UnitStaleness) -> tuple[str, ...]:
     )
 
 
-def _plan(
-    store: Store, path: Location, options: ComposeOptions, out: Location | None = None
-) -> tuple[CompositionRecipe, CompositionPlan]:
-    """Load a recipe, open every checkpoint that it names, and plan the composition; refuse a place for none first."""
+def compose(
+    path: Location, out: Location | None, options: ComposeOptions, on_progress: OnProgress = lambda *_: None
+) -> CompositionReport:
+    """Compose and publish; see `tailor.api.compose`. Without `out` only structure and step counters are read."""
+    started = time.perf_counter()
+    store = Stores()
     recipe = load_composition(path, store)
     if options.state_from is not None:
         place = store.pin(Location.of(options.state_from).normal())
         real = real_location(store, place)  # the recipe's own spelling counts, if it names it
         named = (source for source in recipe.sources if real_location(store, source) == real)
         recipe = replace(recipe, state_from=next(named, place))
-    sources = {source: open_source_checkpoint(store, source) for source in recipe.sources}
-    if out is not None:
-        check_out(out, sources, options)
-    check_same_run(store, tuple(sources.values()))
-    plan = plan_composition if options.export is None else plan_universal
-    return recipe, plan(store, assign(recipe, sources))
-
-
-def check_recipe(path: Location, options: ComposeOptions) -> CompositionReport:
-    """Report what a composition would do; reads structure and step counters only."""
-    started = time.perf_counter()
-    _, plan = _plan(Stores(), path, options)
-    return CompositionReport(plan, None, None, time.perf_counter() - started)
-
-
-def compose(path: Location, out: Location, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
-    """Compose and publish; see `tailor.api.compose`."""
-    started = time.perf_counter()
-    store = Stores()
-    recipe, plan = _plan(store, path, options, out)
-    assignment = plan.assignment
+    opened = {source: open_source_checkpoint(store, source) for source in recipe.sources}
+    if out is not None:  # what is no place for an output is told first
+        check_out(out, opened, options)
+    check_same_run(store, tuple(opened.values()))
+    assignment = assign(recipe, opened)
+    plan = (plan_composition if options.export is None else plan_universal)(store, assignment)
+    if out is None:
+        return CompositionReport(plan, None, None, time.perf_counter() - started)
 
     def sources(name: str, kind: str) -> tuple[StoredState, ...]:
         stored = assignment.find_state(name, kind)

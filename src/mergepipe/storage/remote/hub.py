@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,7 +23,7 @@ from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile
 from mergepipe.storage.location import Location, bare_name
 from mergepipe.storage.ranges import open_regular, stop_read_ahead
-from mergepipe.storage.remote.hub_api import HubApi, HubSettings, HubSource, hub_settings, is_unreachable, offline
+from mergepipe.storage.remote.hub_api import HubApi, HubSettings, HubSource, hub_settings, offline
 from mergepipe.storage.remote.hub_listing import COMMIT, GIT, SHA256, HubFile, ModelListing, changed, is_contained
 from mergepipe.storage.remote.pinned_store import PinnedFile, PinnedStore
 from mergepipe.storage.remote.retry import Transfers
@@ -140,7 +139,7 @@ class HubStore(PinnedStore):
         try:
             return self._api.model_info(location, revision)
         except MergePipeError as error:
-            if not is_unreachable(error):
+            if error.code != "storage.unreachable":
                 raise
             listing = self._cached_listing(location, revision, error.problems[0].message)
         if listing.commit != revision:
@@ -215,7 +214,9 @@ class HubCache:
     def listing(self, model: str, commit: str) -> ModelListing | None:
         """The files of a commit that the cache holds; None where it holds none."""
         snapshot = self._model_folder(model) / "snapshots" / commit
-        files = [file for path in _paths_below(snapshot) if (file := _described(snapshot, path)) is not None]
+        places = (Path(parent) / name for parent, _, names in os.walk(snapshot) for name in sorted(names))
+        paths = (place.relative_to(snapshot).as_posix() for place in places)
+        files = [file for path in paths if (file := _described(snapshot, path)) is not None]
         return ModelListing.of(model, commit, files) if files else None
 
     def path_of(self, model: str, commit: str, file: HubFile) -> Path | None:
@@ -231,12 +232,6 @@ class HubCache:
     def _model_folder(self, model: str) -> Path:
         folder, name = self.folder / f"models--{model.replace('/', '--')}", bare_name(model)
         return folder if name is None or folder.is_dir() else self.folder / f"models--{name}"
-
-
-def _paths_below(folder: Path) -> Iterator[str]:
-    for parent, _, names in os.walk(folder):
-        for name in sorted(names):
-            yield (Path(parent) / name).relative_to(folder).as_posix()
 
 
 def _described(snapshot: Path, path: str) -> HubFile | None:

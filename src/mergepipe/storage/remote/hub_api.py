@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -34,8 +35,6 @@ RENEWED_BEFORE_SECONDS: Final = 60
 _WAITING_BYTES: Final = 64 << 20  # of pieces of files that are checked as a whole
 TOO_MANY_REQUESTS: Final = 429
 _FOUND: Final = (301, 302, 303, 307, 308)
-UNREACHABLE: Final = "storage.unreachable"
-"""The code of the error for a Hub that cannot be reached, in whose place a local cache may serve."""
 
 _INVALID_TOKEN = "Invalid credentials in Authorization header"
 _LOG_IN = "`hf auth login`"
@@ -103,16 +102,12 @@ def _token(variables: Mapping[str, str], home: Path) -> str:
             return token
     path = variables.get("HF_TOKEN_PATH")
     file = _expanded(path, variables) if path else home / "token"
-    return _refreshed_token(file) or _token_of(file)
-
-
-def _token_of(file: Path) -> str:
-    try:
-        if file.stat().st_size > TOKEN_LIMIT_BYTES:
-            return ""
-        return _cleaned(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
-        return ""
+    if token := _refreshed_token(file):
+        return token
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if file.stat().st_size <= TOKEN_LIMIT_BYTES:
+            return _cleaned(file.read_text(encoding="utf-8"))
+    return ""
 
 
 def _refreshed_token(file: Path) -> str:
@@ -310,11 +305,6 @@ def offline(location: Location, why: str) -> MergePipeError:
     revision = f" --revision {location.revision}" if location.revision else ""
     hint = f"where there is a network, run `hf download {model}{revision} --local-dir {name}`, and name that folder"
     return NotFoundError.of("hub.offline", location, f"{why}, and the local cache of the Hub does not hold it", hint)
-
-
-def is_unreachable(error: MergePipeError) -> bool:
-    """Whether an error means that there is no network, or no Hub at its other end."""
-    return error.code == UNREACHABLE
 
 
 def _no_model(location: Location, status: int, has_token: bool) -> MergePipeError:

@@ -23,7 +23,7 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
 
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError, library
@@ -42,8 +42,9 @@ _EXISTS: Final = 412
 _IS_THERE: Final = (409, _EXISTS)
 _OWN_MARK: Final = ".mergepipe-"  # of objects that no user named
 _DIGEST_ATTRIBUTE: Final = "mergepipedigest"  # Azure takes names of letters and digits only
-_NO_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 0}
-_WRITE_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 8, "retry_timeout": timedelta(minutes=5)}
+Settings: TypeAlias = Mapping[str, Any]  # of obstore
+_NO_RETRIES: Final[Settings] = {"max_retries": 0}
+_WRITE_RETRIES: Final[Settings] = {"max_retries": 8, "retry_timeout": timedelta(minutes=5)}
 _WRITE_WAITS_SECONDS: Final = (0.2, 1.0, 5.0)
 _LONGEST_READ: Final = timedelta(minutes=15)  # of one request, 8 MiB at most
 _LONGEST_WRITE: Final = timedelta(hours=1)
@@ -243,7 +244,7 @@ class BucketFolder:
         """Open the folder; makes no request. Raises as `open_bucket` does."""
         self.location = location
         self._on_bytes = on_bytes
-        self._store = _opened(location, _Connections(_WRITE_STALL_SECONDS, _WRITE_RETRIES, _LONGEST_WRITE)).store
+        self._store = _opened(location, _connections(_WRITE_STALL_SECONDS, _WRITE_RETRIES, _LONGEST_WRITE)).store
 
     def create(self, name: str, content: bytes | Path, digest: str = "") -> bool:
         """Write an object of which there is none; False where there is one, which stays.
@@ -370,10 +371,10 @@ class BucketFolder:
 
 def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> ObjectClient:
     """Return the client of the bucket of `location`."""
-    return _opened(location, _Connections(stall_seconds, _NO_RETRIES, _LONGEST_READ))
+    return _opened(location, _connections(stall_seconds, _NO_RETRIES, _LONGEST_READ))
 
 
-def _opened(location: Location, connections: _Connections) -> ObjectClient:
+def _opened(location: Location, connections: Settings) -> ObjectClient:
     _obstore(location)
     try:
         return _OPENERS[location.scheme](location.root, connections)
@@ -431,37 +432,29 @@ def _pin(item: Mapping[str, Any]) -> Pin:
     return Pin(item["size"], item["e_tag"] or "", format_datetime(modified.astimezone(UTC), usegmt=True))
 
 
-@dataclass(frozen=True, slots=True)
-class _Connections:
-    """Settings of a store's connections; its own retries are settings of obstore, `longest` bounds each request."""
-
-    stall_seconds: float
-    retries: Mapping[str, Any]
-    longest: timedelta
-
-
 def _facts(item: Mapping[str, Any], digest: str = "") -> ObjectFacts:
     modified: datetime = item["last_modified"]
     return ObjectFacts(item["size"], modified, item["e_tag"] or "", item["version"] or "", digest)
 
 
-def _options(endpoint: str, connections: _Connections) -> dict[str, Any]:
-    """Settings of the connections."""
-    client = {
-        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
-        "read_timeout": timedelta(seconds=connections.stall_seconds),
-        "timeout": connections.longest,
-        "allow_http": endpoint.startswith("http://"),
-    }
-    return {"client_options": client, "retry_config": dict(connections.retries)}
+def _connections(stall_seconds: float, retries: Settings, longest: timedelta) -> Settings:
+    """Settings of a store's connections; its own retries are settings of obstore, `longest` bounds each request."""
+    read_timeout, connect_timeout = timedelta(seconds=stall_seconds), timedelta(seconds=CONNECT_SECONDS)
+    client = {"connect_timeout": connect_timeout, "read_timeout": read_timeout, "timeout": longest}
+    return {"client_options": client, "retry_config": dict(retries)}
 
 
-def _open_s3(bucket: str, connections: _Connections) -> ObjectClient:
+def _for_endpoint(endpoint: str, connections: Settings) -> dict[str, Any]:
+    client = {**connections["client_options"], "allow_http": endpoint.startswith("http://")}
+    return {**connections, "client_options": client}
+
+
+def _open_s3(bucket: str, connections: Settings) -> ObjectClient:
     obstore, endpoint = _obstore(), _endpoint("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     for name in (name for name, value in os.environ.items() if name.startswith("AWS_") and not value.isprintable()):
         message = "holds a line end or another control character"
         raise StorageError.of("storage.settings", name, message, "set it again without")
-    settings: dict[str, Any] = {**_options(endpoint, connections), **_aws_profile()}
+    settings: dict[str, Any] = {**_for_endpoint(endpoint, connections), **_aws_profile()}
     settings |= {"endpoint": endpoint} if endpoint else {}
 
     def signer(store: object) -> Callable[[str], str]:
@@ -504,8 +497,8 @@ def _aws_profile() -> dict[str, str]:
     return settings
 
 
-def _open_google(bucket: str, connections: _Connections) -> ObjectClient:
-    settings = _options(_endpoint("GOOGLE_BASE_URL"), connections)
+def _open_google(bucket: str, connections: Settings) -> ObjectClient:
+    settings = _for_endpoint(_endpoint("GOOGLE_BASE_URL"), connections)
     is_anonymous = _is_set("GOOGLE_SKIP_SIGNATURE") or not (
         _env(*_GOOGLE_CREDENTIALS)
         or (Path.home() / ".config/gcloud/application_default_credentials.json").exists()
@@ -520,13 +513,13 @@ _GOOGLE_CREDENTIALS: Final = (
 )  # fmt: skip
 
 
-def _open_azure(container: str, connections: _Connections) -> ObjectClient:
+def _open_azure(container: str, connections: Settings) -> ObjectClient:
     endpoint = _endpoint("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     account = _env("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
     if not account:
         hint = "set AZURE_STORAGE_ACCOUNT_NAME"
         raise StorageError.of("storage.settings", f"az://{container}", "its storage account is not known", hint)
-    settings = _options(endpoint, connections) | ({"endpoint": endpoint} if endpoint else {})
+    settings = _for_endpoint(endpoint, connections) | ({"endpoint": endpoint} if endpoint else {})
     has_credentials = _env(*_AZURE_CREDENTIALS) or _is_set("AZURE_USE_AZURE_CLI") or _has_metadata_service()
     is_anonymous = _is_set("AZURE_SKIP_SIGNATURE") or not has_credentials
     store = _obstore().store.AzureStore(container, **settings, account_name=account, skip_signature=is_anonymous)
@@ -539,7 +532,7 @@ _AZURE_CREDENTIALS: Final = (
     "AZURE_FEDERATED_TOKEN_FILE", "IDENTITY_ENDPOINT",
 )  # fmt: skip
 
-_OPENERS: Final[Mapping[str, Callable[[str, _Connections], ObjectClient]]] = {
+_OPENERS: Final[Mapping[str, Callable[[str, Settings], ObjectClient]]] = {
     "s3": _open_s3,
     "gs": _open_google,
     "az": _open_azure,

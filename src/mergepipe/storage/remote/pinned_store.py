@@ -50,12 +50,9 @@ class PinnedFile:
     def __init__(self, source: Source, status: FileStatus, transfers: Transfers) -> None:
         self._source = source
         self._transfers = transfers
+        self.location: Final = source.location
         self.size_bytes: Final = status.size_bytes
         self.version: Final = status.version
-
-    @property
-    def location(self) -> Location:
-        return self._source.location
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         """Fill `buffer` from `offset`; see `RangeFile.read_into`. Bytes past the end are not asked for or charged."""

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from mergepipe.checkpoints.directory import is_plain_name
 from mergepipe.checkpoints.inert_pickle import TORCH_DTYPES, PickledTensor, Record, load_inert
-from mergepipe.checkpoints.torch_file import Window, read_torch_zip, read_zip_directory
+from mergepipe.checkpoints.torch_file import Window, read_torch_zip, read_zip_directory, walk
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import NotFoundError, damaged, mismatched, unsupported
@@ -66,22 +66,11 @@ def _load_metadata(store: Store, folder: Location) -> object:
 
 def _restore_sizes(root: object) -> None:
     """Make shapes `torch.Size` again, which the inert reader turns into tuples."""
-    waiting, seen = [root], set()
-    while waiting:
-        value = waiting.pop()
-        if not isinstance(value, dict | list | tuple | Record) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, dict):
-            waiting.extend([*value, *value.values()])
-        elif isinstance(value, Record):
-            waiting.append(value.state)
-            state = value.state if isinstance(value.state, dict) else {}
-            for field in _SIZED_FIELDS.get(value.kind.name, ()):
-                if isinstance(state.get(field), tuple):
-                    state[field] = torch_size(state[field])
-        else:
-            waiting.extend(value)
+    for _, value in walk(root):
+        state = value.state if isinstance(value, Record) and isinstance(value.state, dict) else {}
+        for field in _SIZED_FIELDS.get(value.kind.name, ()) if isinstance(value, Record) else ():
+            if isinstance(state.get(field), tuple):
+                state[field] = torch_size(state[field])
 
 
 def merge_state(metadata: object, folder: Location, state: object, state_folder: Location) -> dict[str, str]:
