@@ -127,7 +127,7 @@ class LocalStore(Store):
         except (FileNotFoundError, NotADirectoryError, ValueError) as error:
             raise NotFoundError.of("storage.not-found", path, "no such folder", "check the path") from error
         except OSError as error:
-            raise StorageError.of("storage.answer", path, f"cannot be listed: {error.strerror}") from error
+            raise os_error(error, path, "listing it") from error
         return tuple(sorted(listed, key=lambda entry: entry.name))
 
     def real_path(self, location: Location) -> Location | None:
@@ -185,6 +185,10 @@ class LocalStore(Store):
 
 
 def _not_looked_at(error: OSError, path: Path) -> MergePipeError:
+    if error.errno == errno.EACCES:
+        folders = reversed(path.absolute().parents)
+        closed = next((folder for folder in folders if not os.access(folder, os.X_OK)), path)
+        return os_error(error, closed, "entering the folder")
     return StorageError.of("storage.answer", path, f"its status cannot be read: {error.strerror}")
 
 
