@@ -26,20 +26,14 @@ from mergepipe.errors import KEYWORD_OF_OPTION, LimitError, MergePipeError, Reci
 from mergepipe.kernels import compiled
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.tailor import api as tailor
-from mergepipe.tailor import api as tailor_api
 from support.source_code import trees_with
 
 TOO_MANY = 99999999999999999999
 THREADS = [(0, "option.out-of-range"), (-1, "option.out-of-range"), (options.MAX_THREADS + 1, "option.invalid"),
-           (TOO_MANY, "option.invalid"), (10**5000, "option.invalid")]  # fmt: skip
+           *((value, "option.invalid") for value in (TOO_MANY, 10**5000, 1.5, float("nan")))]  # fmt: skip
 SIZES = [(0, "option.out-of-range"), (-1, "option.out-of-range"), (2**63, "option.invalid"),
          (2**64, "option.invalid"), (10**5000, "option.invalid")]  # fmt: skip
-SEEDS = [
-    (-(2**63) - 1, "option.invalid"),
-    (2**64, "option.invalid"),
-    (10**5000, "option.invalid"),
-    (-(10**5000), "option.invalid"),
-]
+SEEDS = [(value, "option.invalid") for value in (-(2**63) - 1, 2**64, 10**5000, -(10**5000), 0.5)]
 BLOCKS = [(value, "option.out-of-range") for value in (0, -16384, 1, 2**63, 2**41, 2**64 * 16384, 10**5000)]
 NAN, INFINITY = float("nan"), float("inf")
 SHARES = (-1.0, NAN, INFINITY, -INFINITY, 1.5, 1e308)
@@ -179,7 +173,7 @@ def test_errors__name_options_that_a_command_has() -> None:
 
 
 def test_errors__keyword_arguments_are_parameters_or_options() -> None:
-    calls = [each for module in (mergepipe, tailor_api) for _, each in inspect.getmembers(module, inspect.isfunction)]
+    calls = [each for module in (mergepipe, tailor) for _, each in inspect.getmembers(module, inspect.isfunction)]
     kinds: list[Any] = [each for _, each in inspect.getmembers(options, inspect.isclass) if issubclass(each, Options)]
     names = {name for each in (*calls, *kinds) for name in inspect.signature(each).parameters}
     assert {keyword.partition("=")[0] for keyword in KEYWORD_OF_OPTION.values()} - names == set()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergepipe.core.flags import Flag, Options, option
-from mergepipe.core.units import positive, share, shown_number
+from mergepipe.core.units import positive, share, shown_number, whole
 from mergepipe.errors import LimitError, MergePipeError, RecipeError, UnsupportedError
 from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.storage.contract import CONNECTIONS, MAX_CONNECTIONS
@@ -57,7 +57,7 @@ class PathStyle(StrEnum):
 
 def check_seed(seed: int, name: str = "--seed") -> int:
     """Return `seed` if 64 bits hold it, signed or not."""
-    if not -(2**63) <= seed < 2**64:
+    if not -(2**63) <= whole(name, seed) < 2**64:
         raise RecipeError.of("option.invalid", name, f"{shown_number(seed)} was given", "give an integer of 64 bits")
     return seed
 
@@ -96,7 +96,7 @@ THREADS = Flag(
     metavar="N",
     default="one per processor",
     panel=MACHINE_PANEL,
-    check=partial(positive, most=MAX_THREADS),
+    check=lambda name, value: positive(name, whole(name, value), MAX_THREADS),
 )
 HOME = Flag(
     "Where the catalog is.", metavar="DIR", default="$MERGEPIPE_HOME, else the user data folder", panel=WORK_PANEL
@@ -622,7 +622,9 @@ def default_threads() -> int:
 
 def threads_of(threads: int | None) -> int:
     """Return the number of compute threads, the default for None, if the address space has room for them."""
-    n_threads = positive("--threads", default_threads() if threads is None else threads, MAX_THREADS)
+    n_threads = positive(
+        "--threads", default_threads() if threads is None else whole("--threads", threads), MAX_THREADS
+    )
     from mergepipe.kernels.compiled import check_address_space
 
     check_address_space(n_threads)

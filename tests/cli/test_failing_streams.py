@@ -197,6 +197,11 @@ def test_failure_of__what_the_system_refused_is_a_storage_error(error: Exception
     assert len(failure.lines()) == 1
 
 
+def test_failure_of__a_working_folder_that_is_gone_names_it() -> None:
+    (line,) = failure_of(FileNotFoundError(errno.ENOENT, "No such file or directory"), 130).lines()
+    assert line.startswith("error: the working folder: is no longer there;")
+
+
 def test_failure_of__anything_else_is_an_internal_error() -> None:
     failure = failure_of(KeyError("x"), 130)
     assert failure.exit_code == 70

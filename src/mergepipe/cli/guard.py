@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -209,6 +210,9 @@ def _system_failure(error: OSError) -> Failure:
 
     named = error.filename if isinstance(error.filename, str) else ""
     typed = os_error(error, Path(named), "the operation")
+    if error.errno == errno.ENOENT and not named:  # what `os.getcwd` raises
+        where, message, hint = "the working folder", "is no longer there", "change to one that is"
+        return Failure("error", (Problem("storage.not-found", where, message, hint),), typed.exit_code)
     problems = typed.problems if named else tuple(replace(problem, where="") for problem in typed.problems)
     return Failure("error", problems, typed.exit_code)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from fractions import Fraction
 
 from mergepipe.errors import LimitError, RecipeError, did_you_mean
@@ -62,6 +63,14 @@ def parse_size(text: str, option: str) -> int:
 
 
 _MOST_DIGITS = 40
+
+
+def whole(option: str, value: float) -> int:
+    """Return `value`, an integer of Python or numpy or a float that equals one, as Python's: 1.5 and "2" are none."""
+    with suppress(TypeError, ValueError, OverflowError):
+        if value == int(value):
+            return int(value)
+    raise RecipeError.of("option.invalid", option, f"{value!r} was given", "give a whole number")
 
 
 def positive(option: str, value: int, most: int = MAX_SIZE_BYTES) -> int:

@@ -52,13 +52,13 @@ def recipe_text(content: Mapping[str, object], folder: Location) -> RecipeText:
     try:
         return RecipeText(yaml.safe_dump(_plain(content), sort_keys=False, allow_unicode=True), folder)
     except (yaml.YAMLError, RecursionError) as error:
-        message = f"a value that no recipe can hold: {shortened(str(error))}"
+        message = f"a value that no recipe can hold: {shortened(' '.join(map(str, error.args)))}"
         raise _refusal("recipe.syntax", "recipe", message, "give texts, numbers, flags, lists and mappings") from None
 
 
 def _plain(value: object) -> object:
     """Return a value with mappings, sequences, paths, and arrays and numbers of numpy as YAML knows them."""
-    if hasattr(value, "tolist"):
+    if hasattr(value, "tolist") and not isinstance(value, type):
         return value.tolist()
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
