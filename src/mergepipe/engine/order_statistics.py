@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 WINDOW_BINS = 8
-BRACKET_SIGMAS = 5
+BRACKET_SIGMAS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class TieSearch:
     """Completes the cuts at some ranks: where elements at one are tied, finds the last hash of those that reach it.
 
     One look at the tensor's elements is enough unless positions were chosen to defy the hash, then 32 are. Safe to feed
-    from many threads. Memory: 4 bytes for each hash within at most 5 standard deviations of a wanted one: 3 MiB where
+    from many threads. Memory: 4 bytes for each hash within at most 4 standard deviations of a wanted one: 3 MiB where
     100 million elements are equal.
     """
 
@@ -306,7 +306,7 @@ class _Tie:
 
     def __init__(self, wanted: int, n: int, n_elements: int) -> None:
         self._wanted = wanted
-        self._together = min(TIE_RUN, 1.0 + 4.0 * TIE_RUN * n / n_elements)  # equal ones a run, were they on a quarter
+        self._together = min(TIE_RUN, 1.0 + 2.0 * TIE_RUN * n / n_elements)  # equal ones a run, were all on a half
         self._low, self._high, self._n_lower, self._n = 0, ALL_TIES - 1, 0, n
         self.answer: int | None = None
         self._look(wanted / n)
