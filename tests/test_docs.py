@@ -48,8 +48,6 @@ def default_text(spec: ParameterSpec) -> str:
 
 
 def range_text(spec: ParameterSpec) -> str:
-    if spec.only_default:
-        return f"{default_text(spec)} only"
     if spec.is_flag:
         return "`true`, `false`"
     return "any" if spec.range_text() == "(-inf, inf)" else spec.range_text()

@@ -818,9 +818,9 @@ def grouped_choices(choices: Iterable[Fallback]) -> list[str]:
     return [*lines, f"and {n_more} more: see the plan"] if n_more else lines
 
 
-def _listed(names: Sequence[str], most: int = 4) -> str:
+def _listed(names: Sequence[str]) -> str:
     """`a, b, c, d and 16 more`."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @dataclass(frozen=True, slots=True)

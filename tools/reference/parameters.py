@@ -65,8 +65,6 @@ def _default(parameter: ParameterSpec) -> str:
 
 
 def _range(parameter: ParameterSpec) -> str:
-    if parameter.only_default:
-        return f"{_default(parameter)} only"
     if parameter.is_flag:
         return "`true`, `false`"
     return "any" if parameter.range_text() == "(-inf, inf)" else parameter.range_text()

@@ -17,7 +17,7 @@ from mergepipe.storage import ranges as ranges
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer
+from mergepipe.storage.ranges import PAGE_BYTES, scratch
 
 ZERO = -1
 REQUEST_BYTES = 1 << 20
@@ -259,7 +259,6 @@ class _OpenedRows:
             for index, source in enumerate(tensor.sources)
             if not isinstance(source, TensorEntry)
         }
-        self._local = threading.local()
         self._lock = threading.Lock()
         self._large_means: dict[int, NDArray[np.float32]] = {}
 
@@ -319,9 +318,7 @@ class _OpenedRows:
 
     def _request(self, entry: TensorEntry, request: Span, purpose: Purpose) -> NDArray[np.uint8]:
         """Read one request; the bytes are valid until this thread's next call."""
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = aligned_buffer(REQUEST_BYTES)
-        buffer: NDArray[np.uint8] = self._local.buffer
+        buffer = scratch("rows", REQUEST_BYTES, np.uint8)
         file = self._files[entry.file]
         needed = min(request.stop, entry.offset + entry.nbytes) - request.start
         ranges.request(file, request.start, buffer[: request.n_elements], needed, purpose)

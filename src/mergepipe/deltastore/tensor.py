@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -335,7 +334,7 @@ class PackedFetch:
                     self._index.check_pieces(piece, row + first, offsets, content, lambda at: self._where(at - row))
                 for block in range(first, stop):
                     block_base = self._base_of(block, group_base, is_checked=is_checked)
-                    self._decode(block, block_base, group, _Target(span, self._tensor.block_span(block), out))
+                    self._decode(block, block_base, group, span, out)
 
     def _read_group(self, first: int, stop: int, purpose: Purpose) -> _Group:
         """Read the pieces of some blocks, one request per piece, into a scratch array of this thread."""
@@ -382,41 +381,24 @@ class PackedFetch:
     def _where(self, block: int) -> str:
         return f"{self._tensor.root}: tensor {self._tensor.name!r}, block {block}"
 
-    def _decode(self, block: int, base: RawBytes | None, group: _Group, target: _Target) -> None:
-        """Decode a block into its place in the buffer of a span."""
-        tensor, where = self._tensor, self._where(block)
+    def _decode(self, block: int, base: RawBytes | None, group: _Group, span: Span, out: RawBytes) -> None:
+        """Decode a block into its place in the buffer of a span, through a copy where that has a part of it alone."""
+        tensor, where, own = self._tensor, self._where(block), self._tensor.block_span(block)
+        itemsize = F32.itemsize if tensor.is_delta else tensor.stored_dtype.itemsize
+        low, high = max(own.start, span.start), min(own.stop, span.stop)
+        place = out[(low - span.start) * itemsize : (high - span.start) * itemsize]
+        is_whole = high - low == own.n_elements
+        view = place if is_whole else scratch("whole", own.n_elements * itemsize, np.uint8)
         pieces = {piece: group.content(piece, block, block + 1) for piece in group.offsets}
         base_dtype = None if tensor.base is None else tensor.base.dtype
         context = BlockContext(base, tensor.stored_dtype, where, base_dtype)
         codec = self._index.codec(tensor.first_row + block)
         if tensor.is_delta:
-            target.write(lambda view: decode_deltas(codec, tensor.level, pieces, context, view.view(np.float32)))
+            decode_deltas(codec, tensor.level, pieces, context, view.view(np.float32))
         else:
-            target.write(lambda view: decode_block(codec, pieces, context, view), tensor.stored_dtype.itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The destination of one block (`own`) in the buffer of `span`."""
-
-    span: Span
-    block_span: Span
-    out: RawBytes
-
-    def write(self, decode: _Decode, itemsize: int = 4) -> None:
-        """Decode directly into the buffer if `span` contains the whole block, else through a copy."""
-        low, high = max(self.block_span.start, self.span.start), min(self.block_span.stop, self.span.stop)
-        place = self.out[(low - self.span.start) * itemsize : (high - self.span.start) * itemsize]
-        if high - low == self.block_span.n_elements:
-            decode(place)
-            return
-        whole = scratch("whole", self.block_span.n_elements * itemsize, np.uint8)
-        decode(whole)
-        place[:] = whole[(low - self.block_span.start) * itemsize : (high - self.block_span.start) * itemsize]
-
-
-class _Decode(Protocol):
-    def __call__(self, view: RawBytes) -> None: ...
+            decode_block(codec, pieces, context, view)
+        if not is_whole:
+            place[:] = view[(low - own.start) * itemsize : (high - own.start) * itemsize]
 
 
 def _room_bytes(file: RangeFile, start: int, stop: int) -> int:

@@ -228,11 +228,11 @@ def at_level(source: Readable, level: int) -> Readable:
 Levels = tuple[tuple[int, int], ...]
 
 
-def full_access(task_index: int, task: MergeTask, span: Span | None = None, levels: Levels = ()) -> tuple[Run]:
-    """Return the run that reads every expert (in `span`), except those known not to change the tensor."""
+def full_access(task_index: int, task: MergeTask, levels: Levels = ()) -> tuple[Run]:
+    """Return the run that reads every expert, except those known not to change the tensor."""
     unchanged = tuple(e for e, source in enumerate(task.experts) if isinstance(source, Unchanged))
     present = tuple(e for e in range(len(task.experts)) if e not in unchanged)
-    return (Run(task_index, span or Span(0, task.base.n_elements), present, unchanged, levels),)
+    return (Run(task_index, Span(0, task.base.n_elements), present, unchanged, levels),)
 
 
 @dataclass(frozen=True, slots=True)

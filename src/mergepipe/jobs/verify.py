@@ -422,7 +422,7 @@ def _header_patches(examination: Examination) -> Iterator[_Patch]:
         if damage.kind not in ("header", "missing"):
             continue
         file = next(file for file in examination.layout.files if file.name == damage.file)
-        header = header_of(_specs(examination.manifest, file.name), {}, file.name)
+        header = header_of(_specs(examination.manifest, file.name), file.name)
         if len(header) != file.data_start or (
             examination.table and block_digest(header) != examination.table.headers[file.index]
         ):

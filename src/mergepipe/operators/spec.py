@@ -39,7 +39,6 @@ class ParameterSpec:
     clamps: bool = False  # values out of the range count as its nearest end, as in mergekit
     ignored: bool = False  # accepted for mergekit's sake, changes nothing
     is_whole: bool = False  # only whole numbers
-    only_default: bool = False  # known to mergekit; other values than the default are not supported yet
     is_weight: bool = False  # of a delta: may be `nan`, the inverse of its norm, or a file of numbers
 
     @property

@@ -54,7 +54,7 @@ def read_parameters(
             place = "of the slice or at the top level" if "slices" in key_path else "at the top level"
             reader.warning("recipe.unclear", at, message, f"under the parameters {place} it is: {spec.help}")
         else:
-            checked[name] = _setting(reader, value, at, operator, spec)
+            checked[name] = _setting(reader, value, at, spec)
     return checked
 
 
@@ -114,33 +114,27 @@ def _that_matter(operator: OperatorSpec, scope: Scope) -> list[ParameterSpec]:
     return [p for p in operator.parameters if p.scope is scope and not p.ignored]
 
 
-def _setting(
-    reader: DocumentReader, value: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
-) -> Setting:
+def _setting(reader: DocumentReader, value: Value, key_path: KeyPath, spec: ParameterSpec) -> Setting:
     where = reader.source.where(*key_path)
     if isinstance(value, dict) and LINES_KEY not in value:
-        case = _case(reader, value, key_path, operator, spec)
+        case = _case(reader, value, key_path, spec)
         return Cases((case,), where) if case else REFUSED
     kinds = {isinstance(item, dict) for item in value} if isinstance(value, list) else set()
     if isinstance(value, list) and kinds == {True}:
-        return _cases(reader, value, key_path, operator, spec)
+        return _cases(reader, value, key_path, spec)
     if True in kinds:
         message = "needs either values or entries with 'filter' and 'value', found both"
         reader.refuse("recipe.value", key_path, message, "write '- value: ...' for every entry")
         return REFUSED
-    values = _over_layers(reader, value, key_path, operator, spec)
+    values = _over_layers(reader, value, key_path, spec)
     if len(values) == 1:
         return values[0]
     return Cases((Case("", values),), where) if values else REFUSED
 
 
-def _cases(
-    reader: DocumentReader, entries: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
-) -> Setting:
+def _cases(reader: DocumentReader, entries: Sequence[Value], key_path: KeyPath, spec: ParameterSpec) -> Setting:
     parsed = [
-        _case(reader, item, (*key_path, index), operator, spec)
-        for index, item in enumerate(entries)
-        if isinstance(item, dict)
+        _case(reader, item, (*key_path, index), spec) for index, item in enumerate(entries) if isinstance(item, dict)
     ]
     if (cases := all_or_none(parsed)) is None:
         return REFUSED
@@ -151,35 +145,31 @@ def _cases(
     return Cases(cases, reader.source.where(*key_path))
 
 
-def _case(
-    reader: DocumentReader, entry: dict[str, Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
-) -> Case | None:
+def _case(reader: DocumentReader, entry: dict[str, Value], key_path: KeyPath, spec: ParameterSpec) -> Case | None:
     reader.unknown_keys(entry, CASE_KEYS, key_path)
     if "value" not in entry:
         hint = "`mergepipe search` tries its values" if "search" in entry else "write 'value: ...'"
         reader.refuse("recipe.incomplete", (*key_path, "value"), "the entry has no value", hint)
         return None
     wanted = "" if entry.get("filter") in (None, "") else reader.text(entry["filter"], (*key_path, "filter"))
-    values = _over_layers(reader, entry["value"], (*key_path, "value"), operator, spec)
+    values = _over_layers(reader, entry["value"], (*key_path, "value"), spec)
     return Case(wanted, values) if wanted is not None and values else None
 
 
-def _over_layers(
-    reader: DocumentReader, value: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
-) -> tuple[Scalar, ...]:
+def _over_layers(reader: DocumentReader, value: Value, key_path: KeyPath, spec: ParameterSpec) -> tuple[Scalar, ...]:
     """Parse one value, which holds for all layers, or values spread evenly over them; none if one was refused."""
     if isinstance(value, dict) and LINES_KEY in value:
-        return _lines(reader, value, key_path, operator, spec)
+        return _lines(reader, value, key_path, spec)
     if not isinstance(value, list):
-        return (_scalar(reader, value, key_path, operator, spec),)
+        return (_scalar(reader, value, key_path, spec),)
     if not value:
         message = "a list of values over the layers needs at least 1, found 0"
         reader.refuse("recipe.value", key_path, message, "give values, or one number")
-    return tuple(_scalar(reader, item, (*key_path, i), operator, spec) for i, item in enumerate(value))
+    return tuple(_scalar(reader, item, (*key_path, i), spec) for i, item in enumerate(value))
 
 
 def _lines(
-    reader: DocumentReader, entry: dict[str, Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+    reader: DocumentReader, entry: dict[str, Value], key_path: KeyPath, spec: ParameterSpec
 ) -> tuple[Scalar, ...]:
     """Parse `lines: [a, b]`: from `a` in the first layer to `a + b` in the last, as values over the layers.
 
@@ -194,23 +184,11 @@ def _lines(
         return ()
     numbers = [_number(reader, end, (*at, index), replace(spec, low=-inf, high=inf)) for index, end in enumerate(ends)]
     first, rise = map(float, numbers)
-    return tuple(_scalar(reader, end, at, operator, spec) for end in (first, first + rise) if end == end)
+    return tuple(_scalar(reader, end, at, spec) for end in (first, first + rise) if end == end)
 
 
-def _scalar(
-    reader: DocumentReader, entry: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
-) -> Scalar:
-    value = read_flag(reader, entry, key_path) if spec.is_flag else _number(reader, entry, key_path, spec)
-    if spec.only_default and value == value and value != spec.default:  # REFUSED is not itself
-        message = f"{spec.name}: {_text(value)} is not supported yet"
-        hint = f"{operator.name} knows only {spec.name}: {_text(spec.default)}"
-        reader.refuse("recipe.unsupported", key_path, message, hint)
-        return REFUSED
-    return value
-
-
-def _text(value: Scalar | None) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _scalar(reader: DocumentReader, entry: Value, key_path: KeyPath, spec: ParameterSpec) -> Scalar:
+    return read_flag(reader, entry, key_path) if spec.is_flag else _number(reader, entry, key_path, spec)
 
 
 def read_flag(reader: DocumentReader, value: Value, key_path: KeyPath) -> Scalar:

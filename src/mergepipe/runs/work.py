@@ -130,30 +130,25 @@ T = TypeVar("T")
 class CatalogLink:
     """An optional catalog: its first failure becomes a notice, and from then on it is not used.
 
-    Where it is `required`, trouble is an error.
+    Where it is `required`, trouble is an error. `home` is its directory, None where it is not used.
     """
 
     def __init__(self, home: Path | None, *, required: bool = False) -> None:
         self.notices: list[str] = []
-        self._home = home
+        self.home = home
         self._required = required
-
-    @property
-    def home(self) -> Path | None:
-        """The catalog's directory; None where it is not used."""
-        return self._home
 
     def use(self, action: Callable[[Catalog], T]) -> T | None:
         """Call `action` with the catalog; return None where no catalog is usable."""
-        if self._home is None:
+        if self.home is None:
             return None
         try:
-            return action(Catalog(self._home))
+            return action(Catalog(self.home))
         except MergePipeError as error:
             if self._required or not is_catalog_error(error):
                 raise
             self.notices.append(f"the catalog is not used: {error}")
-            self._home = None
+            self.home = None
             return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,7 @@ from mergepipe.snapshots.shards import BLOCKS_NAME, BlockTable, block_digest, bl
 from mergepipe.storage.contract import BLOCK_TABLE_BYTES, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, read_exact, round_up
+from mergepipe.storage.ranges import read_exact, request_bytes, scratch
 
 _HINT = "the manifest is damaged: merge again"
 _READ_BYTES = 8 << 20
@@ -215,8 +214,6 @@ def scan_snapshot(store: Store, directory: Location, layout: SnapshotLayout, thr
     """
     blocks: list[list[bytes | None]] = [[None] * -(-t.n_elements // layout.block_elements) for t in layout.tensors]
     scan = Scan(blocks, [None] * len(layout.files))
-    widest = max((tensor.dtype.itemsize for tensor in layout.tensors), default=1)
-    local = _Local(max(READ_BYTES, layout.block_elements * widest) + 2 * PAGE_BYTES)
     with ExitStack() as stack, ThreadPoolExecutor(max(FEWEST_READERS, 2 * threads), "mergepipe-scan") as pool:
         for file in layout.files:
             try:
@@ -226,19 +223,11 @@ def scan_snapshot(store: Store, directory: Location, layout: SnapshotLayout, thr
                 continue
             stack.callback(opened.close)
             scan.headers[file.index] = _header_digest(store, opened.location, file)
-            read = partial(_read_blocks, opened, local)
-            reads = pool.map(read, _runs(layout, file))
+            reads = pool.map(partial(_read_blocks, opened), _runs(layout, file))
             with closing(reads):  # type: ignore[type-var]  # a generator: left early, no other read begins
                 for examined in reads:
                     on_bytes(_take(scan, file, examined))
     return scan
-
-
-class _Local(threading.local):
-    """What each thread reads into."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.buffer = aligned_buffer(round_up(nbytes, PAGE_BYTES))
 
 
 def _header_digest(store: Store, path: Location, file: PlacedFile) -> bytes | None:
@@ -264,16 +253,18 @@ _Examined: TypeAlias = tuple[PlacedBlock, bytes | None, int, str]
 """A block, its digest if it is there, how many of its values are not finite, and why it cannot be read, if so."""
 
 
-def _read_blocks(file: RangeFile, local: _Local, blocks: Sequence[PlacedBlock]) -> list[_Examined]:
+def _read_blocks(file: RangeFile, blocks: Sequence[PlacedBlock]) -> list[_Examined]:
     """Read blocks by one request, and digest them."""
     first, last = blocks[0].start, blocks[-1].stop
     try:
-        read = read_exact(file, first, last, Purpose.ANALYSIS, local.buffer)
+        room = scratch("scan", request_bytes(file, first, last), np.uint8)
+        read = read_exact(file, first, last, Purpose.ANALYSIS, room)
     except StorageError as error:
         return [(block, None, 0, error.problems[0].message) for block in blocks]
     except CorruptError:  # the file ends before: some of the blocks may be there
-        alone = ([(block, None, 0, "")] if len(blocks) == 1 else _read_blocks(file, local, [block]) for block in blocks)
-        return list(chain.from_iterable(alone))
+        if len(blocks) == 1:
+            return [(blocks[0], None, 0, "")]
+        return list(chain.from_iterable(_read_blocks(file, [block]) for block in blocks))
     contents = ((block, read[block.start - first : block.stop - first]) for block in blocks)
     return [(block, block_digest(raw.data), count_not_finite(raw, block.tensor.dtype), "") for block, raw in contents]
 

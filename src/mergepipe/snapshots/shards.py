@@ -144,14 +144,13 @@ class ShardLayout:
 def plan_shards(
     specs: Sequence[TensorSpec],
     shard_bytes: int,
-    metadata: Mapping[str, str] | None = None,
     components: Mapping[str, str] = MappingProxyType({}),
     single: str = SINGLE_NAME,
 ) -> tuple[ShardLayout, ...]:
     """Fill shards of at most `shard_bytes` of tensor data in the given order; a larger tensor gets a shard of its own.
 
-    `metadata` is added to that of every header. `components` are the folders that get weight files of their own, for
-    tensors whose names begin with them, and the stems of these files; they follow the files of the output's folder.
+    `components` are the folders that get weight files of their own, for tensors whose names begin with them, and the
+    stems of these files; they follow the files of the output's folder.
     `single` is the name of a file that is all of a folder's weights.
 
     Law: the tensors of all shards are exactly `specs`, each once.
@@ -168,7 +167,7 @@ def plan_shards(
                 of_all = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
                 name = f"{stem}{of_all}{SUFFIX}"
                 ordered = tuple(sorted(group, key=lambda spec: -spec.dtype.itemsize))
-                shards.append(ShardLayout(name, ordered, header_of(ordered, metadata or {}, name)))
+                shards.append(ShardLayout(name, ordered, header_of(ordered, name)))
     return tuple(shards)
 
 
@@ -185,9 +184,9 @@ def _filled(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSp
     return groups
 
 
-def header_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str], file: str = SINGLE_NAME) -> bytes:
+def header_of(specs: Sequence[TensorSpec], file: str) -> bytes:
     """Length prefix and header of `file`, which holds `specs` in this order."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:
         entries[stored_name(spec.name, file)] = {

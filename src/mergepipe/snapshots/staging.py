@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Final
 
 from mergepipe.checkpoints.directory import require_text_path
 from mergepipe.core.outcome import note_committed
@@ -192,18 +193,20 @@ class Staging:
     """The invisible directory in which a snapshot grows; a context manager.
 
     `.<name>.mergepipe-staging` beside the output, one for each output: it holds the snapshot to be, its log and a
-    record of the output and the process, which locks it while it lives. Only `publish` makes anything visible. Leaving
-    the context without it removes the directory, unless `keep` was called. What a killed process left is taken over:
-    continued where `can_continue` says so of the directory, else removed. Only what carries the record of this very
-    output is: anything else of that name is refused.
+    record of the output and the process, which locks it while it lives. The snapshot is written in `path`, which alone
+    is published at `out`, of all that is in `directory`. Only `publish` makes anything visible. Leaving the context
+    without it removes the directory, unless `keep` was called. What a killed process left is taken over: continued
+    where `can_continue` says so of the directory, else removed. Only what carries the record of this very output is:
+    anything else of that name is refused.
     """
 
     def __init__(self, out: Path, *, force: bool, can_continue: Callable[[Path], bool] | None = None) -> None:
-        self._out = out.absolute()
+        self.out: Final = out.absolute()
         self._force = force
         self._can_continue = can_continue
         self._made_parents: list[Path] = []
-        self._directory = staging_directory(self._out)
+        self.directory: Final = staging_directory(self.out)
+        self.path: Final = self.directory / CONTENT_NAME
         self._lock = -1
         self._keeps = False
         self._patience = _SWEEP_TRIES
@@ -211,71 +214,56 @@ class Staging:
         self.is_continued = False
 
     @property
-    def path(self) -> Path:
-        """The directory to write the snapshot in."""
-        return self._directory / CONTENT_NAME
-
-    @property
     def record_path(self) -> Path:
         """The directory to write the manifest in, and all that is no weights."""
-        record = record_folder(self._out)
-        return self.path if record == self._out else self.path / record.name
-
-    @property
-    def out(self) -> Path:
-        """Return the path at which the snapshot will be published."""
-        return self._out
-
-    @property
-    def directory(self) -> Path:
-        """The staging directory; only `path` inside it is published."""
-        return self._directory
+        record = record_folder(self.out)
+        return self.path if record == self.out else self.path / record.name
 
     def __enter__(self) -> Staging:
         try:
             while self._lock < 0:
-                _make_parents(self._out.parent, self._made_parents)  # which another process may remove meanwhile
+                _make_parents(self.out.parent, self._made_parents)  # which another process may remove meanwhile
                 self._lock = self._acquire()
             self._keeps = not self._is_new  # whatever is wrong, what an interrupted run left stays
-            write_owner(self._directory, self._out.name)
-            _bring_back(self._directory, self._out)
-            self.is_continued = self._can_continue is not None and self._can_continue(self._directory)
+            write_owner(self.directory, self.out.name)
+            _bring_back(self.directory, self.out)
+            self.is_continued = self._can_continue is not None and self._can_continue(self.directory)
             if not self.is_continued:
                 if self._can_continue is None:
                     with contextlib.suppress(FileNotFoundError):
-                        owned.remove_file(self._directory / LOG_NAME)
-                _empty(self._directory)
+                        owned.remove_file(self.directory / LOG_NAME)
+                _empty(self.directory)
                 owned.make_folder(self.path)
             self._keeps = False
         except BaseException as error:  # also on an interrupt: no other code removes it
             self._abandon()
             if isinstance(error, OSError):
-                raise os_error(error, self._directory, "creating the staging directory") from error
+                raise os_error(error, self.directory, "creating the staging directory") from error
             raise
         return self
 
     def _acquire(self) -> int:
         """Make or take over the directory; return the descriptor that holds its lock, -1 to try again."""
         try:
-            self._is_new = owned.make_private_folder(self._directory) or self._is_new
-            descriptor = owned.open_folder(self._directory)
+            self._is_new = owned.make_private_folder(self.directory) or self._is_new
+            descriptor = owned.open_folder(self.directory)
         except FileNotFoundError:  # its owner has just finished
             return -1
         try:
             is_locked = try_lock(descriptor)
             if is_locked is False:
-                self._wait_for_sweep(read_owner(self._directory))
-            if is_locked is False or not _is_same(descriptor, self._directory):
+                self._wait_for_sweep(read_owner(self.directory))
+            if is_locked is False or not _is_same(descriptor, self.directory):
                 os.close(descriptor)
                 return -1
-            if not is_ours(self._directory):
-                message = f"holds files that were not written for {self._out.name}, where it would grow"
+            if not is_ours(self.directory):
+                message = f"holds files that were not written for {self.out.name}, where it would grow"
                 hint = "move the directory away, or choose another name"
-                raise OutputError.of("output.not-ours", self._directory, message, hint)
-            self._is_new = self._is_new or read_output(self._directory) is None
-            owner = living_owner(self._directory, is_locked=is_locked)
+                raise OutputError.of("output.not-ours", self.directory, message, hint)
+            self._is_new = self._is_new or read_output(self.directory) is None
+            owner = living_owner(self.directory, is_locked=is_locked)
             if owner is not None and owner != this_process():
-                raise _busy(self._out, owner)
+                raise _busy(self.out, owner)
         except BaseException:
             os.close(descriptor)
             raise
@@ -284,7 +272,7 @@ class Staging:
     def _wait_for_sweep(self, owner: Owner | None) -> None:
         """Wait briefly if the lock is held by a process that removes a dead run's files."""
         if self._patience == 0 or (owner is not None and is_alive(owner, 0.0)):
-            raise _busy(self._out, owner)
+            raise _busy(self.out, owner)
         self._patience -= 1
         time.sleep(_SWEEP_SECONDS)
 
@@ -303,39 +291,39 @@ class Staging:
         """Make the finished directory visible as `out`, durably."""
         for directory, _, _ in os.walk(self.path):
             sync_directory(Path(directory))
-        replaced = self._force and self._out.exists()
+        replaced = self._force and self.out.exists()
         if replaced:  # it, or something in it, may have been put there since the run began
-            _check_replaceable(self._out)
+            _check_replaceable(self.out)
         try:
             if self.record_path != self.path:
-                self._publish_file(record_folder(self._out))
+                self._publish_file(record_folder(self.out))
             elif replaced:
-                owned.exchange(self.path, self._out, self._directory / ASIDE_NAME)
-            elif is_empty_folder(self._out):
-                owned.rename(self.path, self._out)  # which fails if a file has appeared in it
+                owned.exchange(self.path, self.out, self.directory / ASIDE_NAME)
+            elif is_empty_folder(self.out):
+                owned.rename(self.path, self.out)  # which fails if a file has appeared in it
             else:
-                owned.rename_new(self.path, self._out)
+                owned.rename_new(self.path, self.out)
         except OSError as error:
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 message = "was created, or written to, by somebody else meanwhile"
-                raise ConflictError.of("output.changed", self._out, message, "choose another name") from error
-            raise os_error(error, self._out, "publishing it") from error
+                raise ConflictError.of("output.changed", self.out, message, "choose another name") from error
+            raise os_error(error, self.out, "publishing it") from error
         self._made_parents.clear()
         self._keeps = False
-        note_committed(self._out)
+        note_committed(self.out)
         try:
-            sync_directory(self._out.parent)
+            sync_directory(self.out.parent)
         except StorageError as error:
             raise PublishedError.of(
                 "output.not-durable",
-                self._out,
+                self.out,
                 "is complete and in its place, but making its name durable failed",
                 "check the disk before you rely on it",
             ) from error
 
     def _publish_file(self, record: Path) -> None:
         """Put the record of a file in its place, then the file; an old record steps aside until the file is there."""
-        aside = self._directory / ASIDE_NAME
+        aside = self.directory / ASIDE_NAME
         if owned.is_there(record):
             _check_replaceable(record)
             owned.rename(record, aside)
@@ -343,23 +331,23 @@ class Staging:
             owned.rename_new(self.record_path, record)
             sync_directory(record.parent)
             move = owned.rename if self._force else owned.rename_new
-            move(self.path / self._out.name, self._out)
+            move(self.path / self.out.name, self.out)
         except BaseException:
-            if owned.is_there(self.path / self._out.name) and not owned.is_there(self.record_path):
+            if owned.is_there(self.path / self.out.name) and not owned.is_there(self.record_path):
                 owned.rename(record, self.record_path)
-            _bring_back(self._directory, self._out)
+            _bring_back(self.directory, self.out)
             raise
 
     def _abandon(self) -> None:
         """Let go of the directory, and remove it unless it is kept; may be called again after an interrupt."""
         if self._lock >= 0:
-            if not self._keeps and _is_same(self._lock, self._directory):
-                _remove_all(self._directory)
+            if not self._keeps and _is_same(self._lock, self.directory):
+                _remove_all(self.directory)
             lock, self._lock = self._lock, -1
             os.close(lock)
         else:  # an interrupt may have come between making and locking it; another's is not empty, or tried again
             with contextlib.suppress(OSError, MergePipeError):
-                owned.remove_folder(self._directory)
+                owned.remove_folder(self.directory)
         for directory in reversed(self._made_parents):
             with contextlib.suppress(OSError, MergePipeError):  # somebody else uses it by now, or it was never made
                 owned.remove_folder(directory)

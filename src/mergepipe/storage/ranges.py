@@ -107,16 +107,11 @@ def _anonymous_mapping(nbytes: int, is_reused: bool) -> mmap.mmap:
 
 T = TypeVar("T", bound=np.generic)
 
-KEPT_BYTES = 8 << 20  # longer arrays are not kept
+KEPT_BYTES = (8 << 20) + 2 * PAGE_BYTES  # longer arrays are not kept
 _STEP_BYTES = 256 << 10
 
 
-class _ThreadBuffers(threading.local):
-    def __init__(self) -> None:
-        self.by_name: dict[str, NDArray[np.uint8]] = {}
-
-
-_buffers = _ThreadBuffers()
+_buffers = threading.local()  # by name
 
 
 def scratch(name: str, n: int, dtype: type[T]) -> NDArray[T]:
@@ -127,11 +122,11 @@ def scratch(name: str, n: int, dtype: type[T]) -> NDArray[T]:
     """
     element_type = np.dtype(dtype)
     nbytes = n * element_type.itemsize
-    buffer = _buffers.by_name.get(name)
+    buffer: NDArray[np.uint8] | None = getattr(_buffers, name, None)
     if buffer is None or len(buffer) < nbytes:
         buffer = aligned_buffer(max(round_up(nbytes, _STEP_BYTES), _STEP_BYTES))
         if nbytes <= KEPT_BYTES:
-            _buffers.by_name[name] = buffer
+            setattr(_buffers, name, buffer)
     return buffer[:nbytes].view(element_type)
 
 
