@@ -403,7 +403,6 @@ class BitsAndBytes4(Scheme):
         return _times(values, largest[:, None], self.columns)
 
 
-@dataclass(frozen=True, slots=True)
 class BitsAndBytes8(Scheme):
     """int8 of bitsandbytes: a code times its row's largest magnitude, over 127. Stored: codes, magnitudes."""
 

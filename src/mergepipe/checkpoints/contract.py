@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -155,13 +155,11 @@ class WeightHeader:
     digest: str
 
 
-class Fetch(Protocol):
-    """Writes the elements `span` of a tensor into `out` (uint8, `span.n_elements * dtype.itemsize` bytes).
+Fetch: TypeAlias = Callable[[Span, NDArray[np.uint8], Purpose], None]
+"""Writes the elements `span` of a tensor into `out` (uint8, `span.n_elements * dtype.itemsize` bytes).
 
-    Called from many threads. It reads through the files it was opened with, charging `purpose`.
-    """
-
-    def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None: ...
+Called from many threads. It reads through the files it was opened with, charging `purpose`.
+"""
 
 
 class ComputedTensor(Tensor):
@@ -172,12 +170,6 @@ class ComputedTensor(Tensor):
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.stored)
-
-
-class FetchOnBase(Protocol):
-    """A `Fetch` that is given the base's stored bytes of the same elements, in the base's dtype."""
-
-    def __call__(self, span: Span, base: BaseBytes, out: NDArray[np.uint8], purpose: Purpose) -> None: ...
 
 
 Turns: TypeAlias = AbstractContextManager[object]
@@ -390,3 +382,7 @@ class BaseBytes:
             if digest is None:
                 digest = self._digests[start, stop] = blake3(self.stored[start:stop].data).digest(_DIGEST_BYTES)
             return digest
+
+
+FetchOnBase: TypeAlias = Callable[[Span, BaseBytes, NDArray[np.uint8], Purpose], None]
+"""A `Fetch` that is given the base's stored bytes of the same elements, in the base's dtype."""

@@ -149,7 +149,6 @@ class EncodedTensor(ComputedTensor):
         return BlockGrid(self.n_elements, BLOCK_ELEMENTS).span(block)
 
 
-@dataclass(frozen=True, slots=True)
 class StandaloneTensor(EncodedTensor):
     """One tensor of a delta store that its base lacks, with encoded blocks: the expert's tensor."""
 

@@ -300,7 +300,6 @@ class Plain:
     It has no `influence`: what a planner may know is for each operator to say.
     """
 
-    __slots__ = ()
     is_random = False
 
     def granularity(self, inputs: OperatorInput) -> int:
@@ -314,8 +313,6 @@ class Plain:
 
 class AllAlike(Plain):
     """A rule that omits blocks soundly but has no fixed coefficients: every delta counts as much as its norm."""
-
-    __slots__ = ()
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         """Return the same for all experts."""

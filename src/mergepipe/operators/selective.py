@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -40,7 +39,6 @@ _RAM = "arXiv 2601.13572"
 _NO_MARKS = np.empty(0, np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
 class Sce(AllAlike):
     """Select the elements of highest variance, weigh each delta by its energy there, and merge the majority's signs.
 
@@ -155,7 +153,6 @@ def ram(inputs: OperatorInput) -> BlockFunction:
     return overlap_rule(float(inputs.globals["epsilon"]), np.ones(len(inputs.experts), np.float32))
 
 
-@dataclass(frozen=True, slots=True)
 class RamPlus(AllAlike):
     """Merge like ram, scaling what one expert changes by `1 + r clip(shared / own, 0, alpha)`, counts by tensor.
 
@@ -240,7 +237,6 @@ def nearswap(inputs: OperatorInput) -> BlockFunction:
     return ElementwiseRule(np.ones(n_experts, np.float32), keep=Keep.NEAR, scales_E=reach_E)
 
 
-@dataclass(frozen=True, slots=True)
 class ArceeFusion(AllAlike):
     """The deltas whose importance reaches `median + 1.5 (upper - lower quartile)` of the tensor.
 

@@ -102,7 +102,6 @@ class Largest(Sparse):
     `rescale` multiplies what is kept so that the sum of magnitudes stays, as mergekit does.
     """
 
-    __slots__ = ()
     trims = True
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
@@ -122,8 +121,6 @@ class Band(Sparse):
     Source: Davari and Belilovsky 2023 (arXiv 2312.06795), section 3. Exactly as many elements are dropped and kept as
     the shares say; equal magnitudes are ordered as in TIES.
     """
-
-    __slots__ = ()
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         ranks = [band_ranks(inputs.n_elements, float(p["density"]), float(p["gamma"])) for p in inputs.experts]
@@ -188,7 +185,6 @@ class Drawn(Sparse):
     Source: Yu et al. 2023 (arXiv 2311.03099), Eq. 2-4.
     """
 
-    __slots__ = ()
     is_random = True
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
@@ -225,8 +221,6 @@ class Ranked(Drawn):
     Deviation: rescaled by the ratio of sums of magnitudes, as mergekit does, and not by each element's probability.
     The influence stated is DARE's, though large elements are kept more often.
     """
-
-    __slots__ = ()
 
     def granularity(self, inputs: OperatorInput) -> int:
         return inputs.row_elements if bool((_densities_E(inputs) < 1.0).any()) else 1

@@ -106,7 +106,6 @@ COLLINEAR_COSINE = 0.9995
 SMALLEST_NORM = 1e-8
 
 
-@dataclass(frozen=True, slots=True)
 class Slerp(Plain):
     """`s_0 M_0 + s_1 M_1` on the great circle through the two flattened tensors; linear where they are collinear.
 
@@ -185,8 +184,6 @@ def whole_gram(inputs: OperatorInput, reduced: Reduced) -> ReductionRequest | No
 class _Weighted(Plain):
     """A rule whose influence is that of weights over their sum, as if all models lay along one line."""
 
-    __slots__ = ()
-
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         parts = ((inputs.anchor,) if inputs.anchor else ()) + inputs.experts
         weights_P = np.array([float(p.get("weight", 1.0)) for p in parts])
@@ -194,7 +191,6 @@ class _Weighted(Plain):
         return Influence(share_E, np.ones_like(share_E))
 
 
-@dataclass(frozen=True, slots=True)
 class NuSlerp(_Weighted):
     """Slerp of two models, or of two deltas added to the base: of whole tensors, of rows, or of columns.
 
@@ -262,7 +258,6 @@ def great_circle_shares(t: float, gram_G22: Gram) -> Coefficients:
     return np.where(is_straight_G[:, None], np.array([1.0 - t, t]), shares_G2)
 
 
-@dataclass(frozen=True, slots=True)
 class MultiSlerp(_Weighted):
     """Barycentric interpolation: directions averaged in the tangent space at their weighted mean.
 
@@ -324,7 +319,6 @@ def _length(coefficients_P: Coefficients, gram_PP: Gram) -> float:
     return math.sqrt(max(0.0, float(coefficients_P @ gram_PP @ coefficients_P)))
 
 
-@dataclass(frozen=True, slots=True)
 class Karcher(_Weighted):
     """The Karcher (Fréchet) mean of the models' directions, times the mean of their lengths; all models alike.
 
@@ -394,7 +388,6 @@ def _tangent(mean_P: Coefficients, units_VP: Coefficients, gram_PP: Gram, tolera
     return tangent_P
 
 
-@dataclass(frozen=True, slots=True)
 class ModelStock(AllAlike):
     """`t mean(M_i) + (1 - t) M_0`, `t = k cos / (1 + (k - 1) cos)`, with the mean cosine between the deltas.
 
@@ -442,7 +435,6 @@ def stock_shares(gram_GPP: Gram) -> Coefficients:
 # --- the point whose distances to the models sum to the least ---
 
 
-@dataclass(frozen=True, slots=True)
 class GeometricMedian(_Weighted):
     """`argmin_x Σ w_i ||x - M_i||`, the tensor being one vector: an average whose weights fall with the distance to it.
 

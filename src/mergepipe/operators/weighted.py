@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from mergepipe.kernels.select import Weighed
 
 
-@dataclass(frozen=True, slots=True)
 class Linear(Plain):
     """`sum_i w_i M_i`, weights normalised by default, written around the anchor: `(sum w) M_0 + sum_i w_i delta_i`.
 
@@ -81,7 +80,6 @@ class Linear(Plain):
         return ElementwiseRule(coefficients_E=weights_E.astype(np.float32), anchor_scale=total)
 
 
-@dataclass(frozen=True, slots=True)
 class Passthrough(Plain):
     """The single model, times `scale`."""
 
@@ -131,7 +129,6 @@ class _Numbers:
         return Weighed(row_E[: len(self.factor_K)], numbers_K, self.factor_K)
 
 
-@dataclass(frozen=True, slots=True)
 class Fisher(Plain):
     """`M_0 + lambda sum_i w_i F_i delta_i / sum_i w_i F_i`, element by element: with `lambda` 1 an average of models.
 
@@ -202,7 +199,6 @@ class _Resolved:
         merge_resolved(block, self.numbers.weighed(block), epsilon, cuts, np.float32(scale))
 
 
-@dataclass(frozen=True, slots=True)
 class Sar(AllAlike):
     """`M_0 + lambda delta_j`: where several models change an element, `j` is the one with the largest `w_i F_i`.
 
