@@ -211,7 +211,8 @@ test-faults: $(VENV)/.test
 
 # A million inputs, most of them wrong: FUZZ_INPUTS, FUZZ_SEED and FUZZ_MINUTES change the run.
 test-fuzz: $(VENV)/.test
-	PYTHONPATH=tests $(BIN)/python -m tests.fuzz.run --inputs $(or $(FUZZ_INPUTS),1000000) --seed $(or $(FUZZ_SEED),0) --minutes $(or $(FUZZ_MINUTES),60)
+	MERGEPIPE_FUZZ_INPUTS=$(or $(FUZZ_INPUTS),1000000) MERGEPIPE_FUZZ_SEED=$(or $(FUZZ_SEED),0) \
+		MERGEPIPE_FUZZ_MINUTES=$(or $(FUZZ_MINUTES),60) $(PYTEST) -n 2 --no-fsync tests/fuzz
 
 test-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
 	$(FRAMEWORK_PYTEST) tests/tailor tests/checkpoints/test_component_frameworks.py tests/checkpoints/test_codes_against_libraries.py

@@ -15,6 +15,7 @@ from mergepipe.checkpoints.directory import MAX_PROBLEMS, open_checkpoint
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError
 from mergepipe.storage.contract import WEIGHT_INDEX_BYTES
 from mergepipe.storage.location import Location
+from support.refusals import refusal, refuses
 from support.safetensors_bytes import file_bytes, honest_file
 from support.stores import MetadataStore
 
@@ -39,10 +40,8 @@ def write_index(root: Path, weight_map: object) -> None:
     (root / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
-def refusal(root: Path, error: type[MergePipeError] = CorruptError) -> MergePipeError:
-    with pytest.raises(error) as caught:
-        open_checkpoint(MetadataStore(), Location.local(root))
-    return caught.value
+def refused(root: Path, error: type[MergePipeError] = CorruptError) -> MergePipeError:
+    return refusal(lambda: open_checkpoint(MetadataStore(), Location.local(root)), error)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def refusal(root: Path, error: type[MergePipeError] = CorruptError) -> MergePipe
 )
 def test_open_checkpoint__refuses_a_malformed_index(root: Path, text: bytes, words: str) -> None:
     (root / INDEX).write_bytes(text)
-    error = refusal(root)
+    error = refused(root)
     assert (error.code, words in str(error)) == ("checkpoint.damaged", True)
 
 
@@ -77,7 +76,7 @@ def test_open_checkpoint__refuses_a_malformed_index(root: Path, text: bytes, wor
 )  # fmt: skip
 def test_open_checkpoint__a_shard_is_a_plain_safetensors_name(root: Path, shard: str) -> None:
     write_index(root, {"a": shard.replace("{root}", str(root))})
-    error = refusal(root)
+    error = refused(root)
     assert error.code == "checkpoint.damaged"
     assert str(error).isprintable()
 
@@ -86,14 +85,14 @@ def test_open_checkpoint__an_index_over_the_cap_is_not_read(root: Path) -> None:
     with (root / INDEX).open("wb") as file:
         file.truncate(WEIGHT_INDEX_BYTES + 1)
     store = MetadataStore()
-    with pytest.raises(CorruptError) as caught:
+    with refuses(CorruptError, "storage.too-large"):
         open_checkpoint(store, Location.local(root))
-    assert (caught.value.code, store.reads) == ("storage.too-large", [])
+    assert store.reads == []
 
 
 def test_open_checkpoint__names_all_missing_shards(root: Path) -> None:
     write_index(root, {"a": A, "c": "c.safetensors", "d": "d.safetensors"})
-    error = refusal(root, NotFoundError)
+    error = refused(root, NotFoundError)
     assert [p.code for p in error.problems] == ["checkpoint.incomplete"] * 2
     assert "'c.safetensors'" in str(error.problems[0])
     assert "'d.safetensors'" in str(error.problems[1])
@@ -111,7 +110,7 @@ def test_open_checkpoint__refuses_an_index_that_disagrees_with_the_shards(
     root: Path, weight_map: dict[str, str], reason: str, words: list[str]
 ) -> None:
     write_index(root, weight_map)
-    error = refusal(root)
+    error = refused(root)
     assert error.code == "checkpoint.damaged"
     assert [word for word in (reason, *words) if word not in str(error.problems[0])] == []
 
@@ -119,7 +118,7 @@ def test_open_checkpoint__refuses_an_index_that_disagrees_with_the_shards(
 @pytest.mark.parametrize("n_lies", [MAX_PROBLEMS, MAX_PROBLEMS + 5])
 def test_open_checkpoint__lists_a_bounded_number_of_disagreements(root: Path, n_lies: int) -> None:
     write_index(root, {"a": A, "b": B, **{f"x{i:02}": A for i in range(n_lies)}})
-    problems = refusal(root).problems
+    problems = refused(root).problems
     assert len(problems) == MAX_PROBLEMS + (n_lies > MAX_PROBLEMS)
     assert problems[-1].message.startswith("and 5 more" if n_lies > MAX_PROBLEMS else "tensor 'x19'")
 
@@ -130,7 +129,7 @@ def test_open_checkpoint__refuses_links_out_of_the_directory(root: Path, name: s
     write_index(root, {"a": A, "b": B})
     (root / name).unlink(missing_ok=True)
     (root / name).symlink_to(target.format(outside=root.parent / "outside"))
-    error = refusal(root)
+    error = refused(root)
     assert error.code == "checkpoint.damaged"
     assert str(root / name) in str(error)
     assert str(root.parent / "outside" / "secret.safetensors") in str(error)
@@ -148,7 +147,7 @@ def test_open_checkpoint__hub_links_lead_only_to_blobs_of_the_same_repository(
     (tmp_path / target).parent.mkdir(parents=True)
     (tmp_path / target).write_bytes(honest_file("a"))
     (snapshot / "model.safetensors").symlink_to(tmp_path / target)
-    assert refusal(snapshot).code == "checkpoint.damaged"
+    assert refused(snapshot).code == "checkpoint.damaged"
 
 
 @pytest.mark.parametrize("place", ["models/snapshots", "models--org--name/others"])
@@ -159,7 +158,7 @@ def test_open_checkpoint__hub_rule_needs_a_hub_folder(tmp_path: Path, place: str
     blobs.mkdir()
     (blobs / "x").write_bytes(honest_file("a"))
     (folder / "model.safetensors").symlink_to("../../blobs/x")
-    assert refusal(folder).code == "checkpoint.damaged"
+    assert refused(folder).code == "checkpoint.damaged"
 
 
 @pytest.mark.parametrize("name", [INDEX, "config.json", "model.safetensors"])
@@ -167,7 +166,7 @@ def test_open_checkpoint__other_dangling_links_are_named(root: Path, name: str) 
     if name == "config.json":
         write_index(root, {"a": A, "b": B})
     (root / name).symlink_to("nowhere")
-    error = refusal(root, NotFoundError)
+    error = refused(root, NotFoundError)
     assert (error.code, error.problems[0].where) == ("checkpoint.incomplete", str(root / name))
 
 
@@ -177,7 +176,7 @@ def test_open_checkpoint__refuses_what_is_no_regular_file(root: Path, name: str,
     write_index(root, {"a": A, "b": B})
     (root / name).unlink(missing_ok=True)
     make(root / name)
-    error = refusal(root)
+    error = refused(root)
     assert (error.code, error.problems[0].where) == ("checkpoint.damaged", str(root / name))
 
 
@@ -239,7 +238,7 @@ def test_open_checkpoint__refuses_every_lie(root: Path, lie: str) -> None:
     weight_map, arrange, code, words = LIES[lie]
     if weight_map:
         write_index(root, weight_map)
-    error = refusal(arrange(root), MergePipeError)
+    error = refused(arrange(root), MergePipeError)
     assert (error.code, words in str(error)) == (code, True)
     assert str(error).encode()
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +30,8 @@ def tripled(x):
     return x * 3
 """
 SOMEBODY = 65534
-GUARD_SECONDS = 100
 
-
-@pytest.fixture(autouse=True)
-def guard() -> Iterator[None]:
-    """Fail a test that waits for ever."""
-
-    def fail(_number: int, _frame: object) -> None:
-        raise TimeoutError
-
-    previous = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(GUARD_SECONDS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, previous)
+pytestmark = pytest.mark.timeout(100)  # for what waits for ever
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import pytest
 
 import mergepipe
 from mergepipe.cli.commands.budgets import check_page
-from mergepipe.errors import MergePipeError, OutputError
+from mergepipe.errors import OutputError
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import output, owned
 from mergepipe.storage.owned import OWNER_NAME, write_owner
 from support.disk_families import tree_digest, weights_digest
 from support.families import TINY, write_family
 from support.faults import replaced, system_error
+from support.refusals import refusal
 
 RECIPE = """\
 merge_method: linear
@@ -115,10 +117,7 @@ def staging_of(command: str, work: Work) -> Path:
     return staging_directory(work.out.with_name("expert-2") if command == "pack" else work.out)
 
 
-def refusal(call: Callable[[], object]) -> MergePipeError:
-    with pytest.raises(OutputError) as caught:
-        call()
-    return caught.value
+refused = partial(refusal, kind=OutputError)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -126,12 +125,12 @@ def test_staging__that_is_not_ours_is_refused_by_every_command(work: Work, comma
     staging = staging_of(command, work)
     before = state(work.theirs, work.family)
     staging.symlink_to(work.theirs)
-    error = refusal(lambda: COMMANDS[command](work))
+    error = refused(lambda: COMMANDS[command](work))
     assert error.code == "output.link"
     assert str(staging) in str(error)
     staging.unlink()
     shutil.copytree(work.theirs, staging)
-    error = refusal(lambda: COMMANDS[command](work))
+    error = refused(lambda: COMMANDS[command](work))
     assert error.code == "output.not-ours"
     assert (staging / "notes").read_text() == "precious"
     assert state(work.theirs, work.family) == before
@@ -162,20 +161,20 @@ def test_repair__of_a_link_puts_a_file_in_its_place(work: Work, name: str, kind:
 
 def test_repair__does_not_follow_a_link_to_the_snapshot(work: Work) -> None:
     (work.root / "latest").symlink_to(work.snapshot)
-    assert refusal(lambda: mergepipe.repair(work.root / "latest")).code == "output.link"
+    assert refused(lambda: mergepipe.repair(work.root / "latest")).code == "output.link"
 
 
 def test_plan_and_page__are_not_written_through_links(work: Work) -> None:
     target, link = work.theirs / "notes", work.root / "plan.json"
     link.symlink_to(target)
     plan = mergepipe.plan(work.root / "recipe.yml", budget="60%", home=work.root / "home")
-    assert refusal(lambda: mergepipe.store_plan(plan, link)).code == "output.link"
+    assert refused(lambda: mergepipe.store_plan(plan, link)).code == "output.link"
     link.unlink()
     beside = owned.marked_name("plan.json", f".{os.getpid()}-0.mergepipe-new")
     (work.root / beside).symlink_to(target)
-    assert refusal(lambda: mergepipe.store_plan(plan, link)).code == "output.link"
+    assert refused(lambda: mergepipe.store_plan(plan, link)).code == "output.link"
     (work.root / "page.html").symlink_to(target)
-    assert refusal(lambda: check_page(work.root / "page.html")).code == "output.link"
+    assert refused(lambda: check_page(work.root / "page.html")).code == "output.link"
     assert target.read_text() == "precious"
     assert (work.root / beside).is_symlink()
 
@@ -227,7 +226,7 @@ def test_force__refuses_where_files_lie_that_the_manifest_does_not_list(work: Wo
         path.parent.mkdir(exist_ok=True)
         path.write_text("precious")
     before = state(out)
-    error = refusal(lambda: work.merge(out, force=True))
+    error = refused(lambda: work.merge(out, force=True))
     assert error.code == "output.not-ours"
     assert "a.txt, b/c.txt, d.txt and 1 more" in str(error)
     assert state(out) == before
@@ -240,7 +239,7 @@ def test_force__looks_again_when_it_publishes(work: Work) -> None:
     def note(_: object) -> None:
         (work.snapshot / "notes").write_text("precious")
 
-    error = refusal(lambda: work.merge(work.snapshot, force=True, on_progress=note))
+    error = refused(lambda: work.merge(work.snapshot, force=True, on_progress=note))
     assert error.code == "output.not-ours"
     assert (work.snapshot / "notes").read_text() == "precious"
 
@@ -254,8 +253,8 @@ def test_merge__takes_every_name_that_the_file_system_takes(work: Work) -> None:
         work.merge(out)
         assert weights_digest(out) == weights_digest(work.snapshot)
         work.merge(out, force=True)
-    assert refusal(lambda: work.merge(work.out.with_name("x" * 256))).code == "output.place"
-    assert refusal(lambda: work.merge(work.out.with_name("x" * 256), force=True)).code == "output.place"
+    assert refused(lambda: work.merge(work.out.with_name("x" * 256))).code == "output.place"
+    assert refused(lambda: work.merge(work.out.with_name("x" * 256), force=True)).code == "output.place"
 
 
 def check_all_storage(work: Work, out: Path) -> None:

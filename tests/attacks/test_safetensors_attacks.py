@@ -16,7 +16,7 @@ from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES, MAX_HEADER_BYTES
 from mergepipe.core.strict_json import MAX_DEPTH, parse_object
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
-from support.refusals import refuses
+from support.refusals import refusal, refuses
 from support.safetensors_bytes import file_bytes, honest_file, record
 from support.stores import InMemoryStore
 
@@ -28,11 +28,10 @@ def parse(content: bytes) -> WeightHeader:
     return read_header(InMemoryStore({PATH: content}), PATH)
 
 
-def refusal(content: bytes) -> MergePipeError:
-    with pytest.raises(CorruptError) as caught:
-        parse(content)
-    assert caught.value.problems[0].where == str(PATH)
-    return caught.value
+def refused(content: bytes) -> MergePipeError:
+    error = refusal(lambda: parse(content), CorruptError)
+    assert error.problems[0].where == str(PATH)
+    return error
 
 
 def one(entry: object, tensor_bytes: bytes = bytes(4)) -> bytes:
@@ -151,7 +150,7 @@ LIES: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_read_header__tells_every_lie_by_its_words_in_a_short_printable_line(lie: str) -> None:
     content, words = LIES[lie]
-    error = refusal(content)
+    error = refused(content)
     assert (error.code, words in str(error)) == ("checkpoint.damaged", True)
     assert (str(error).isprintable(), len(str(error)) < 600) == (True, True)
 
@@ -264,6 +263,6 @@ def test_read_header__refuses_tilings_the_library_refuses(tiling: tuple[dict[str
     try:
         LIBRARY_READ(content)
     except safetensors.SafetensorError:
-        refusal(content)
+        refused(content)
     else:
         parse(content)  # well-formed entries: what the library reads, we read

@@ -23,8 +23,6 @@ from support.mutations import Mutator, Shape
 from support.refusals import refuses
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-SHORT_INPUTS = 120
-SHORT_SECONDS = 0.6
 NAMES = (
     "safetensors", "index", "pickle", "torch-pickle", "torch-zip", "plan", "manifest", "log", "block-table",
     "statistics-header", "statistics-file", "tokenizer.json", "tokenizer_config", "vocab.json",
@@ -32,6 +30,8 @@ NAMES = (
     "save-log", "composition", "composition-tree", "trainer", "dcp", "zero", "store-header", "store-index",
     "store-block",
 )  # fmt: skip
+N_INPUTS = int(os.environ.get("MERGEPIPE_FUZZ_INPUTS", "3600")) // len(NAMES)  # `make test-fuzz` asks for more
+SECONDS = 60 * float(os.environ.get("MERGEPIPE_FUZZ_MINUTES", "0.3")) / len(NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,13 @@ def test_target__reads_what_its_inputs_begin_from(targets: dict[str, Target], na
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_target__answers_damage_with_typed_errors_only(targets: dict[str, Target], name: str) -> None:
+def test_target__answers_damage_with_typed_errors_only(targets: dict[str, Target], name: str, tmp_path: Path) -> None:
     seed = int(os.environ.get("MERGEPIPE_FUZZ_SEED", "0"))
-    tally = fuzz(targets[name], seed, SHORT_INPUTS, time.monotonic() + SHORT_SECONDS)
-    assert [(failure.kind, failure.content[:300], failure.trace) for failure in tally.failures] == []
+    tally = fuzz(targets[name], seed, N_INPUTS, time.monotonic() + SECONDS)
+    for number, failure in enumerate(tally.failures):
+        (tmp_path / str(number)).write_bytes(failure.content)
+    told = [(failure.kind, failure.content[:300], failure.trace) for failure in tally.failures]
+    assert told == [], f"whole inputs are in {tmp_path}"
     assert tally.inputs > 0
 
 

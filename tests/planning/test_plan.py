@@ -30,6 +30,7 @@ from mergepipe.recipes.tasks import TensorParameters
 from mergepipe.reports import Fallback
 from mergepipe.storage.contract import FileId
 from support.places import DOCS
+from support.refusals import refusal
 
 BLOCK = 100
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -191,9 +192,7 @@ def changed(**values: object) -> bytes:
 
 
 def refused(raw: bytes) -> MergePipeError:
-    with pytest.raises(MergePipeError) as caught:
-        parse_plan(raw, "p.json")
-    return caught.value
+    return refusal(lambda: parse_plan(raw, "p.json"))
 
 
 @pytest.mark.parametrize("key", ["budget_bytes", "planned_bytes", "operator", "recipe", "policy", "digest"])

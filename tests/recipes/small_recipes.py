@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.core.blocks import DType, element_count
 from mergepipe.errors import MergePipeError
@@ -17,6 +15,7 @@ from mergepipe.recipes.recipe_files import load_recipes
 from mergepipe.recipes.resolution import resolve
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
+from support import refusals
 from support.published_forms import MODELS
 
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]
@@ -48,9 +47,7 @@ def checkpoint(tensors: Tensors, kind: CheckpointKind = CheckpointKind.FULL) -> 
 
 
 def refusal(recipe: Recipe, *checkpoints: Checkpoint, allow: tuple[str, ...] = ()) -> MergePipeError:
-    with pytest.raises(MergePipeError) as caught:
-        resolve(recipe, checkpoints, allow)
-    return caught.value
+    return refusals.refusal(lambda: resolve(recipe, checkpoints, allow))
 
 
 def problems(recipe: Recipe, *checkpoints: Checkpoint, allow: tuple[str, ...] = ()) -> list[str]:
@@ -79,9 +76,7 @@ def load(folder: Path, text: str, **strictness: bool) -> Recipe:
 
 
 def load_refusal(folder: Path, text: str) -> MergePipeError:
-    with pytest.raises(MergePipeError) as caught:
-        load_all(folder, text)
-    return caught.value
+    return refusals.refusal(lambda: load_all(folder, text))
 
 
 def said(folder: Path, text: str) -> list[str]:

@@ -90,23 +90,7 @@ def weight_targets(folder: Path) -> tuple[Target, ...]:
     header = Shape(seeds.SAFETENSORS_HEADERS, seals.safetensors_file, words=words, is_json=True)
     pickles = tuple(PickleWriter().write(value) for value in seeds.state_dicts())
     globals_ = (b"ctorch\nFloatStorage\n", b"cposix\nsystem\n", b"ccollections\nOrderedDict\n", b"cbuiltins\neval\n")
-    opcodes = (
-        b"(",
-        b"t",
-        b"R",
-        b"Q",
-        b"b",
-        b"}",
-        b"]",
-        b"u",
-        b"e",
-        b"0",
-        b"2",
-        b"q\x00",
-        b"h\x00",
-        b"\x95",
-        b"\x8a\xff",
-    )
+    opcodes = (*(bytes([opcode]) for opcode in b"(tRQb}]ue02"), b"q\x00", b"h\x00", b"\x95", b"\x8a\xff")
     pickle = Shape(pickles, split=seals.instructions_of, words=(*globals_, *opcodes))
     zipped = Shape(pickles, seals.torch_file, seals.instructions_of, (b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"))
     archives = Shape(tuple(torch_bytes(value) for value in seeds.state_dicts()), split=seals.fixed(64))
@@ -238,6 +222,7 @@ def training_targets(folder: Path) -> tuple[Target, ...]:
     composition = folder / "composition.yml"
     for name in ("old", "new"):
         (folder / name).mkdir()
+    read = on_disk(composition, lambda: load_composition(Location.local(composition), LocalStore()))
     log = Shape(seeds.save_logs(), split=seals.lines_of)
     partial = Shape((seeds.partial_manifest(known.shapes),), seals.seal_store_header, is_json=True)
     trees = Shape(seeds.as_trees(seeds.COMPOSITIONS), words=seeds.COMPOSITION_WORDS, is_json=True)
@@ -245,16 +230,8 @@ def training_targets(folder: Path) -> tuple[Target, ...]:
     return (
         Target("partial-manifest", lambda raw: PARTIAL_FORMAT.parse(raw, FILE), partial),
         Target("save-log", lambda raw: read_log(raw.decode("utf-8", errors="replace")), log),
-        Target(
-            "composition",
-            on_disk(composition, lambda: load_composition(Location.local(composition), LocalStore())),
-            recipe,
-        ),
-        Target(
-            "composition-tree",
-            on_disk(composition, lambda: load_composition(Location.local(composition), LocalStore())),
-            trees,
-        ),
+        Target("composition", read, recipe),
+        Target("composition-tree", read, trees),
         _training("trainer", folder / "hf", "optimizer.pt"),
         _training("dcp", folder / "dcp", ".metadata"),
         _training("zero", folder / "zero", "mp_rank_00_model_states.pt"),

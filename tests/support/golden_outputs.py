@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from support.disk_families import write_family as write_odd_family
 from support.families import FamilyShape, write_family
 from support.places import GOLDEN
 from support.training_trees import (
+    KnownStates,
     decay_groups,
     decoder_shapes,
     known_states,
@@ -177,19 +178,15 @@ def composites(root: Path) -> dict[str, dict[str, str]]:
     """One composite of each training format, from two checkpoints."""
     shapes = decoder_shapes()
     results = {}
-    for kind in ("hf", "zero2", "zero3", "dcp"):
+    writers: dict[str, Callable[[Path, KnownStates], None]] = {
+        "hf": write_hf,
+        "zero2": lambda folder, known: write_zero12(folder, known, decay_groups(shapes), 2),
+        "zero3": lambda folder, known: write_zero3(folder, known, decay_groups(shapes), 2),
+        "dcp": lambda folder, known: write_dcp(folder, known, 2),
+    }
+    for kind, write in writers.items():
         for number, step in enumerate((3, 7)):
-            known = known_states(shapes, seed=number, step=step)
-            folder = root / kind / f"checkpoint-{step}"
-            match kind:
-                case "hf":
-                    write_hf(folder, known)
-                case "zero2":
-                    write_zero12(folder, known, decay_groups(shapes), 2)
-                case "zero3":
-                    write_zero3(folder, known, decay_groups(shapes), 2)
-                case _:
-                    write_dcp(folder, known, 2)
+            write(root / kind / f"checkpoint-{step}", known_states(shapes, seed=number, step=step))
         recipe = root / f"{kind}.yml"
         units = f"{{from: {kind}/checkpoint-3, units: ['layers 0-1', embed]}}"
         recipe.write_text(f"default: {kind}/checkpoint-7\ntake:\n  - {units}\n")

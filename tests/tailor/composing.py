@@ -9,7 +9,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from mergepipe import tailor
 from mergepipe.checkpoints.directory import open_checkpoint
@@ -32,6 +31,7 @@ from mergepipe.tailor.composition import CompositionReport, compose
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_writer import write_files
 from mergepipe.tailor.formats import open_training_checkpoint
+from support.refusals import refusal
 from support.stores import MetadataStore
 from support.training_trees import (
     KnownStates,
@@ -115,6 +115,17 @@ class Pair:
         place = Location.local(self.out if out is None else out)
         return compose(Location.local(self.recipe(text)), place, options, lambda *_: None)
 
+    def sources(self) -> dict[str, tuple[bytes, int, int]]:
+        return tree(self.folder / "old") | tree(self.folder / "new")
+
+    def refused(self, text: str) -> MergePipeError:
+        """The error of a composition that writes nothing."""
+        recipe = Location.local(self.recipe(text))
+        before = tree(self.folder)
+        error = refusal(lambda: compose(recipe, Location.local(self.out), FULL, lambda *_: None))
+        assert (self.out.exists(), hidden(self.folder), tree(self.folder) == before) == (False, [], True)
+        return error
+
 
 def make_pair(folder: Path, write: Write, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Pair:
     shapes = shapes if shapes is not None else decoder_shapes()
@@ -151,6 +162,13 @@ def model_values(folder: Path) -> dict[str, npt.NDArray[np.generic]]:
         raw = entry.file.local_path.read_bytes()[entry.offset : entry.offset + entry.nbytes]
         arrays[name] = np.frombuffer(raw, NUMPY_TYPES[entry.dtype.name]).reshape(entry.shape)
     return arrays
+
+
+def wrong_weights(out: Path, known: KnownStates) -> list[str]:
+    """Weights of a model that are not the masters."""
+    made = model_values(out)
+    assert made.keys() == known.shapes.keys()
+    return [name for name, value in made.items() if not np.array_equal(value, known.arrays[name, FP32])]
 
 
 def wrong_values(out: Path, pair: Pair, from_old: Collection[str]) -> list[str]:
@@ -190,8 +208,6 @@ def hidden(folder: Path) -> list[str]:
 
 def refuses_export(checkpoint: Path, code: str, message: str) -> None:
     """An export is refused in one line, and nothing is written."""
-    with pytest.raises(MergePipeError) as caught:
-        tailor.export(checkpoint, checkpoint.parent / "out")
-    assert (caught.value.code, len(caught.value.problems)) == (code, 1)
-    assert message in str(caught.value)
+    error = refusal(lambda: tailor.export(checkpoint, checkpoint.parent / "out"))
+    assert (error.code, len(error.problems), message in str(error)) == (code, 1, True)
     assert ((checkpoint.parent / "out").exists(), hidden(checkpoint.parent)) == (False, [])

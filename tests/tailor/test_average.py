@@ -28,7 +28,7 @@ from mergepipe.tailor.copy_plan import AverageRange, FilePlan, patch_states
 from mergepipe.tailor.copy_writer import write_files
 from mergepipe.tailor.recipes import SCHEMES, AverageRequest, OptimizerState, scheme_weights
 from mergepipe.tailor.self_check import ResultCheck
-from support.refusals import refuses
+from support.refusals import refusal, refuses
 from support.training_trees import STATES, KnownStates, decoder_shapes, known_states, write_hf, write_trainer_files
 
 STEPS = (3, 5, 9)
@@ -264,9 +264,9 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_average__refuses_options_by_name(
     steps: list[Path], tmp_path: Path, options: Mapping[str, object], code: str
 ) -> None:
-    with pytest.raises(MergePipeError) as caught:
+    with refuses(MergePipeError, code):
         tailor.average(steps, tmp_path / "out", **options)  # type: ignore[arg-type]
-    assert (caught.value.code, (tmp_path / "out").exists()) == (code, False)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -287,10 +287,8 @@ def test_average__refuses_values_of_a_recipe_by_place(
 ) -> None:
     recipe = tmp_path / "average.yml"
     recipe.write_text(f"average:\n  checkpoints: [{', '.join(map(str, steps))}]\n  {line}\n", encoding="utf-8")
-    with pytest.raises(MergePipeError) as caught:
-        tailor.check(recipe)
-    assert (caught.value.code, len(caught.value.problems)) == (code, 1)
-    assert message in str(caught.value)
+    error = refusal(lambda: tailor.check(recipe))
+    assert (error.code, len(error.problems), message in str(error)) == (code, 1, True)
 
 
 def test_average__refuses_checkpoints_that_are_no_steps_of_one_run(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ from composing import (
 )
 
 from mergepipe.checkpoints.torch_file import read_torch_zip
-from mergepipe.errors import ConflictError, CorruptError, MergePipeError, MismatchError, OutputError, RecipeError
-from mergepipe.options import ComposeOptions
+from mergepipe.errors import ConflictError, CorruptError, MismatchError, OutputError, RecipeError
 from mergepipe.snapshots.manifest import StepPolicy
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.ledger import Purpose
@@ -78,9 +77,6 @@ class Composed:
     report: CompositionReport
     before: dict[str, tuple[bytes, int, int]]
 
-    def sources(self) -> dict[str, tuple[bytes, int, int]]:
-        return tree(self.pair.folder / "old") | tree(self.pair.folder / "new")
-
     def wrong_values(self, out: Path) -> list[str]:
         return wrong_values(out, self.pair, [name for name in self.pair.old.shapes if from_old(name)])
 
@@ -92,7 +88,7 @@ def compositions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Co
     @cache
     def composed(kind: str) -> Composed:
         pair = make_pair(tmp_path_factory.mktemp(kind), FORMATS[kind])
-        before = tree(pair.folder / "old") | tree(pair.folder / "new")
+        before = pair.sources()
         return Composed(kind, pair, pair.compose(PARITY), before)
 
     return composed
@@ -109,7 +105,7 @@ def zero2(tmp_path: Path) -> Pair:
 
 
 def test_compose__gives_every_value_its_source_and_leaves_the_sources_alone(composed: Composed) -> None:
-    assert composed.sources() == composed.before
+    assert composed.pair.sources() == composed.before
     assert {links for _, _, links in composed.before.values()} == {1}
     assert composed.wrong_values(composed.pair.out) == []
     assert sum(map(from_old, composed.pair.old.shapes)) == 10
@@ -167,16 +163,12 @@ def test_compose__counts_steps_as_its_policy_says(composed: Composed) -> None:
     assert policies == ({StepPolicy.NEWEST} if is_shared else {StepPolicy.EXACT})
 
 
-def test_compose__is_deterministic(composed: Composed, tmp_path: Path) -> None:
-    second = composed.pair.compose(PARITY, replace(FULL, memory_bytes=16 << 20), tmp_path / "out")
-    assert composed.report.manifest is not None
-    assert second.manifest is not None
-    assert composed.report.manifest.files == second.manifest.files
-
-
-def test_compose__reads_every_needed_byte_once(composed: Composed, tmp_path: Path) -> None:
-    report = composed.pair.compose(PARITY, replace(FULL, self_check="off"), tmp_path / "out")
+def test_compose__reads_every_needed_byte_once_and_is_deterministic(composed: Composed, tmp_path: Path) -> None:
+    options = replace(FULL, self_check="off", memory_bytes=16 << 20)
+    report = composed.pair.compose(PARITY, options, tmp_path / "out")
     assert report.manifest is not None
+    assert composed.report.manifest is not None
+    assert report.manifest.files == composed.report.manifest.files
     realized = report.manifest.realized
     moved = realized[Purpose.BASE] + realized[Purpose.EXPERT]
     assert moved == report.plan.read_bytes <= report.plan.output_bytes
@@ -187,18 +179,8 @@ def test_compose__reads_every_needed_byte_once(composed: Composed, tmp_path: Pat
 # --- refusals
 
 
-def refused(pair: Pair, text: str, options: ComposeOptions = FULL) -> MergePipeError:
-    before = tree(pair.folder / "old") | tree(pair.folder / "new")
-    with pytest.raises(MergePipeError) as caught:
-        pair.compose(text, options)
-    assert not pair.out.exists()
-    assert hidden(pair.folder) == []
-    assert tree(pair.folder / "old") | tree(pair.folder / "new") == before
-    return caught.value
-
-
 def test_compose__tells_everything_that_is_wrong_at_once(zero2: Pair) -> None:
-    error = refused(zero2, "take: [{from: old, units: [layers evn, embed]}, {from: gone, unit: [x]}]\ndefalt: new")
+    error = zero2.refused("take: [{from: old, units: [layers evn, embed]}, {from: gone, unit: [x]}]\ndefalt: new")
     assert [p.code for p in error.problems] == [
         "recipe.unknown-name", "recipe.units", "recipe.unknown-name", "recipe.incomplete",
         "model.not-found",
@@ -222,7 +204,7 @@ def test_compose__refuses_sources_that_do_not_fit(zero2: Pair, misfit: str) -> N
     write, reason = MISFITS[misfit]
     shutil.rmtree(zero2.folder / "old")
     write(zero2.folder / "old")
-    error = refused(zero2, PARITY)
+    error = zero2.refused(PARITY)
     assert isinstance(error, MismatchError)
     assert (error.code, any(reason in p.message for p in error.problems)) == ("checkpoint.mismatch", True)
 
@@ -245,7 +227,7 @@ def test_compose__takes_tied_weights_from_one_source(tmp_path: Path, kind: str) 
         "pre_weights: [{name: model.embed_tokens.weight, model: old}, {name: model.norm.weight, model: new}]\n"
         "post_weights: [{name: lm_head.weight, model: %s}]\n"
     )
-    assert refused(pair, text % "new").code == "checkpoint.mismatch"
+    assert pair.refused(text % "new").code == "checkpoint.mismatch"
     pair.compose(text % "old")
     made = checkpoint_at(pair.out)
     assert (dict(made.units.tied), "lm_head.weight" in made.parameters) == (TIED, False)
@@ -263,7 +245,7 @@ def test_compose__refuses_checksums_it_could_not_renew(tmp_path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             members = [Member(n, archive.read(n), flags=0) for n in archive.namelist()]
         path.write_bytes(zip_bytes(members))
-    assert refused(pair, PARITY).code == "checkpoint.unsupported"
+    assert pair.refused(PARITY).code == "checkpoint.unsupported"
 
 
 # --- slices
@@ -310,7 +292,7 @@ def slices(*ranges: list[int], rest: str = "base_model: old") -> str:
     ],
 )
 def test_compose__explains_what_is_wrong_with_a_recipe(zero2: Pair, text: str, code: str, words: str) -> None:
-    error = refused(zero2, text)
+    error = zero2.refused(text)
     assert (type(error), error.code, words in str(error)) == (RecipeError, code, True)
 
 
@@ -318,7 +300,7 @@ def test_compose__refuses_another_dtype_than_the_sources(zero2: Pair) -> None:
     text = "slices: [{sources: [{model: new, layer_range: [0, 3]}]}]\nmerge_method: passthrough\ndtype: bfloat16\n"
     names = ("model.norm.weight", "lm_head.weight", "model.embed_tokens.weight")
     weights = ", ".join(f"{{name: {n}, model: new}}" for n in names)
-    assert refused(zero2, f"{text}post_weights: [{weights}]").code == "checkpoint.mismatch"
+    assert zero2.refused(f"{text}post_weights: [{weights}]").code == "checkpoint.mismatch"
 
 
 def test_compose__touches_nothing_that_is_not_its_own(zero2: Pair) -> None:
@@ -413,15 +395,15 @@ def test_compose__takes_units_from_a_partial_checkpoint(with_partial: Pair) -> N
 
 
 def test_compose__refuses_units_that_a_partial_checkpoint_lacks(with_partial: Pair) -> None:
-    error = refused(with_partial, "default: old\ntake: [{from: new, units: [layers 0-1]}]\n")
+    error = with_partial.refused("default: old\ntake: [{from: new, units: [layers 0-1]}]\n")
     assert error.code == "checkpoint.mismatch"
     (problem,) = error.problems
     assert "of model.layers.0." in problem.message
 
 
 def test_compose__needs_the_full_base_of_a_partial_checkpoint(with_partial: Pair) -> None:
-    assert refused(with_partial, "default: new\n").code == "checkpoint.mismatch"
-    error = refused(with_partial, "default: old\nstate_from: new\n")
+    assert with_partial.refused("default: new\n").code == "checkpoint.mismatch"
+    error = with_partial.refused("default: old\nstate_from: new\n")
     assert (error.code, "to resume from" in str(error)) == ("checkpoint.damaged", True)
 
 
@@ -482,5 +464,5 @@ def test_compose__refuses_a_partial_state_that_is_not_whole(
     trainer: Pair, rates: tuple[float, ...], names: tuple[str, ...], code: str, words: str
 ) -> None:
     trainer_partial(trainer.folder / "new", trainer.new, rates, *names)
-    error = refused(trainer, "default: old\nstate_from: new\n")
+    error = trainer.refused("default: old\nstate_from: new\n")
     assert (error.code, words in str(error)) == (code, True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import model_values, refuses_export
+from composing import model_values, refuses_export, wrong_weights
 
 from mergepipe import tailor
 from mergepipe.errors import MergePipeError
@@ -41,9 +41,7 @@ def test_export__makes_a_model_of_a_file(
     (tmp_path / "run" / name).write_bytes(torch_bytes({key: state, **beside} if key else state))
     (tmp_path / "run" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     report = tailor.export(tmp_path / "run" / name, tmp_path / "run" / "model", self_check="full")
-    made = model_values(tmp_path / "run" / "model")
-    assert (report.plan.assignment.skeleton.step, made.keys()) == (step, known.shapes.keys())
-    assert all(np.array_equal(value, known.arrays[name, "fp32"]) for name, value in made.items())
+    assert (report.plan.assignment.skeleton.step, wrong_weights(tmp_path / "run" / "model", known)) == (step, [])
     assert (tmp_path / "run" / "model" / "config.json").is_file()
 
 

@@ -40,15 +40,11 @@ def test_to_line__is_read_back_as_it_was(record: SaveRecord) -> None:
 
 
 def test_read_log__gives_up_the_branch_that_training_went_back_from() -> None:
-    log = read_log(save(1, EMBED) + save(2, EMBED) + save(3, EMBED) + save(2, EMBED, NORM))
-    assert [(r.step, len(r.units)) for r in log.records] == [(1, 1), (2, 2)]
-    assert log.dropped_steps == (3,)
-
-
-def test_read_log__gives_up_what_was_saved_past_a_start() -> None:
-    text = save(2) + save(4) + save(6) + SaveRecord(4).to_line() + save(9)
-    assert [r.step for r in read_log(text).records] == [2, 4, 9]
-    assert read_log(text).dropped_steps == (6,)
+    """By a save of a step that was saved, or by a start at one."""
+    for back, steps in ((save(2, EMBED, NORM), [(1, 1), (2, 2)]), (SaveRecord(2).to_line(), [(1, 1), (2, 1)])):
+        log = read_log(save(1, EMBED) + save(2, EMBED) + save(3, EMBED) + back + save(9, EMBED))
+        assert [(r.step, len(r.units)) for r in log.records] == [*steps, (9, 1)]
+        assert log.dropped_steps == (3,)
 
 
 @pytest.mark.parametrize("tail", ['{"step": 7, "fl', "{", '{"step": 7}]'])

@@ -15,7 +15,6 @@ from composing import FULL, Pair, checkpoint_at, edit, make_pair, tree, wrong_va
 from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.core.strict_json import JsonValue
-from mergepipe.errors import MergePipeError
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, Framework
 from mergepipe.tailor.composition import CompositionReport
@@ -86,14 +85,6 @@ def write_trainer_zero(path: Path, known: KnownStates, stage: str, scheduler: ob
         edit(file, {("lr_scheduler",): scheduler})
 
 
-def refused(pair: Pair, text: str = RECIPE) -> MergePipeError:
-    before = tree(pair.folder / "old")
-    with pytest.raises(MergePipeError) as caught:
-        pair.compose(text)
-    assert (tree(pair.folder / "old"), pair.out.exists()) == (before, False)
-    return caught.value
-
-
 def root_of(path: Path) -> Node:
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
@@ -141,7 +132,7 @@ def test_compose__puts_the_scheduler_where_the_engine_keeps_it(tmp_path: Path) -
     (tmp_path / "new" / "scheduler.pt").unlink()
     (tmp_path / "old" / "scheduler.pt").unlink()
     shutil.rmtree(pair.out)
-    error = refused(pair)
+    error = pair.refused(RECIPE)
     assert (error.code, "holds no scheduler.pt" in str(error)) == ("checkpoint.damaged", True)
 
 
@@ -151,14 +142,14 @@ def test_compose__takes_the_complete_checkpoint_where_a_partial_one_has_no_state
     report = pair.compose(RECIPE)
     assert (report.plan.assignment.state.step, ages(report)["layer 1"]) == (7, 7 - LATE)
     shutil.rmtree(pair.out)
-    error = refused(pair, RECIPE + "state_from: new\n")
+    error = pair.refused(RECIPE + "state_from: new\n")
     assert (error.code, "to resume from" in str(error)) == ("checkpoint.damaged", True)
 
 
 def test_compose__refuses_random_states_of_fewer_ranks(tmp_path: Path) -> None:
     pair = zero_pair(tmp_path, "3")
     (tmp_path / "new" / "rng_state_1.pth").unlink()
-    assert "rng_state_1.pth" in str(refused(pair))
+    assert "rng_state_1.pth" in str(pair.refused(RECIPE))
 
 
 # --- torch DCP
@@ -219,5 +210,5 @@ def test_compose__resumes_dcp_at_the_step_of_a_partial_checkpoint(tmp_path: Path
 
 def test_compose__refuses_a_dcp_state_that_lacks_a_value(tmp_path: Path) -> None:
     pair = dcp_pair(tmp_path, {key: value for key, value in PLAIN.items() if key != "step"})
-    error = refused(pair)
+    error = pair.refused(RECIPE)
     assert (error.code, "lacks step" in str(error)) == ("checkpoint.mismatch", True)

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import FORMATS, FULL, Pair, checkpoint_at, edit, make_pair, model_values, stored_values, wrong_values
+from composing import (
+    FORMATS,
+    FULL,
+    Pair,
+    checkpoint_at,
+    edit,
+    make_pair,
+    model_values,
+    stored_values,
+    wrong_values,
+)
 from test_pickled_counters import counters, write_fused
 
 from mergepipe.errors import MergePipeError
@@ -18,6 +28,7 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.checkpoint import FP32
 from mergepipe.tailor.composition import compose
+from support.refusals import refusal
 from support.training_trees import (
     KnownStates,
     decay_groups,
@@ -136,25 +147,19 @@ def test_average__of_native_checkpoints_becomes_universal(tmp_path: Path, kind: 
     assert {kind for _, kind in made.states} >= {FP32, "exp_avg", "exp_avg_sq"}
 
 
-def refused(act: Callable[[], object]) -> str:
-    with pytest.raises(MergePipeError) as caught:
-        act()
-    return caught.value.code
-
-
 def test_export__is_refused_where_it_cannot_be(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, FORMATS["hf"])
     recipe = pair.recipe("default: new\n")
-    assert refused(lambda: api.check(recipe, export="universal")) == "checkpoint.unsupported"
-    assert refused(lambda: api.check(recipe, export="parquet")) == "option.invalid"
+    assert refusal(lambda: api.check(recipe, export="universal")).code == "checkpoint.unsupported"
+    assert refusal(lambda: api.check(recipe, export="parquet")).code == "option.invalid"
 
 
 def test_open__refuses_universal_checkpoints_that_lie(tmp_path: Path) -> None:
     make_pair(tmp_path, write_universal("zero2"))
     states = tmp_path / "new" / "zero" / "model.norm.weight"
     edit(states / "fp32.pt", {("param",): None})
-    assert refused(lambda: api.inspect(tmp_path / "new")) == "checkpoint.damaged"
+    assert refusal(lambda: api.inspect(tmp_path / "new")).code == "checkpoint.damaged"
     (states / "fp32.pt").unlink()
     assert checkpoint_at(tmp_path / "new").missing == ("fp32 of model.norm.weight",)
     edit(tmp_path / "old" / "zero" / "model.norm.weight" / "step.pt", {(): 8})
-    assert refused(lambda: api.inspect(tmp_path / "old")) == "checkpoint.damaged"
+    assert refusal(lambda: api.inspect(tmp_path / "old")).code == "checkpoint.damaged"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from mergepipe.storage.remote.retry import REQUEST_COST_BYTES, RetryPolicy, Tran
 from support.fault_server import Answer, Fault, Request, cut, no_fault, status, with_headers
 from support.hub_cache_files import write_hub_cache
 from support.hub_server import HubServer, hub_server, token_of
+from support.refusals import refusal
 
 WEIGHTS = bytes(range(256)) * 40
 FILES = {"model.safetensors": WEIGHTS, "config.json": b'{"a": 1}', "sub/other.safetensors": b"other"}
@@ -58,12 +59,6 @@ def store(hub: HubServer, tmp_path: Path) -> HubStore:
 
 def read(store: HubStore, location: Location, start: int, stop: int) -> bytes:
     return read_exact(store.open(location), start, stop, Purpose.EXPERT).tobytes()
-
-
-def refused(action: Callable[[], object]) -> MergePipeError:
-    with pytest.raises(MergePipeError) as caught:
-        action()
-    return caught.value
 
 
 def test_pin__takes_one_request_for_everything_but_bytes(hub: HubServer, store: HubStore) -> None:
@@ -153,7 +148,7 @@ def test_read_small__checks_the_content_against_its_digest(hub: HubServer, store
     assert store.read_small(FILE, 1 << 20) == WEIGHTS
     for name in ("config.json", "model.safetensors"):
         hub.fault, hub.cdn.faults = changed_body, [changed_body]
-        error = refused(lambda name=name: store.read_small(MODEL / name, 1 << 20))  # type: ignore[misc]
+        error = refusal(lambda name=name: store.read_small(MODEL / name, 1 << 20))  # type: ignore[misc]
         assert (type(error), error.code) == (ConflictError, "input.changed")
 
 
@@ -181,7 +176,7 @@ def test_read__refuses_answers_that_disagree_with_the_pin(
     store.pin(MODEL)
     fault = with_headers(**{header.replace("-", "_"): value})
     hub.fault, hub.cdn.faults = (no_fault, [fault]) if header == "Content-Range" else (fault, [])
-    assert refused(lambda: read(store, FILE, 0, 10)).code == code
+    assert refusal(lambda: read(store, FILE, 0, 10)).code == code
 
 
 @pytest.mark.parametrize(
@@ -199,7 +194,7 @@ def test_read__refuses_ranges_of_another_version_than_the_first(
 ) -> None:
     hub.cdn.faults = list(faults)
     file = store.open(FILE)
-    error = refused(lambda: [read_exact(file, at, at + 10, Purpose.EXPERT) for at in (0, 10)])
+    error = refusal(lambda: [read_exact(file, at, at + 10, Purpose.EXPERT) for at in (0, 10)])
     assert (type(error), error.code, hub.cdn.faults) == (ConflictError, "input.changed", [])
 
 
@@ -218,7 +213,7 @@ def test_read__of_a_whole_file_in_any_order_is_held_to_its_digest(
         file = store.open(MODEL / name)
         for at in order[:3]:
             read_exact(file, step * at, step * (at + 1), Purpose.EXPERT)
-        error = refused(lambda: read_exact(file, step * order[3], step * (order[3] + 1), Purpose.EXPERT))  # noqa: B023
+        error = refusal(lambda: read_exact(file, step * order[3], step * (order[3] + 1), Purpose.EXPERT))  # noqa: B023
         assert (type(error), error.code) == (ConflictError, "input.changed")
 
 
@@ -253,7 +248,7 @@ def test_token__goes_to_the_hub_and_to_no_other_host(hub: HubServer, tmp_path: P
 def test_read__gives_up_where_new_locations_are_refused_and_shows_no_secret(hub: HubServer, tmp_path: Path) -> None:
     store = store_of(hub, tmp_path, "hf_right")
     hub.cdn.faults = [status(403)] * 9
-    error = refused(lambda: read(store, FILE, 0, 10))
+    error = refusal(lambda: read(store, FILE, 0, 10))
     assert (error.code, len(hub.resolves), len(hub.cdn.requests)) == ("storage.permission", 2, 2)
     assert not any(secret in str(error) for secret in ("hf_right", "signature", hub.cdn.host))
 
@@ -282,7 +277,7 @@ def test_read__gives_up_where_new_locations_are_refused_and_shows_no_secret(hub:
 def test_pin__tells_why_the_hub_refuses(
     hub: HubServer, tmp_path: Path, model: str, token: str, kind: type[MergePipeError], expected: str
 ) -> None:
-    error = refused(lambda: store_of(hub, tmp_path, token).pin(Location.parse(model)))
+    error = refusal(lambda: store_of(hub, tmp_path, token).pin(Location.parse(model)))
     assert (type(error), f"{error.code} | {error}") == (kind, expected)
 
 
@@ -294,7 +289,7 @@ def test_gated__model_is_pinned_but_reading_says_what_to_accept(
 ) -> None:
     hub.gated.add("org/name")
     store = store_of(hub, tmp_path, token)
-    error = refused(lambda: read(store, store.pin(MODEL).with_revision("") / "model.safetensors", 0, 10))
+    error = refusal(lambda: read(store, store.pin(MODEL).with_revision("") / "model.safetensors", 0, 10))
     assert f"{error.code} | {error}" == (
         f"hub.gated | hf://org/name/model.safetensors: is a gated model, and {why}; accept its terms at hf.co/org/name"
         ", then `hf auth login`"
@@ -303,7 +298,7 @@ def test_gated__model_is_pinned_but_reading_says_what_to_accept(
 
 def test_forbidden__shows_what_the_hub_says(hub: HubServer, store: HubStore) -> None:
     hub.fault = status(403, X_Error_Message="Access to this resource is disabled.")
-    error = refused(lambda: store.pin(MODEL))
+    error = refusal(lambda: store.pin(MODEL))
     assert (error.code, "Access to this resource is disabled." in str(error)) == ("storage.credentials", True)
 
 
@@ -321,7 +316,7 @@ def test_rate_limit__is_waited_for_and_told(hub: HubServer, store: HubStore) -> 
     hub.fault = once(status(429, Retry_After="7"))
     assert store.pin(MODEL).revision
     hub.fault = status(429, Retry_After="7")
-    error = refused(lambda: read(store, FILE, 0, 10))
+    error = refusal(lambda: read(store, FILE, 0, 10))
     assert isinstance(error, StorageError)
     assert all(part in str(error) for part in ("429", "the Hub's rate limit is used up", "asks to wait 7 s"))
     assert store.ledger.total_bytes() == 0
@@ -330,17 +325,17 @@ def test_rate_limit__is_waited_for_and_told(hub: HubServer, store: HubStore) -> 
 @pytest.mark.parametrize("body", [b"<html>", b"{}", b"[]"])
 def test_pin__refuses_an_answer_that_is_not_of_a_hub(hub: HubServer, store: HubStore, body: bytes) -> None:
     hub.fault = lambda _request, _answer: Answer(200, body)
-    error = refused(lambda: store.pin(MODEL))
+    error = refusal(lambda: store.pin(MODEL))
     assert (type(error), error.code) == (CorruptError, "hub.answer")
 
 
 def test_pin__refuses_an_answer_without_end(hub: HubServer, store: HubStore, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.fault = lambda request, _answer: Answer(307, headers={"Location": f"/{request.path}"})
-    error = refused(lambda: store.pin(MODEL))
+    error = refusal(lambda: store.pin(MODEL))
     assert (error.code, "more than 5 redirects" in str(error)) == ("storage.answer", True)
     hub.fault = no_fault
     monkeypatch.setattr(hub_api, "ANSWER_LIMIT_BYTES", 10)
-    error = refused(lambda: store.pin(MODEL))
+    error = refusal(lambda: store.pin(MODEL))
     assert (error.code, "more than 10 bytes" in str(error)) == ("storage.answer", True)
 
 
@@ -366,7 +361,7 @@ def test_cache__content_that_was_changed_is_refused(hub: HubServer, tmp_path: Pa
     blob = tmp_path / "models--org--name" / "blobs" / SHA256
     blob.write_bytes(WEIGHTS[::-1])
     store = store_of(hub, tmp_path)
-    assert refused(lambda: store.read_small(FILE, 1 << 20)).code == "input.changed"
+    assert refusal(lambda: store.read_small(FILE, 1 << 20)).code == "input.changed"
 
 
 @pytest.mark.parametrize("is_offline", [True, False])
@@ -390,7 +385,7 @@ def test_offline__pins_and_reads_from_the_cache(running: HubServer, tmp_path: Pa
 
 
 def test_offline__says_how_to_get_what_the_cache_lacks(hub: HubServer, tmp_path: Path) -> None:
-    error = refused(lambda: store_of(hub, tmp_path, is_offline=True).pin(MODEL.with_revision("v1")))
+    error = refusal(lambda: store_of(hub, tmp_path, is_offline=True).pin(MODEL.with_revision("v1")))
     assert f"{error.code} | {error}" == (
         "hub.offline | hf://org/name@v1: HF_HUB_OFFLINE is set, and the local cache of the Hub does not hold it; where "
         "there is a network, run `hf download org/name --revision v1 --local-dir name`, and name that folder"
@@ -398,7 +393,7 @@ def test_offline__says_how_to_get_what_the_cache_lacks(hub: HubServer, tmp_path:
     ledger = Ledger()
     transfers = Transfers(ledger, RetryPolicy(most_first_contacts=1))
     unreachable = HubStore(HubSettings("http://127.0.0.1:9", tmp_path), transfers)
-    error = refused(lambda: unreachable.pin(MODEL))
+    error = refusal(lambda: unreachable.pin(MODEL))
     assert str(error).startswith("hf://org/name: could not be read: no connection to 127.0.0.1: ")
     assert str(error).endswith("run `hf download org/name --local-dir name`, and name that folder")
 
