@@ -217,3 +217,19 @@ def test_merge__reports_and_records_what_it_read_and_wrote(tmp_path: Path) -> No
     assert {d["tensor"] for d in manifest["dropped"]} == {
         name for m in family.models[1:] for name in m if name.startswith(("extra", "buffer"))
     }
+    written = read_snapshot(tmp_path / "out")
+    held = {t["name"]: np.sum(~np.isfinite(written[t["name"]])) for t in manifest["tensors"]}
+    first, n_values = next((name, n) for name, n in held.items() if n)
+    where = f"{np.count_nonzero(list(held.values()))} of {len(held)} tensors"
+    first_values = f"{n_values} of {written[first].size} values of '{first}'"
+    told = f"infinities or NaN in {where}, first {first_values}: a model has them"
+    assert report.notices == (told,)
+
+
+@pytest.mark.parametrize(("dtype", "n_notices"), [(np.float16, 1), (np.float32, 0)])
+def test_merge__says_that_results_are_beyond_their_dtype(tmp_path: Path, dtype: type, n_notices: int) -> None:
+    models: tuple[Model, ...] = ({"w": np.array([3e4, 1], dtype)}, {"w": np.array([6e4, 2], dtype)})
+    case, family = MergeCase("task_arithmetic", (2.0,), (1.0,)), write_family(tmp_path, models)
+    report = mergepipe.merge(write_recipe(tmp_path / "recipe.yml", case, family), tmp_path / "out")
+    told = "infinities or NaN in 1 of 1 tensor, first 1 of 2 values of 'w': a model has them, or results are beyond F16"
+    assert report.notices == (told,) * n_notices

@@ -55,6 +55,7 @@ def test_magnitude_cuts__equals_a_sort(data: st.DataObject, share: float) -> Non
     sample = blocks[: data.draw(st.integers(0, len(blocks)))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order_statistics, "BRACKET_ELEMENTS", data.draw(st.sampled_from((1, 1 << 18))))
+        patch.setattr(order_statistics, "TIES_ROOM", data.draw(st.sampled_from((1, 1 << 21))))
         reduced = run_reduction(MagnitudeCuts(kept_E, n), blocks, sample)
     assert_cuts(family, kept_E, reduced.cuts_E3)
 

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mergepipe.errors import ConflictError, CorruptError
-from mergepipe.snapshots.parts import JOB_NAME, Claim, Claimant, MadeShard, PartsJob, PartsPlace
+from mergepipe.snapshots.parts import JOB_NAME, Claim, Claimant, PartsJob, PartsPlace
 from mergepipe.snapshots.parts_places import job_at, parts_place, plan_digests_at
+from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.work_log import usage_of
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
@@ -22,7 +23,7 @@ from support.s3_server import S3Server
 
 CONTENT = b"the bytes of a shard"
 JOB = PartsJob("out", "1", "0" * 32, (("a.safetensors", len(CONTENT)), ("b.safetensors", 9)))
-DIGESTS, OTHERS = (MadeShard(0, (), (("t", (one * 16,)),)).digests for one in (b"x", b"y"))
+DIGESTS, OTHERS = ((TensorDigest("t", (one * 16,)),) for one in (b"x", b"y"))
 
 NewPlace = Callable[[PartsJob], PartsPlace]
 

@@ -119,7 +119,7 @@ def test_writer__asks_whether_to_record_only_when_there_is_a_tensor_to_record(tm
 def table() -> tuple[BlockTable, list[int]]:
     shards = plan_shards(SPECS, 200_000)
     digests = [
-        TensorDigest(s.name, "", (b"x" * 16,) * -(-element_count(s.shape) // 262144)) for x in shards for s in x.tensors
+        TensorDigest(s.name, (b"x" * 16,) * -(-element_count(s.shape) // 262144)) for x in shards for s in x.tensors
     ]
     return table_of(shards, digests), [element_count(s.shape) for x in shards for s in x.tensors]
 

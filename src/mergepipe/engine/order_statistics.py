@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 WINDOW_BINS = 8
+TIES_ROOM = 1 << 21  # hashes of a block that are usually enough; `scratch` keeps so many
 BRACKET_SIGMAS = 4
 
 
@@ -276,10 +277,13 @@ class TieSearch:
         """Look at a block of deltas."""
         from mergepipe.kernels.reduce import collect_ties
 
-        shape = len(self._open), block.n_elements  # hardly any of it is touched
-        hashes_RN = scratch("hashes", shape[0] * shape[1], np.uint32).reshape(shape)
-        counts_R2 = np.zeros((len(self._open), 2), np.int64)
-        collect_ties(block, place, self._brackets_R4, hashes_RN, counts_R2)
+        n_open = len(self._open)
+        for room in (min(TIES_ROOM // n_open, block.n_elements), block.n_elements):
+            hashes_RN = scratch("hashes", n_open * room, np.uint32).reshape(n_open, room)
+            counts_R2 = np.zeros((n_open, 2), np.int64)
+            collect_ties(block, place, self._brackets_R4, hashes_RN, counts_R2)
+            if counts_R2[:, 1].max() <= room:
+                break
         with self._lock:
             for (_, tie), (n_below, n_inside), hashes_N in zip(self._open, counts_R2.tolist(), hashes_RN, strict=True):
                 tie.n_below += n_below

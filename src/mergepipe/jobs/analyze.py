@@ -321,7 +321,7 @@ class _PassingDigest:
         self._room = room
         self._hasher = hashlib.sha256()
         self._position = 0
-        self._waiting: dict[int, bytes] = {}
+        self._waiting: dict[int, NDArray[np.uint8]] = {}
         self._is_busy = False
         self._lock = threading.Lock()
 
@@ -330,7 +330,7 @@ class _PassingDigest:
             is_next = offset == self._position and not self._is_busy
             waits = not is_next and offset >= self._position and offset not in self._waiting
             if waits and self._room.take(len(content)):
-                self._waiting[offset] = content.tobytes()
+                self._waiting[offset] = content.copy()  # which lets other threads run, and `tobytes` does not
             if self._is_busy:
                 return  # who is busy sees what waits before it stops
             self._is_busy = True
@@ -358,7 +358,7 @@ class _PassingDigest:
                 self._read(min(gap_end, self._position + CHUNK_BYTES))
             else:
                 self._room.take(-len(content))
-                self._update(memoryview(content))
+                self._update(content.data)
 
     def _update(self, content: memoryview) -> None:
         self._hasher.update(content)
@@ -378,7 +378,7 @@ class _PassingDigest:
         while self._position < self._file.size_bytes:
             content = self._waiting.pop(self._position, None)
             if content is not None:
-                self._update(memoryview(content))
+                self._update(content.data)
             else:
                 until = min((start for start in self._waiting if start > self._position), default=self._file.size_bytes)
                 self._read(min(until, self._position + CHUNK_BYTES))

@@ -16,7 +16,9 @@ from mergepipe.checkpoints.content_id import stored_entries
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import GGUF_SUFFIX
 from mergepipe.checkpoints.open_files import check_unchanged
+from mergepipe.core.blocks import BF16, F32
 from mergepipe.core.outcome import private_outputs, published_but
+from mergepipe.core.units import plural
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.work import Observer, whole
 from mergepipe.errors import RecipeError
@@ -262,6 +264,7 @@ class MergeRun:
                 if made is None:
                     self._begin(staging, progress)
                 digests, content_ids = self._make_tensors(staging.path, remote or progress, made)
+                link.notices.extend(self._not_finite(digests))
                 manifest = self._write_small_files(staging, small_files, digests, content_ids, progress)
                 link.notices.extend(progress.excess_notices())
                 if before_publish is not None:
@@ -323,6 +326,17 @@ class MergeRun:
         self._tick("publish")
         check_unchanged(self._store, [checkpoint for _, _, checkpoint in self._inputs.leaves()])
         return digests, work.content_ids
+
+    def _not_finite(self, digests: Sequence[TensorDigest]) -> tuple[str, ...]:
+        """Tell of infinities and NaN in the output, if there are any."""
+        held = [(digest, task) for digest, task in zip(digests, self._output.tasks, strict=True) if digest.not_finite]
+        if not held:
+            return ()
+        first, task = held[0]
+        overflow = "" if task.dtype is BF16 or task.dtype is F32 else f", or results are beyond {task.dtype.name}"
+        values = f"{first.not_finite} of {task.base.n_elements} values of '{first.name}'"
+        where = f"{len(held)} of {plural(len(digests), 'tensor')}, first {values}"
+        return (f"infinities or NaN in {where}: a model has them{overflow}",)
 
     def _write_small_files(
         self,

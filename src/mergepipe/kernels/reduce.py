@@ -102,8 +102,8 @@ def collect_between(scores_N: Floats, edges_W: Bits32, counts_W: Counts) -> int:
 def collect_ties(block: RawBlock, place: int, ties_R4: Bits32, hashes_RN: Bits32, counts_R2: Counts) -> None:
     """Look at the hashes of the elements of at most 32 magnitudes: bits, key, and a first and last hash of each.
 
-    Add to `counts_R2[r, 0]` the number of hashes below the first, and append the `counts_R2[r, 1]` ones from the first
-    to the last to `hashes_RN[r]`.
+    Add to `counts_R2[r, 0]` the number of hashes below the first, to `counts_R2[r, 1]` that of those from the first to
+    the last, and write these to `hashes_RN[r]`, as far as there is room.
     """
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
@@ -112,7 +112,7 @@ def collect_ties(block: RawBlock, place: int, ties_R4: Bits32, hashes_RN: Bits32
     magnitudes_UR = np.empty((_TILE // TIE_RUN + 1, TIE_RUN), np.uint32)  # whole runs: zeros are around the tile
     magnitudes = magnitudes_UR.reshape(-1)
     places = np.empty(TIE_RUN + 1, np.int64)
-    hashes_U, n_tied_U = np.empty(len(magnitudes_UR), np.uint32), np.empty(len(magnitudes_UR), np.uint32)
+    hashes_U, wanted_U = np.empty(len(magnitudes_UR), np.uint32), np.empty(len(magnitudes_UR) + 1, np.int64)
     for start in range(0, block.n_elements, _TILE):
         m, element = min(_TILE, block.n_elements - start), block.first_element + start
         decode_delta(block, place, start, m, base, model, delta)
@@ -125,29 +125,32 @@ def collect_ties(block: RawBlock, place: int, ties_R4: Bits32, hashes_RN: Bits32
             tied, key, first, last = ties_R4[r, 0], ties_R4[r, 1], ties_R4[r, 2], ties_R4[r, 3]
             for u in range(n_runs):
                 hashes_U[u] = tie_hash(element - lead + u * TIE_RUN, key)
+            n_wanted = 0  # without branches, which would be guessed wrong too often
             for u in range(n_runs):
-                n_tied = np.uint32(0)
+                wanted_U[n_wanted] = u
+                n_wanted += int(hashes_U[u] <= last)
+            before = np.uint32(first - first % np.uint32(TIE_RUN))  # runs below are below the first hash as a whole
+            n_below = np.int64(0)
+            for w in range(n_wanted):
+                u, n_tied = wanted_U[w], np.uint32(0)
                 for i in range(TIE_RUN):
                     n_tied = np.uint32(n_tied + np.uint32(magnitudes_UR[u, i] == tied))
-                n_tied_U[u] = n_tied
-            before = np.uint32(first - first % np.uint32(TIE_RUN))  # runs below are below the first hash as a whole
-            span, n_below = np.uint32(last - before), np.uint32(0)
-            for u in range(n_runs):
-                n_below = np.uint32(n_below + (n_tied_U[u] if hashes_U[u] < before else np.uint32(0)))
-            counts_R2[r, 0] += np.int64(n_below)
-            for u in range(n_runs):
-                if np.uint32(hashes_U[u] - before) <= span and n_tied_U[u]:
+                if hashes_U[u] < before:
+                    n_below += np.int64(n_tied)
+                elif n_tied:
                     n = np.int64(0)
-                    for i in range(TIE_RUN):  # without branches, which would be guessed wrong too often
+                    for i in range(TIE_RUN):
                         places[n] = i
                         n += np.int64(magnitudes_UR[u, i] == tied)
                     for p in range(n):
                         h = np.uint32(hashes_U[u] + np.uint32(places[p]))
                         if h < first:
-                            counts_R2[r, 0] += 1
+                            n_below += 1
                         elif h <= last:
-                            hashes_RN[r, counts_R2[r, 1]] = h
+                            if counts_R2[r, 1] < hashes_RN.shape[1]:
+                                hashes_RN[r, counts_R2[r, 1]] = h
                             counts_R2[r, 1] += 1
+            counts_R2[r, 0] += n_below
 
 
 class Watched(NamedTuple):

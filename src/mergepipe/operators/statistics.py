@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ def tie_key(bits: int, n_larger: int, n_equal: int) -> int:
     These follow from the content alone, at no further read. Tensors that differ have different orders in all
     likelihood: which of their equal elements two experts keep is independent.
     """
-    return int.from_bytes(blake3(np.array([bits, n_larger, n_equal], "<i8").tobytes()).digest(4), "little")
+    return int.from_bytes(blake3(struct.pack("<3q", bits, n_larger, n_equal)).digest(4), "little")
 
 
 BIN_SHIFT = 16  # float32 bits below those that a bin of the magnitude histogram is made of
@@ -82,8 +83,9 @@ def histogram_cuts(counts_B: NDArray[np.number], n_elements: int) -> tuple[NDArr
     reached = np.searchsorted(from_top_F, np.array(HISTOGRAM_SHARES) * n_elements).tolist()
     wanted = {*reached, *(place - 1 for place in reached)}  # numpy's own `unique` would import its masked arrays
     chosen = np.array(sorted(place for place in wanted if 0 <= place < len(filled_F)), np.int64)
-    cuts = [Cut(edge) for edge in (filled_F[chosen] << BIN_SHIFT).tolist()]
-    return (from_top_F[chosen] + 0.5) / n_elements, np.array(cuts, np.uint32).reshape(-1, 3)
+    cuts_D3 = np.tile(np.array(Cut(0), np.uint32), (len(chosen), 1))
+    cuts_D3[:, 0] = filled_F[chosen] << BIN_SHIFT
+    return (from_top_F[chosen] + 0.5) / n_elements, cuts_D3
 
 
 BLOCK_RECORD = np.dtype(

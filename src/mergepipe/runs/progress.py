@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from mergepipe.core.records import encode
 from mergepipe.core.strict_json import digest_of
 from mergepipe.core.units import format_bytes, plural
 from mergepipe.engine.work import OutputPlan
@@ -18,7 +19,7 @@ from mergepipe.planning.plan import Plan
 from mergepipe.runs.budget import planned_cost
 from mergepipe.runs.inputs import Inputs
 from mergepipe.snapshots import work_log as work_log
-from mergepipe.snapshots.shards import TensorDigest, packed_digests
+from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging, kept_note
 from mergepipe.snapshots.work_log import (
     WORTH_KEEPING,
@@ -252,8 +253,7 @@ class MergeProgress:
     def note(self, digests: Sequence[TensorDigest]) -> None:
         """Record that the next tensors are durable, and what was used until now. Called by the writer."""
         sync_directory(self.directory / CONTENT_NAME)
-        tensors = [[digest.name, packed_digests(digest.blocks)] for digest in digests]
-        self._append({"kind": "unit", "tensors": tensors, "usage": uses_of(self.usage)}, is_durable=True)
+        self._append({"kind": "unit", "tensors": encode(tuple(digests)), "usage": uses_of(self.usage)}, is_durable=True)
         self.n_durable += len(digests)
 
     def _append(self, record: Record, *, is_durable: bool) -> None:

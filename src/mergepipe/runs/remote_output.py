@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 
@@ -69,7 +69,7 @@ class RemoteOutput:
         with self._upload:
             self._pool = ThreadPoolExecutor(1, "mergepipe-upload")
             try:
-                self._add(progress.done)  # what an earlier run made and did not upload
+                self._add((made.name, made.root) for made in self.done)  # what an earlier run did not upload
                 yield
             finally:
                 self._stop.set()
@@ -88,12 +88,12 @@ class RemoteOutput:
     def note(self, digests: Sequence[TensorDigest]) -> None:
         """Record the tensors, then upload the shards that are complete; waits for that if the next has no room."""
         self._progress.note(digests)
-        self._add(digests)
+        self._add((made.name, made.root) for made in digests)
 
     def publish(self, manifest: Manifest) -> None:
         """Upload all that is left, the manifest last."""
         if not self._is_made:
-            self._add([TensorDigest(t.name, t.blake3, ()) for t in manifest.tensors[len(self._roots) :]])
+            self._add((tensor.name, tensor.blake3) for tensor in manifest.tensors[len(self._roots) :])
         self._wait()
         folder = self._staging.path
         small = (*manifest.sidecars, manifest.blocks)
@@ -103,8 +103,8 @@ class RemoteOutput:
         sizes |= {record.name: record.size_bytes for record in small}
         self._upload.commit((folder / MANIFEST_NAME).read_bytes(), sizes)
 
-    def _add(self, digests: Sequence[TensorDigest]) -> None:
-        self._roots.update((digest.name, digest.root) for digest in digests)
+    def _add(self, roots: Iterable[tuple[str, str]]) -> None:
+        self._roots.update(roots)
         while self._n_queued < len(self._shards) and self._ends[self._n_queued] <= len(self._roots):
             self._wait()
             self._pending = self._pool.submit(self._send, self._n_queued)

@@ -12,34 +12,21 @@ from itertools import chain
 from typing import NoReturn, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mergepipe.checkpoints.directory import is_contained
 from mergepipe.checkpoints.safetensors import MAX_HEADER_BYTES, PREFIX_BYTES
-from mergepipe.core.blocks import (
-    BF16,
-    DEFAULT_BLOCK_ELEMENTS,
-    DTYPES,
-    F8_E4M3,
-    F8_E5M2,
-    F16,
-    F32,
-    F64,
-    BlockGrid,
-    DType,
-    element_count,
-)
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
 from mergepipe.snapshots.manifest import BESIDE, MANIFEST_NAME, Manifest, OutputTensor
-from mergepipe.snapshots.shards import BLOCKS_NAME, BlockTable, block_digest, block_table_of
+from mergepipe.snapshots.shards import BLOCKS_NAME, BlockTable, block_digest, block_table_of, count_not_finite
 from mergepipe.storage.contract import BLOCK_TABLE_BYTES, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact, request_bytes, scratch
 
 _HINT = "the manifest is damaged: merge again"
-_READ_BYTES = 8 << 20
+READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +156,8 @@ def file_digest(store: Store, path: Location, size_bytes: int) -> tuple[int, str
     from blake3 import blake3
 
     hasher, size = blake3(), store.size_bytes(path)
-    for start in range(0, size if size == size_bytes else 0, _READ_BYTES):
-        hasher.update(store.read_metadata(path, start, min(_READ_BYTES, size - start)))
+    for start in range(0, size if size == size_bytes else 0, READ_BYTES):
+        hasher.update(store.read_metadata(path, start, min(READ_BYTES, size - start)))
     return size, hasher.hexdigest(16)
 
 
@@ -181,13 +168,7 @@ def small_digest(content: bytes) -> str:
     return blake3(content).hexdigest(16)
 
 
-READ_BYTES = 8 << 20
 FEWEST_READERS = 4
-
-# Values with all of these bits set are not finite: the exponent's, or all but the sign in formats without infinities.
-_NOT_FINITE: dict[DType, int] = {
-    F64: 0x7FF0 << 48, F32: 0x7F800000, F16: 0x7C00, BF16: 0x7F80, F8_E4M3: 0x7F, F8_E5M2: 0x7C,
-}  # fmt: skip
 
 OnBytes = Callable[[int], None]
 
@@ -282,13 +263,3 @@ def _take(scan: Scan, file: PlacedFile, examined: Sequence[_Examined]) -> int:
             scan.not_finite[block.tensor.name] += n_not_finite
     scan.n_bytes += nbytes
     return nbytes
-
-
-def count_not_finite(content: NDArray[np.uint8], dtype: DType) -> int:
-    """Count the infinities and NaN among stored values; 0 if they are not floats."""
-    mask = _NOT_FINITE.get(dtype)
-    if mask is None or not len(content):
-        return 0
-    bits_N = content.view(np.dtype(f"<u{dtype.itemsize}"))
-    exponents_N = bits_N & bits_N.dtype.type(mask)
-    return int(np.count_nonzero(exponents_N == mask)) if int(exponents_N.max()) == mask else 0

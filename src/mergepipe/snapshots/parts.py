@@ -31,8 +31,6 @@ from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging
 from mergepipe.snapshots.work_log import (
     FileUses,
-    MadeTensors,
-    digests_of,
     merge_state,
     payload_of,
     read_work_log,
@@ -62,7 +60,7 @@ def index_of(model: int) -> int:
 
 def parts_format(variant: str, record: type[T]) -> RecordFormat[T]:
     """Return the format of a record of one kind."""
-    return RecordFormat("mergepipe-parts", 3, record, _HINT, variant=variant, is_sealed=False)
+    return RecordFormat("mergepipe-parts", 4, record, _HINT, variant=variant, is_sealed=False)
 
 
 # --- records ---
@@ -117,12 +115,7 @@ class MadeShard:
 
     attempt: Size
     uses: FileUses
-    tensors: MadeTensors
-
-    @property
-    def digests(self) -> tuple[TensorDigest, ...]:
-        """Its tensors with their roots."""
-        return digests_of(self.tensors)
+    digests: tuple[TensorDigest, ...]
 
 
 _JOB: Final = parts_format("job", PartsJob)
@@ -330,7 +323,7 @@ class PartsPlace(ABC):
         earlier = self.recorded(shard)
         if earlier is None or earlier.digests == tuple(digests):
             self.keep_file(shard, file, digests)
-            made = MadeShard(claim.attempt, uses, tuple((d.name, d.blocks) for d in digests))
+            made = MadeShard(claim.attempt, uses, tuple(digests))
             if earlier is None and self.create(_done_name(shard), _MADE.to_json(made)):
                 return
             earlier = self.recorded(shard)

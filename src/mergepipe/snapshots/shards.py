@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn, Protocol
+from typing import Annotated, NoReturn, Protocol
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.directory import component_of, stored_name
-from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DType, element_count
+from mergepipe.core.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, F8_E4M3, F8_E5M2, F16, F32, F64, DType, element_count
+from mergepipe.core.records import AsText, Size
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.ledger import Ledger
@@ -56,6 +57,22 @@ def unpacked_digests(packed: str) -> tuple[bytes, ...]:
     if len(content) % DIGEST_BYTES:
         raise ValueError("is cut within a digest")
     return tuple(content[at : at + DIGEST_BYTES] for at in range(0, len(content), DIGEST_BYTES))
+
+
+# Values with all of these bits set are not finite: the exponent's, or all but the sign in formats without infinities.
+_NOT_FINITE: dict[DType, int] = {
+    F64: 0x7FF0 << 48, F32: 0x7F800000, F16: 0x7C00, BF16: 0x7F80, F8_E4M3: 0x7F, F8_E5M2: 0x7C,
+}  # fmt: skip
+
+
+def count_not_finite(content: NDArray[np.uint8], dtype: DType) -> int:
+    """Count the infinities and NaN among stored values; 0 if they are not floats."""
+    mask = _NOT_FINITE.get(dtype)
+    if mask is None or not len(content):
+        return 0
+    bits_N = content.view(np.dtype(f"<u{dtype.itemsize}"))
+    exponents_N = bits_N & bits_N.dtype.type(mask)
+    return int(np.count_nonzero(exponents_N == mask)) if int(exponents_N.max()) == mask else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +246,19 @@ def _index_json(shards: Sequence[ShardLayout]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class TensorDigest:
-    """BLAKE3-128 of a tensor's block digests, and those; blocks are of `DEFAULT_BLOCK_ELEMENTS` elements."""
+    """A tensor that is written: the digests of its blocks, and how many of its numbers are infinite or none.
+
+    Blocks are of `DEFAULT_BLOCK_ELEMENTS` elements.
+    """
 
     name: str
-    root: str
-    blocks: tuple[bytes, ...]
+    blocks: Annotated[tuple[bytes, ...], AsText(packed_digests, unpacked_digests)]
+    not_finite: Size = 0
+
+    @property
+    def root(self) -> str:
+        """The Merkle root of its blocks."""
+        return root_of(self.blocks)
 
 
 def table_of(shards: Sequence[ShardLayout], digests: Sequence[TensorDigest]) -> BlockTable:
@@ -410,6 +435,7 @@ class _BlockHasher:
         self._hasher = blake3()
         self._in_block = 0
         self._left = 0
+        self._not_finite = 0
 
     @property
     def complete(self) -> bool:
@@ -429,6 +455,7 @@ class _BlockHasher:
         while done < len(content):
             count = min(block_bytes - self._in_block, len(content) - done)
             self._hasher.update(content.data[done : done + count])
+            self._not_finite += count_not_finite(content[done : done + count], self._spec.dtype)
             self._in_block += count
             self._left -= count
             done += count
@@ -439,8 +466,6 @@ class _BlockHasher:
 
     def end(self) -> TensorDigest:
         assert self._spec is not None
-        blocks = tuple(self._digests)
-        digest = TensorDigest(self._spec.name, root_of(blocks), blocks)
-        self._spec = None
-        self._digests = []
+        digest = TensorDigest(self._spec.name, tuple(self._digests), self._not_finite)
+        self._spec, self._digests, self._not_finite = None, [], 0
         return digest

@@ -14,14 +14,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 from blake3 import blake3
 
-from mergepipe.core.records import AsText, RefusedError, Size, decode
+from mergepipe.core.records import RefusedError, Size, decode
 from mergepipe.core.strict_json import canonical_json
 from mergepipe.errors import MergePipeError, StorageError
-from mergepipe.snapshots.shards import TensorDigest, packed_digests, root_of, unpacked_digests
+from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.storage import owned
 from mergepipe.storage.contract import WORK_LOG_BYTES
@@ -58,7 +58,7 @@ UNIT_SECONDS = 1.0
 """The same in time."""
 WORTH_KEEPING: Final = (KeyboardInterrupt, SystemExit, MemoryError, StorageError)
 """Errors after which the same work may succeed when it is resumed."""
-LOG_FORMAT: Final = "mergepipe-log/1"
+LOG_FORMAT: Final = "mergepipe-log/2"
 _APPENDING: Final = os.O_WRONLY | os.O_APPEND
 _DOING: Final = "writing the log of what is done"
 
@@ -253,7 +253,7 @@ def merge_state(logged: LoggedWork) -> MergeState | None:
         for record in logged.records:
             match record:
                 case {"kind": "unit", "tensors": tensors, "usage": uses}:
-                    digests += digests_of(decode(MadeTensors, tensors))
+                    digests += decode(tuple[TensorDigest, ...], tensors)
                     usage = decode(FileUses, uses)
                     expert_bytes = max(state.expert_bytes, usage_of(usage).expert_bytes)
                     state = replace(state, usage=usage, expert_bytes=expert_bytes)
@@ -281,9 +281,6 @@ def merge_state(logged: LoggedWork) -> MergeState | None:
 FileUse = tuple[str, Purpose, Size]
 """A file, the purpose, and the bytes requested."""
 FileUses = tuple[FileUse, ...]
-MadeTensor = tuple[str, Annotated[tuple[bytes, ...], AsText(packed_digests, unpacked_digests)]]
-"""The name of a tensor, and the digests of its blocks."""
-MadeTensors = tuple[MadeTensor, ...]
 
 
 def usage_of(uses: Sequence[FileUse]) -> Usage:
@@ -298,8 +295,3 @@ def uses_of(usage: Usage) -> FileUses:
     """List what was used, in order. Law: `usage_of(uses_of(u)) == u`, but that paths of no text are escaped."""
     texts = {file: os.fsencode(file).decode(errors="backslashreplace") for file, _ in usage.by_file}
     return tuple((texts[file], purpose, nbytes) for (file, purpose), nbytes in sorted(usage.by_file.items()))
-
-
-def digests_of(tensors: Sequence[MadeTensor]) -> tuple[TensorDigest, ...]:
-    """Return tensors with their roots."""
-    return tuple(TensorDigest(name, root_of(blocks), blocks) for name, blocks in tensors)
