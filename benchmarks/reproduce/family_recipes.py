@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recipes import DENSITY, recipe_text
-from benchmarks.reproduce.workplace import Workplace
+from benchmarks.reproduce.workplace import Workplace, folder_bytes
 from support.families import FamilyPaths
 
 PAPER_OPERATORS: Mapping[str, str] = {"linear": "AVG", "ties": "TIES", "dare_ties": "DARE"}
@@ -110,7 +110,7 @@ def merge_in_blocks(
     place.ours("analyze", *family.models, *option, "--home", home)
     budget = ("--budget", f"{share}%", "--select", "norm", "--home", home)
     merged = place.merge(recipe, family.models, *budget, *option, judge=judge)
-    return {**merged, "catalog_bytes": sum(file.stat().st_size for file in home.rglob("*.json"))}
+    return {**merged, "catalog_bytes": folder_bytes(home)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from benchmarks.reproduce.parts import Needs
 from benchmarks.reproduce.results import Entry, Results, ResultsError
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.smollm import make_base
-from benchmarks.reproduce.workplace import Workplace
+from benchmarks.reproduce.workplace import Workplace, folder_bytes
 from benchmarks.tiny_lm import LmShape, Schedule, StepPrinter, Windows, cut_windows
 
 BLOCK_ELEMENTS = 16 * 1024
@@ -298,7 +298,7 @@ class Family:
         """Return the losses of each expert on its own domain, the sizes of the deltas, and what packs take."""
         self.prepare()
         own = [self._base.score(expert, [name]) for expert, name in zip(self.experts, self._base.heldout, strict=True)]
-        stored = sum(file.stat().st_size for file in self.packed.rglob("*") if file.is_file())
+        stored = folder_bytes(self.packed)
         deltas = [asdict(delta_size(self._base.folder, expert)) for expert in self.experts]
         described = {"own_losses": own, "deltas": deltas, "packed_share": stored / self._raw_bytes(self.experts)}
         if not self._base.study.rules:

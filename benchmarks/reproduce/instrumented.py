@@ -18,14 +18,14 @@ from typing import Any
 from unittest.mock import patch
 
 from mergepipe.cli import main as run_command_line
-from mergepipe.planning import planner
+from mergepipe.jobs import plan
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
 
 _PHASES: tuple[tuple[str, Any, str], ...] = (
-    ("planning", planner.Ranking, "plan"),
+    ("planning", plan, "make_plan"),
     ("publish", Staging, "publish"),
     ("flush", os, "fsync"),
 )

@@ -24,7 +24,7 @@ from benchmarks.reproduce.pages import Page, Table, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
 from benchmarks.reproduce.sizes import SHAPES, Size
-from benchmarks.reproduce.workplace import Workplace
+from benchmarks.reproduce.workplace import Workplace, folder_bytes
 from support.families import FamilyPaths, family_bytes
 from support.hub_server import hub_server
 
@@ -132,7 +132,7 @@ class _Shape:
             process.kill()
         if not process.returncode:
             raise BenchmarkError(f"{tool.name}: ended before it could be killed")
-        left_bytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+        left_bytes = folder_bytes(out)
         make_cold(case.files())
         cost = measure_checked(command, log=self.place.folder / "log.txt", environment=tool.environment)
         again = {"seconds": cost.wall_seconds, "kernel_read_bytes": cost.read_bytes}

@@ -20,7 +20,7 @@ from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.sizes import Size, k_at_most
-from benchmarks.reproduce.workplace import Workplace, weight_files
+from benchmarks.reproduce.workplace import Workplace, folder_bytes, weight_files
 from support.families import FamilyPaths
 
 _K = 16
@@ -71,7 +71,7 @@ def _analyze(place: Workplace, family: FamilyPaths) -> dict[str, Any]:
     shutil.rmtree(home, ignore_errors=True)
     files = weight_files(family.models)
     _, cost = place.ours("analyze", *family.models, "--home", home, cold=files)
-    catalog_bytes = sum(file.stat().st_size for file in home.rglob("*.json"))
+    catalog_bytes = folder_bytes(home)
     shutil.rmtree(home)
     expert_bytes = sum(file.stat().st_size for file in weight_files(family.experts))
     return {

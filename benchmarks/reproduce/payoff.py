@@ -20,7 +20,7 @@ from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.sizes import Size, k_at_most
-from benchmarks.reproduce.workplace import Workplace, weight_files
+from benchmarks.reproduce.workplace import Workplace, folder_bytes, weight_files
 from support.families import FamilyPaths
 
 _RATES: Mapping[str, float | None] = {"100 MB/s": 100e6, "1 GB/s": 1e9, "local disk": None}
@@ -70,8 +70,7 @@ class _Work:
         home, models = self._home(name, "analyze"), self._family.models
         shutil.rmtree(home, ignore_errors=True)
         _, cost = self._place.ours("analyze", *models, "--home", home, cold=weight_files(models), rate=rate)
-        catalog_bytes = sum(file.stat().st_size for file in home.iterdir() if file.is_file())
-        return {**_cost(cost), "catalog_bytes": catalog_bytes}
+        return {**_cost(cost), "catalog_bytes": folder_bytes(home)}
 
     def analyzed(self, name: str, rate: float | None) -> dict[str, Any]:
         if not self._home(name, "analyze").exists():
@@ -87,8 +86,7 @@ class _Work:
             "pack", *models, "--out", self._packed, "--home", self._place.folder / "home-pack",
             cold=weight_files(models), rate=rate,
         )  # fmt: skip
-        packed_bytes = sum(file.stat().st_size for file in self._packed.rglob("*") if file.is_file())
-        return {**_cost(cost), "packed_bytes": packed_bytes}
+        return {**_cost(cost), "packed_bytes": folder_bytes(self._packed)}
 
     def packed(self, name: str, rate: float | None) -> dict[str, Any]:
         if not self._packed.exists():

@@ -23,7 +23,7 @@ from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.sentence_scores import mean_cosine
 from benchmarks.reproduce.sizes import Size
-from benchmarks.reproduce.workplace import Workplace
+from benchmarks.reproduce.workplace import Workplace, folder_bytes
 
 Tensors = dict[str, NDArray[np.generic]]
 _SHARES = (5, 10, 25, 50)
@@ -134,7 +134,7 @@ class _PairWork:
     def describe(self) -> dict[str, Any]:
         self.prepare()
         size = delta_size(self._base, self._expert)
-        stored = sum(file.stat().st_size for file in self._packed.rglob("*") if file.is_file())
+        stored = folder_bytes(self._packed)
         expert_bytes = (self._expert / "model.safetensors").stat().st_size
         return {
             **asdict(size), "expert_bytes": expert_bytes, "packed_share": stored / expert_bytes,

@@ -43,7 +43,7 @@ class Workplace:
             NoRoomError: it does.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        present_bytes = sum(file.stat().st_size for file in _files(self.folder))
+        present_bytes = folder_bytes(self.folder)
         free_bytes = shutil.disk_usage(self.folder).free
         if needed_bytes + _SLACK_BYTES > free_bytes + present_bytes:
             message = f"{self.folder}: {needed_bytes / 1e9:.1f} GB are needed, {free_bytes / 1e9:.1f} GB are free"
@@ -185,6 +185,11 @@ def _times(seconds: Sequence[float], cpu_seconds: Sequence[float], floors: Seque
 def weight_files(models: Sequence[Path]) -> list[Path]:
     """Return the weight files of model directories, in their order; of a packed expert all files."""
     return [file for model in models for file in sorted(model.glob("*.safetensors")) or _files(model)]
+
+
+def folder_bytes(folder: Path) -> int:
+    """Sum the sizes of all files in a folder and those below it."""
+    return sum(file.stat().st_size for file in _files(folder))
 
 
 def _files(folder: Path) -> list[Path]:

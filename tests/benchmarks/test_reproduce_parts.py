@@ -52,6 +52,7 @@ def test_part__is_measured_and_gives_a_page(part: str, tmp_path: Path) -> None:
             assert entry["expert_bytes"] <= entry["planned_bytes"], key
         if key.endswith("/100"):
             assert entry["error"] == 0
+        assert entry.get("catalog_bytes", 40_000) >= 40_000  # the statistics, which are most of it
 
 
 def test_cases__cover_every_operator_that_reads_experts(tmp_path: Path) -> None:
