@@ -16,6 +16,7 @@ from mergepipe.snapshots.parts import Claimant, PartsJob
 from mergepipe.snapshots.parts_places import FolderParts, parts_directory
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.ledger import Usage
+from support.model_folders import recipe_of
 
 TEN_YEARS = 10 * 365 * 24 * 3600.0
 JUMPS = (TEN_YEARS, -TEN_YEARS)
@@ -86,10 +87,7 @@ def test_merge__during_which_the_clock_jumps_gives_the_same_bytes_and_leaves_not
 ) -> None:
     """Each look at the clock is another jump."""
     write_models(tmp_path)
-    recipe = {
-        "merge_method": "linear", "base_model": str(tmp_path / "base"),
-        "models": [{"model": str(tmp_path / "expert"), "parameters": {"weight": 0.5}}],
-    }  # fmt: skip
+    recipe = recipe_of("linear", {tmp_path / "expert": {"weight": 0.5}}, tmp_path / "base")
     options = mergepipe.MergeOptions(home=tmp_path / "home")
     mergepipe.merge(recipe, tmp_path / "quiet", options=options)
     now, n_looks = time.time, iter(range(1 << 30))

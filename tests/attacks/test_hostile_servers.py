@@ -18,6 +18,7 @@ from mergepipe.storage.remote.retry import RetryPolicy
 from support.families import TINY, FamilyPaths, write_family
 from support.fault_server import FaultServer, Request
 from support.hub_server import HubServer, hub_server
+from support.model_folders import recipe_of
 from support.slow_cases import slow_unless
 
 COMMIT = "c" * 40
@@ -204,10 +205,7 @@ def servers(family: FamilyPaths, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
 def run(folder: Path, place: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Merge the models of a place; return the exit code and what was printed as an error."""
     recipe = folder / "recipe.yml"
-    recipe.write_text(
-        f"merge_method: task_arithmetic\nbase_model: {place}/base\n"
-        f"models:\n- {{model: {place}/expert-1, parameters: {{weight: 1}}}}\n"
-    )
+    recipe.write_text(json.dumps(recipe_of("task_arithmetic", {f"{place}/expert-1": {"weight": 1}}, f"{place}/base")))
     held_bytes = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     code = main(["merge", str(recipe), str(folder / "out"), "--no-catalog", "--quiet"])

@@ -25,16 +25,10 @@ from mergepipe.storage.owned import OWNER_NAME, write_owner
 from support.disk_families import tree_digest, weights_digest
 from support.families import TINY, write_family
 from support.faults import replaced, system_error
+from support.model_folders import recipe_of
 from support.refusals import refusal
 
-RECIPE = """\
-merge_method: linear
-base_model: family/base
-models:
-- {model: family/expert-1, parameters: {weight: 0.6}}
-- {model: family/expert-2, parameters: {weight: 0.4}}
-dtype: bfloat16
-"""
+MODELS = {"family/expert-1": {"weight": 0.6}, "family/expert-2": {"weight": 0.4}}
 WEIGHTS = "model.safetensors"
 
 
@@ -68,7 +62,7 @@ class Work:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = Work(tmp_path_factory.mktemp("made"))
     write_family(work.family, TINY, 2)
-    (work.root / "recipe.yml").write_text(RECIPE)
+    (work.root / "recipe.yml").write_text(json.dumps(recipe_of("linear", MODELS, "family/base", dtype="bfloat16")))
     work.merge(work.snapshot)
     mergepipe.pack(work.family / "base", [work.family / "expert-1"], work.root / "stores")
     work.theirs.mkdir()

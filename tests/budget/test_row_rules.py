@@ -10,15 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import mergepipe
-from support.model_folders import write_model
+from support.model_folders import recipe_of, write_model
 
-RECIPE = """
-merge_method: {method}
-base_model: base
-parameters: {{weight: 0.5{more}}}
-models: [{{model: one}}, {{model: two}}]
-"""
-METHODS = {"della": ", density: 0.5, epsilon: 0.1", "breadcrumbs": ", density: 0.5, gamma: 0.1"}
+METHODS = {"della": {"epsilon": 0.1}, "breadcrumbs": {"gamma": 0.1}}
 
 
 @pytest.fixture(name="folder", params=[0, 4088], ids=["at any place", "on a page"])
@@ -43,8 +37,8 @@ def make_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("memory_bytes", [40 << 20, 1 << 30])
 @pytest.mark.parametrize("method", ["della", "breadcrumbs"])
 def test_merge__of_whole_rows_keeps_its_budget(folder: Path, method: str, memory_bytes: int) -> None:
-    recipe = folder / "recipe.yml"
-    recipe.write_text(RECIPE.format(method=method, more=METHODS[method]))
+    parameters = {"weight": 0.5, "density": 0.5, **METHODS[method]}
+    recipe = recipe_of(method, {folder / "one": {}, folder / "two": {}}, folder / "base", parameters=parameters)
     options: dict[str, Any] = {"catalog": False, "seed": 3, "memory_bytes": memory_bytes}
     mergepipe.merge(recipe, folder / "full", **options)
     options |= {"block_elements": 16384, "select": "norm" if method == "della" else "sample"}

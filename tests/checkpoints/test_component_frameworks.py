@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import mergepipe
+from support.model_folders import recipe_of
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
@@ -24,7 +25,6 @@ def run(step: str, folder: Path) -> str:
 def test_merge__of_models_with_components_loads_in_their_libraries(tmp_path: Path) -> None:
     run("save", tmp_path)
     for name in ("sentences", "pipeline", "folders"):
-        models = [{"model": str(tmp_path / f"{name}-{which}"), "parameters": {"weight": 1}} for which in (1, 2)]
-        recipe = {"merge_method": "linear", "models": models}
+        recipe = recipe_of("linear", {tmp_path / f"{name}-{which}": {"weight": 1} for which in (1, 2)})
         mergepipe.merge(recipe, tmp_path / name, catalog=False)
     assert all(float(difference) < 1e-7 for difference in run("load", tmp_path).split()[-3:])

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import mergepipe
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, OutputError
 from mergepipe.options import MergeOptions
+from support.model_folders import recipe_of
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
 NO_CATALOG = MergeOptions(catalog=False)
@@ -55,8 +56,8 @@ def pipeline(folder: Path, unet: float, text: float) -> Path:
 
 def recipe(folder: Path, *experts: Path, **more: object) -> Path:
     path = folder / "recipe.yml"
-    models = [{"model": str(expert), "parameters": {"weight": 1.0}} for expert in experts]
-    path.write_text(json.dumps({"merge_method": "linear", "models": models, "dtype": "float32", **more}))
+    models = {place: {"weight": 1.0} for place in experts}
+    path.write_text(json.dumps({**recipe_of("linear", models, dtype="float32"), **more}))
     return path
 
 
@@ -109,8 +110,7 @@ def test_merge__shards_of_a_component_have_an_index_in_its_folder(tmp_path: Path
 def test_filter__names_a_component_by_its_folder(tmp_path: Path) -> None:
     base, one = sentence_model(tmp_path / "base", 0.0, 0.0), sentence_model(tmp_path / "one", 4.0, 8.0)
     weight = [{"filter": "2_Dense/", "value": 0.5}, {"value": 1.0}]
-    models = [{"model": str(one), "parameters": {"weight": weight}}]
-    stated = {"merge_method": "task_arithmetic", "base_model": str(base), "models": models}
+    stated = recipe_of("task_arithmetic", {one: {"weight": weight}}, base)
     mergepipe.merge(stated, tmp_path / "out", options=NO_CATALOG)
     assert rows(tmp_path / "out" / "model.safetensors")["encoder.layer.0.weight"] == [4.0, 1.0]
     assert rows(tmp_path / "out" / "2_Dense" / "model.safetensors")["linear.bias"] == [4.0]

@@ -18,6 +18,7 @@ from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.planning.plan import parse_plan
 from support.bucket_outputs import files_below
 from support.command_line import Runner, Workplace, file_bytes, finish, make_workplace, start_python
+from support.model_folders import recipe_of
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3
 
 
@@ -196,10 +197,7 @@ def test_show__a_snapshot_the_catalog_does_not_know(work: Workplace, run: Runner
 
 def test_ls__filters_by_model_operator_and_day(work: Workplace, run: Runner) -> None:
     recipe = work.root / "one.yml"
-    recipe.write_text(
-        "merge_method: task_arithmetic\nbase_model: family/base\nmodels:\n"
-        "- {model: family/expert-1, parameters: {weight: 1}}\n"
-    )
+    recipe.write_text(json.dumps(recipe_of("task_arithmetic", {"family/expert-1": {"weight": 1}}, "family/base")))
     run("merge", work.recipe, work.out, "-q")
     run("merge", recipe, work.root / "one", "-q")
 
@@ -220,9 +218,7 @@ def test_ls__filters_by_model_operator_and_day(work: Workplace, run: Runner) -> 
 @pytest.mark.usefixtures("catalog")
 def test_lineage__down_shows_what_was_made_from_a_snapshot(work: Workplace, run: Runner) -> None:
     recipe = work.root / "second.yml"
-    recipe.write_text(
-        "merge_method: linear\nbase_model: family/base\nmodels:\n- {model: out, parameters: {weight: 1}}\n"
-    )
+    recipe.write_text(json.dumps(recipe_of("linear", {"out": {"weight": 1}}, "family/base")))
     second = work.root / "second"
     run("merge", recipe, second, "-q")
     nodes = run("lineage", work.out, "--down", "--json").json()["nodes"]

@@ -20,7 +20,7 @@ from mergepipe.planning.plan import PLAN_FORMAT
 from mergepipe.reports import SweepPoint, SweepReport
 from mergepipe.storage.location import Location
 from support.command_line import Ran, run_command
-from support.model_folders import write_model
+from support.model_folders import recipe_of, write_model
 
 CLI = Path(cli.__file__).parent
 NASTY = "\u202ex\u2028y\x1b[31mz\nINJECTED|`<b>&\x85[bold]\u2066"
@@ -49,11 +49,7 @@ def make_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors = {n: (t + 0.01 * rng.standard_normal(t.shape)).astype(np.float32) for n, t in base.items()}
         extra = {} if name == "base" else {"extra\u202e": np.ones(3, np.float32)}
         write_model(root / name, {**tensors, **extra}, {"model_type": "test"})
-    recipe = {
-        "merge_method": "task_arithmetic",
-        "base_model": "base",
-        "models": [{"model": name, "parameters": {"weight": 0.5}} for name in (FOLDER, f"{FOLDER}2")],
-    }
+    recipe = recipe_of("task_arithmetic", {place: {"weight": 0.5} for place in (FOLDER, f"{FOLDER}2")}, "base")
     (root / "recipe.yml").write_text(yaml.safe_dump(recipe))
     return root
 

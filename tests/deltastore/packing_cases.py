@@ -17,6 +17,7 @@ from mergepipe.deltastore.codec import BlockContext, decode_block, decode_deltas
 from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, PIECES_OF, EncodedBlock, Level, RawBytes
 from support.bucket_outputs import files_below
+from support.model_folders import recipe_of
 from support.rounding import decode, encode
 from support.safetensors_bytes import file_bytes
 
@@ -36,16 +37,10 @@ class PackFamily:
 
     def recipe(self, operator: str = "task_arithmetic", experts: Sequence[Path] | None = None) -> Path:
         """Write a recipe that merges the experts, or some others."""
-        models = [
-            {"model": str(path), "parameters": {"weight": 0.5, **({} if operator == "linear" else {"density": 0.4})}}
-            for path in (self.experts if experts is None else experts)
-        ]
-        if operator == "task_arithmetic":
-            for model in models:
-                model["parameters"] = {"weight": 0.5}
-        document = {"merge_method": operator, "base_model": str(self.base), "models": models, "dtype": "bfloat16"}
+        own = {"weight": 0.5} | ({} if operator in ("linear", "task_arithmetic") else {"density": 0.4})
+        models = dict.fromkeys(self.experts if experts is None else experts, own)
         path = self.root / f"{operator}.yml"
-        path.write_text(json.dumps(document))
+        path.write_text(json.dumps(recipe_of(operator, models, self.base, dtype="bfloat16")))
         return path
 
 

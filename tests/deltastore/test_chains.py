@@ -16,6 +16,7 @@ from mergepipe.deltastore import checkpoint, job
 from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from support.bucket_outputs import files_below
+from support.model_folders import recipe_of
 from support.refusals import refuses
 
 N_STEPS = 5
@@ -114,10 +115,7 @@ def test_chain__that_was_moved_as_a_whole_is_found_beside_itself(run: PackFamily
 def test_chain__takes_the_one_before_unpacked_as_a_base_too(run: PackFamily, packed: Path, tmp_path: Path) -> None:
     mergepipe.unpack(packed / "step-1", tmp_path / "out", base=run.experts[0])
     assert files_below(tmp_path / "out") == files_below(run.experts[1])
-    recipe = {
-        "merge_method": "linear", "base_model": str(run.experts[0]), "dtype": "bfloat16",
-        "models": [{"model": str(packed / "step-1"), "parameters": {"weight": 1.0}}],
-    }  # fmt: skip
+    recipe = recipe_of("linear", {packed / "step-1": {"weight": 1.0}}, run.experts[0], dtype="bfloat16")
     mergepipe.merge(recipe, tmp_path / "merged", catalog=False)
     wanted = mergepipe.load_file(run.experts[1])
     assert mergepipe.load_file(tmp_path / "merged")["a.wide"].tobytes() == wanted["a.wide"].tobytes()
@@ -161,11 +159,9 @@ OPERATIONS: dict[str, Callable[[Path, PackFamily, Path], object]] = {
     "pack": lambda store, run, out: mergepipe.pack(store, run.experts[4:], out),
     "pack a chain": lambda store, run, out: mergepipe.pack(store, run.experts[4:], out, chain=2),
     "merge": lambda store, _, out: mergepipe.merge(
-        {"merge_method": "linear", "base_model": str(store),
-         "models": [{"model": str(store), "parameters": {"weight": 1}}]},
-        out / "model", catalog=False
+        recipe_of("linear", {store: {"weight": 1}}, store), out / "model", catalog=False
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)

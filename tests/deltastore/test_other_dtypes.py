@@ -16,6 +16,7 @@ from mergepipe.deltastore.codec import BlockContext, convert, encode_block, enco
 from mergepipe.deltastore.encode_pass import choose_cut
 from mergepipe.deltastore.pieces import Codec, Level, RawBytes
 from mergepipe.testing import SPECIAL
+from support.model_folders import recipe_of
 from support.rounding import decode, encode
 from support.safetensors_bytes import file_bytes
 
@@ -83,9 +84,9 @@ def test_merge__of_packed_experts_in_other_dtypes_gives_what_raw_ones_give(tmp_p
     assert [expert.blocks.keys() for expert in report.experts] == [{"bytes"}, {"bytes"}, {"bands"}]
     outputs = []
     for number, models in enumerate([raw, [tmp_path / "stores" / name for name in dtypes]]):
-        weighted = [{"model": str(model), "parameters": {"weight": 0.5, "density": 0.2}} for model in models]
-        document = {"merge_method": "ties", "base_model": str(tmp_path / "base.safetensors"), "models": weighted}
-        mergepipe.merge({**document, "dtype": "float32"}, tmp_path / f"out-{number}")
+        weighted = {place: {"weight": 0.5, "density": 0.2} for place in models}
+        recipe = recipe_of("ties", weighted, tmp_path / "base.safetensors", dtype="float32")
+        mergepipe.merge(recipe, tmp_path / f"out-{number}")
         outputs.append((tmp_path / f"out-{number}" / "model.safetensors").read_bytes())
     assert outputs[0] == outputs[1]
     for path in raw:

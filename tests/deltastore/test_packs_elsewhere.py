@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from support.bucket_outputs import (
     watch_buckets,
 )
 from support.fault_server import BucketServer
+from support.model_folders import recipe_of
 from support.refusals import refuses
 from support.remote_stores import set_environment
 from support.s3_server import S3Server
@@ -156,14 +158,6 @@ def test_push__of_a_packed_expert_is_that_of_pack(family: Path, out: str) -> Non
             mergepipe.push(family / "packs" / name, f"{out}/{name}")
 
 
-RECIPE = """\
-merge_method: task_arithmetic
-base_model: {base}
-models:
-- {{model: "{packs}/expert-1", parameters: {{weight: 0.7}}}}
-- {{model: "{packs}/expert-2", parameters: {{weight: 0.5}}}}
-dtype: bfloat16
-"""
 BUCKET = "s3://bucket"
 PAGE = 4096
 
@@ -177,7 +171,8 @@ class Packs:
 
     def recipe(self, packs: str) -> Path:
         path = self.folder / "recipe.yml"
-        path.write_text(RECIPE.format(base=self.folder / "base", packs=packs))
+        models = {f"{packs}/expert-1": {"weight": 0.7}, f"{packs}/expert-2": {"weight": 0.5}}
+        path.write_text(json.dumps(recipe_of("task_arithmetic", models, self.folder / "base", dtype="bfloat16")))
         return path
 
 

@@ -24,7 +24,7 @@ from mergepipe.planning.budget import Policy
 from mergepipe.planning.plan import ALL, Plan, parse_plan
 from mergepipe.planning.problem import Ladder, ladder_steps
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
-from support.model_folders import write_adapter
+from support.model_folders import recipe_of, write_adapter
 from support.oracle import MergeCase
 from support.rounding import decode, encode
 
@@ -222,8 +222,8 @@ def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None
     store = pack(family.places[0], family.places[1:2], tmp_path / "stores", threads=2).experts[0].folder
     digests = []
     for first in (family.places[1], store):
-        models = [{"model": str(place), "parameters": {"weight": 0.3}} for place in (first, family.places[2], adapter)]
-        recipe = {"merge_method": "task_arithmetic", "base_model": str(family.places[0]), "models": models}
+        models = {place: {"weight": 0.3} for place in (first, family.places[2], adapter)}
+        recipe = recipe_of("task_arithmetic", models, family.places[0])
         mergepipe.analyze(family.places[0], [first, family.places[2], adapter], home=tmp_path / "home")
         mergepipe.run(mergepipe.plan(recipe, "100%", home=tmp_path / "home"), tmp_path / "out", force=True)
         digests.append(weights_digest(tmp_path / "out"))

@@ -18,6 +18,7 @@ from mergepipe.deltastore.encode_pass import cut_of, sample_of
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Codec, EncodedBlock, Piece
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
 from support.bucket_outputs import files_below
+from support.model_folders import recipe_of
 from support.rounding import encode
 
 
@@ -88,11 +89,7 @@ def test_merge__a_packed_base_and_experts_without_a_base_give_what_raw_ones_give
     mergepipe.pack(None, models, tmp_path / "stores")
     outputs = []
     for number, places in enumerate([models, [tmp_path / "stores" / model.name for model in models]]):
-        recipe = {
-            "merge_method": "linear",
-            "models": [{"model": str(place), "parameters": {"weight": 0.25}} for place in places],
-            "dtype": "bfloat16",
-        }
+        recipe = recipe_of("linear", {place: {"weight": 0.25} for place in places}, dtype="bfloat16")
         mergepipe.merge(recipe, tmp_path / f"out-{number}")
         outputs.append((tmp_path / f"out-{number}" / "model.safetensors").read_bytes())
     assert outputs[0] == outputs[1]

@@ -23,15 +23,9 @@ from mergepipe.jobs.evaluate import (
 from mergepipe.storage.location import Location
 from support.families import TINY, write_family
 from support.late_modules import torch, transformers
+from support.model_folders import recipe_of
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
-RECIPE = """
-merge_method: task_arithmetic
-base_model: base
-models:
-- {model: expert-1, parameters: {weight: 0.5}}
-- {model: expert-2, parameters: {weight: 0.5}}
-"""
 
 
 @pytest.fixture
@@ -88,8 +82,8 @@ def test_text_loss__is_the_mean_over_predicted_tokens(family: Path) -> None:
 def test_text__analyze_writes_a_file_that_is_an_importance(family: Path) -> None:
     experts, out = [family / "expert-1", family / "expert-2"], family / "importance.json"
     mergepipe.analyze(family / "base", experts, text=family / "text.txt", importance_out=out)
-    (family / "recipe.yml").write_text(RECIPE)
-    plan = mergepipe.plan(family / "recipe.yml", "50%", select="sample", block_elements=16384, importance=out)
+    recipe = recipe_of("task_arithmetic", {place: {"weight": 0.5} for place in experts}, family / "base")
+    plan = mergepipe.plan(recipe, "50%", select="sample", block_elements=16384, importance=out)
     assert plan.importance is not None
     assert plan.importance.path == str(out)
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import mergepipe
 from mergepipe.errors import NotFoundError, OutputError, RecipeError
-from support.model_folders import write_model
+from support.model_folders import recipe_of, write_model
 from support.refusals import refuses
 
 SHAPES = {"embed.weight": (30, 24), "layers.0.weight": (16, 40), "layers.0.conv": (6, 1, 3), "norm.weight": (16,)}
@@ -25,8 +25,8 @@ def snapshot(tmp_path: Path) -> Path:
     for e, name in enumerate(("base", "a", "b", "c")):
         changed = {n: x + (rng.random(x.shape) < 0.5) * rng.standard_normal(x.shape) * e for n, x in base.items()}
         write_model(tmp_path / name, {n: x.astype(np.float32) for n, x in changed.items()})
-    models = [{"model": str(tmp_path / name), "parameters": {"weight": 0.5}} for name in "abc"]
-    recipe = {"merge_method": "task_arithmetic", "base_model": str(tmp_path / "base"), "models": models}
+    models = {tmp_path / name: {"weight": 0.5} for name in "abc"}
+    recipe = recipe_of("task_arithmetic", models, tmp_path / "base")
     (tmp_path / "recipe.yml").write_text(json.dumps(recipe), encoding="utf-8")
     mergepipe.merge(tmp_path / "recipe.yml", tmp_path / "merged", home=tmp_path / "home")
     return tmp_path / "merged"
@@ -53,11 +53,8 @@ def test_masks__restore_what_is_nearest_to_each_expert(tmp_path: Path, snapshot:
         assert mask.lost_fraction == pytest.approx(lost, rel=1e-5)
         assert mask.set_fraction == pytest.approx(np.mean(np.concatenate([of.ravel() for of in is_set.values()])))
         for scale, out in ((1.0, tmp_path / f"restored-{name}"), (mask.scale, tmp_path / f"scaled-{name}")):
-            weight = {"weight": {"file": mask.file, "value": scale}}
-            recipe = {
-                "merge_method": "fisher", "base_model": str(tmp_path / "base"), "parameters": {"normalize": False},
-                "models": [{"model": str(snapshot), "parameters": weight}],
-            }  # fmt: skip
+            models = {snapshot: {"weight": {"file": mask.file, "value": scale}}}
+            recipe = recipe_of("fisher", models, tmp_path / "base", parameters={"normalize": False})
             made = mergepipe.merge(recipe, out, home=tmp_path / "home")
             assert not made.notices
             for tensor, values in load_file(out / "model.safetensors").items():

@@ -25,16 +25,11 @@ from support.bucket_outputs import files_below
 from support.families import FamilyShape, write_family
 from support.fault_server import Answer, Request
 from support.hub_server import HubServer, written_hub
+from support.model_folders import recipe_of
 from support.refusals import refuses
 from support.training_trees import decoder_shapes, known_states, write_hf
 
 SHAPE = FamilyShape(hidden=64, layers=6, heads=4, kv_heads=2, head_dim=16, intermediate=192, vocab=300, tied=True)
-RECIPE = """merge_method: ties
-base_model: {root}/base
-models:
-  - {{model: {root}/expert-1, parameters: {{weight: 0.6, density: 0.4}}}}
-dtype: bfloat16
-"""
 MODEL = "user/merged"
 SHARD_BYTES = 64 << 10
 MANIFEST_NAME = "mergepipe.json"
@@ -45,8 +40,9 @@ DECIDED = ("sid", "files", "tensors")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A family with a recipe, and the merge on this machine."""
     folder = tmp_path_factory.mktemp("family")
-    write_family(folder, SHAPE, 1)
-    (folder / "recipe.yml").write_text(RECIPE.format(root=folder))
+    models = write_family(folder, SHAPE, 1)
+    own = {models.experts[0]: {"weight": 0.6, "density": 0.4}}
+    (folder / "recipe.yml").write_text(json.dumps(recipe_of("ties", own, models.base, dtype="bfloat16")))
     merge(folder, folder / "local")
     return folder
 

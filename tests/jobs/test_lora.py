@@ -16,7 +16,7 @@ from mergepipe.errors import MergePipeError, MismatchError, RecipeError, Unsuppo
 from mergepipe.jobs.extract_lora import EXACT_SIDE, truncated_svd
 from mergepipe.jobs.merge_lora import common_bases, core_of
 from mergepipe.runs.adapters import target_modules
-from support.model_folders import PREFIX, write_adapter, write_model
+from support.model_folders import PREFIX, recipe_of, write_adapter, write_model
 
 SHAPES = {"model.layers.0.q_proj": (20, 12), "model.layers.1.q_proj": (20, 12), "model.layers.1.up_proj": (9, 12)}
 EMBEDDING, TOKENS, WIDTH = "model.embed_tokens", 30, 12
@@ -397,9 +397,8 @@ def test_extract_lora__the_adapter_makes_the_model_again(tmp_path: Path) -> None
     config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (2, 2, "org/base")
     assert config["target_modules"] == ["down_proj", "q_proj"]
-    models = [{"model": f"{base}+{tmp_path}/lora", "parameters": {"weight": 1}}]
-    recipe = {"merge_method": "task_arithmetic", "base_model": str(base), "models": models, "dtype": "float32"}
-    mergepipe.merge(recipe, tmp_path / "merged")
+    lora = {f"{base}+{tmp_path}/lora": {"weight": 1}}
+    mergepipe.merge(recipe_of("task_arithmetic", lora, base, dtype="float32"), tmp_path / "merged")
     made, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", model))
     assert_close(made, wanted)
     assert not any(str(tmp_path).encode() in path.read_bytes() for path in (tmp_path / "lora").iterdir())

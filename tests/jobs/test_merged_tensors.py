@@ -18,6 +18,7 @@ import mergepipe
 from mergepipe.errors import ConflictError, MismatchError, RecipeError
 from support.families import TINY, write_family
 from support.late_modules import torch
+from support.model_folders import recipe_of
 from support.refusals import refuses
 from support.small_merges import RECIPES, Bench, make_bench
 
@@ -141,8 +142,7 @@ def test_merged_tensors__of_a_rule_that_needs_whole_tensors_fit_into_little_memo
 def test_merged_tensors__fill_a_model_by_load_weights_as_serving_engines_call_it(tmp_path: Path) -> None:
     """vLLM and SGLang pass one iterator of names and torch tensors, once; models put matrices of one input together."""
     write_family(tmp_path, TINY, 2)
-    models = [{"model": str(tmp_path / f"expert-{n}"), "parameters": {"weight": 0.5}} for n in (1, 2)]
-    recipe = {"merge_method": "linear", "models": models, "dtype": "bfloat16"}
+    recipe = recipe_of("linear", {tmp_path / f"expert-{n}": {"weight": 0.5} for n in (1, 2)}, dtype="bfloat16")
     mergepipe.merge(recipe, tmp_path / "out", catalog=False)
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

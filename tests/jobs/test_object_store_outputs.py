@@ -23,17 +23,11 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.remote.objects import BucketFolder
 from support.bucket_outputs import Requests, files_below, ignore_conditions, new_prefix, objects_below, watch_buckets
 from support.families import FamilyShape, write_family
+from support.model_folders import recipe_of
 from support.refusals import refuses
 from support.s3_server import S3Server
 
 SHAPE = FamilyShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
-RECIPE = """merge_method: {method}
-base_model: {root}/base
-models:
-  - {{model: {root}/expert-1, parameters: {{weight: 0.6, density: 0.4}}}}
-  - {{model: {root}/expert-2, parameters: {{weight: 0.5, density: 0.3}}}}
-dtype: bfloat16
-"""
 OTHER_METHODS = ("linear", "task_arithmetic", "ties", "dare_linear", "della", "breadcrumbs", "model_stock")
 SHARD_BYTES = 64 << 10
 DESCRIBE_THE_RUN = (MANIFEST_NAME,)
@@ -46,8 +40,10 @@ class Bench:
     folder: Path
 
     def recipe(self, method: str = "ties") -> Path:
+        one, two = (self.folder / f"expert-{n}" for n in (1, 2))
+        models = {one: {"weight": 0.6, "density": 0.4}, two: {"weight": 0.5, "density": 0.3}}
         path = self.folder / f"{method}.yml"
-        path.write_text(RECIPE.format(root=self.folder, method=method))
+        path.write_text(json.dumps(recipe_of(method, models, self.folder / "base", dtype="bfloat16")))
         return path
 
     def merge(self, out: str | Path, method: str = "ties", budget: str | None = None) -> MergeReport:

@@ -20,7 +20,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import yaml
 
 import mergepipe
 from mergepipe.engine.make_part import make_part
@@ -52,6 +51,7 @@ from mergepipe.storage.remote.objects import BucketFolder
 from support.bucket_outputs import files_below, ignore_conditions, new_prefix, objects_below
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import DiskFamily, make_models, write_family
+from support.model_folders import recipe_of
 from support.s3_server import S3Server
 from support.slow_cases import slow_unless
 
@@ -109,8 +109,8 @@ def made_by_one(root: Path, family: DiskFamily, key: Key) -> Case:
     operator, budget, _ = key
     name = "-".join(map(str, key))
     recipe, out = root / f"{name}.yml", root / name
-    models = [{"model": str(expert), "parameters": PARAMETERS[operator]} for expert in family.places[1:]]
-    recipe.write_text(yaml.safe_dump({"merge_method": operator, "base_model": str(family.places[0]), "models": models}))
+    models = dict.fromkeys(family.places[1:], PARAMETERS[operator])
+    recipe.write_text(json.dumps(recipe_of(operator, models, family.places[0])))
     plan = mergepipe.plan(
         recipe, budget, everything=budget is None, home=root / "home", allow_dropped=("*",),
         block_elements=16384

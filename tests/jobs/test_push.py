@@ -24,18 +24,13 @@ from support.bucket_outputs import files_below, new_prefix, objects_below, watch
 from support.families import FamilyShape, write_family
 from support.fault_server import Answer, Request
 from support.hub_server import HubServer, written_hub
+from support.model_folders import recipe_of
 from support.refusals import refuses
 from support.remote_stores import set_environment
 from support.s3_server import S3Server
 from support.training_trees import decoder_shapes, known_states, write_hf
 
 SHAPE = FamilyShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
-RECIPE = """merge_method: linear
-base_model: {root}/base
-models:
-  - {{model: {root}/expert-1, parameters: {{weight: 0.6}}}}
-dtype: bfloat16
-"""
 MODEL = "user/merged"
 
 
@@ -43,8 +38,9 @@ MODEL = "user/merged"
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A snapshot of several shards whose recipe names absolute paths."""
     folder = tmp_path_factory.mktemp("family")
-    write_family(folder, SHAPE, 1)
-    (folder / "recipe.yml").write_text(RECIPE.format(root=folder))
+    family = write_family(folder, SHAPE, 1)
+    recipe = recipe_of("linear", {family.experts[0]: {"weight": 0.6}}, family.base, dtype="bfloat16")
+    (folder / "recipe.yml").write_text(json.dumps(recipe))
     options = MergeOptions(home=folder / "home", threads=2, shard_bytes=48 << 10)
     mergepipe.merge(folder / "recipe.yml", folder / "merged", budget="60%", options=options)
     return folder / "merged"

@@ -30,20 +30,18 @@ from support.bucket_outputs import files_below
 from support.families import TINY, FamilyPaths, write_family
 from support.fault_server import Answer, BucketServer, FaultServer, Request, cut, no_fault, stall, status
 from support.hub_server import HubServer, hub_server
+from support.model_folders import recipe_of
 from support.remote_stores import PATIENT_SECONDS, set_environment
 
 KINDS = ("s3", "http", "hub")
-RECIPE = """\
-merge_method: ties
-base_model: {at}/base
-models:
-- {{model: "{at}/expert-1", parameters: {{weight: 0.7, density: 0.5}}}}
-- {{model: "{at}/expert-2", parameters: {{weight: 0.5, density: 0.5}}}}
-dtype: bfloat16
-"""
 SHARD_BYTES = 40_000
 AFTER_READS = 12
 OPTIONS = MergeOptions(catalog=False, threads=1)
+
+
+def text_of(at: object, first: str = "expert-1") -> str:
+    models = {f"{at}/{first}": {"weight": 0.7, "density": 0.5}, f"{at}/expert-2": {"weight": 0.5, "density": 0.5}}
+    return json.dumps(recipe_of("ties", models, f"{at}/base", dtype="bfloat16"))
 
 
 def other_bytes(request: Request, answer: Answer) -> Answer:
@@ -76,7 +74,7 @@ class Remote:
     def recipe(self, kind: str) -> Path:
         places = {"local": str(self.folder), "http": f"{self.bucket.url}/bucket", "hub": "hf://org"}
         path = self.folder / f"{kind}.yml"
-        path.write_text(RECIPE.format(at=places.get(kind, f"{kind}://bucket")))
+        path.write_text(text_of(places.get(kind, f"{kind}://bucket")))
         return path
 
     def merge(self, kind: str, out: Path, budget: str | None) -> mergepipe.MergeReport:
@@ -249,7 +247,7 @@ def test_check__says_what_is_wrong_with_a_remote_input(name: str, remote: Remote
     text, refusal, code = BAD_INPUTS[name]
     model = text.format(http=remote.bucket.url)
     path = tmp_path / "recipe.yml"
-    path.write_text(RECIPE.format(at=remote.folder).replace(f"{remote.folder}/expert-2", model))
+    path.write_text(text_of(remote.folder).replace(f"{remote.folder}/expert-2", model))
     remote.bucket.faults = []
     try:
         if refusal is not None:
@@ -279,7 +277,7 @@ def hub(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 def named_recipe(folder: Path) -> Path:
     """A recipe of names without a scheme, one of them of a branch."""
     path = folder / "recipe.yml"
-    path.write_text(RECIPE.format(at="org").replace("org/expert-1", "org/expert-1@main"))
+    path.write_text(text_of("org", "expert-1@main"))
     return path
 
 

@@ -17,6 +17,7 @@ from mergepipe.errors import CorruptError, LimitError, OutputError, RecipeError
 from mergepipe.options import SearchOptions
 from support.families import TINY, write_family
 from support.late_modules import transformers
+from support.model_folders import recipe_of
 
 pytest.importorskip("optuna")
 
@@ -30,11 +31,9 @@ def family(tmp_path: Path) -> Path:
 
 
 def write_recipe(folder: Path, first: object = LINEAR, second: object = 0.5, **more: object) -> Path:
-    weights = {"expert-1": first, "expert-2": second}
-    models = [{"model": model, "parameters": {"weight": weight}} for model, weight in weights.items()]
-    recipe = {"merge_method": "task_arithmetic", "base_model": "base", "models": models, "dtype": "float32", **more}
+    models = {"expert-1": {"weight": first}, "expert-2": {"weight": second}}
     path = folder / "recipe.yml"
-    path.write_text(json.dumps(recipe))
+    path.write_text(json.dumps({**recipe_of("task_arithmetic", models, "base", dtype="float32"), **more}))
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -27,25 +28,22 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.disk_families import write_single
 from support.families import TINY, write_family
-from support.model_folders import write_model
+from support.model_folders import recipe_of, write_model
 
 NORM = PlanOptions(select="norm")
-RECIPE = """\
-merge_method: {operator}
-base_model: base
-models:
-- {{model: expert-1, parameters: {{weight: 0.7{density}}}}}
-- {{model: expert-2, parameters: {{weight: 0.5{density}}}}}
-dtype: float32
-"""
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     write_family(tmp_path, TINY, 2)
     path = tmp_path / "recipe.yml"
-    path.write_text(RECIPE.format(operator="task_arithmetic", density=""))
+    path.write_text(text_of("task_arithmetic"))
     return path
+
+
+def text_of(operator: str, **own: float) -> str:
+    models = {"expert-1": {"weight": 0.7, **own}, "expert-2": {"weight": 0.5, **own}}
+    return json.dumps(recipe_of(operator, models, "base", dtype="float32"))
 
 
 def sweep(recipe: Path, *budgets: str, select: str = "norm") -> SweepReport:
@@ -69,8 +67,7 @@ def test_sweep__errors_are_those_of_merges_made_apart(recipe: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("operator", ["task_arithmetic", "ties", "dare_linear"])
 def test_sweep__everything_is_the_full_merge_and_nothing_is_the_base(recipe: Path, operator: str) -> None:
-    density = "" if operator == "task_arithmetic" else ", density: 0.5"
-    recipe.write_text(RECIPE.format(operator=operator, density=density))
+    recipe.write_text(text_of(operator, **({} if operator == "task_arithmetic" else {"density": 0.5})))
     nothing, _, everything, _ = sweep(recipe, "0", "100%").points
     assert nothing.share == 0.0
     assert nothing.error == pytest.approx(1.0)

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 import mergepipe
 from mergepipe.errors import MismatchError
 from support.late_modules import torch, transformers
-from support.model_folders import write_model
+from support.model_folders import recipe_of, write_model
 
 pytestmark = pytest.mark.transformers
 TEXT = {
@@ -31,11 +31,7 @@ def test_merge__puts_a_text_model_into_a_llava(tmp_path: Path) -> None:
     base, expert = transformers.LlavaForConditionalGeneration(config), transformers.LlamaForCausalLM(text)
     base.save_pretrained(tmp_path / "base")
     expert.save_pretrained(tmp_path / "expert")
-    recipe = {
-        "merge_method": "task_arithmetic",
-        "base_model": str(tmp_path / "base"),
-        "models": [{"model": str(tmp_path / "expert"), "parameters": {"weight": 0.25}}],
-    }
+    recipe = recipe_of("task_arithmetic", {tmp_path / "expert": {"weight": 0.25}}, tmp_path / "base")
     report = mergepipe.merge(recipe, tmp_path / "out", home=tmp_path / "home", threads=2)
     merged = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
     before, trained = base.state_dict(), expert.state_dict()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.model_folders import recipe_of
 from support.sparse_models import Shapes, write_sparse
 
 # Runs the rest of the script in the address space that it has after its imports and a first merge, and so much more.
@@ -44,8 +45,7 @@ class Figures:
 
 def write_recipe(path: Path, operator: str, base: Path, experts: Sequence[Path]) -> Path:
     parameters = {"weight": 0.5} | ({"density": 0.2} if operator in ("ties", "dare_ties") else {})
-    models = [{"model": str(expert), "parameters": parameters} for expert in experts]
-    path.write_text(json.dumps({"merge_method": operator, "base_model": str(base), "models": models}))
+    path.write_text(json.dumps(recipe_of(operator, dict.fromkeys(experts, parameters), base)))
     return path
 
 

@@ -21,6 +21,7 @@ from mergepipe.options import MergeOptions
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.hub_server import written_hub
+from support.model_folders import recipe_of
 from support.sparse_models import decoder, nbytes_of, write_sparse
 
 MEMORY_BYTES = 64 << 20
@@ -238,8 +239,7 @@ def test_merge__of_seventy_billion_weights_to_the_hub_fits_on_ten_gigabytes(
 ) -> None:
     for name in ("base", "expert"):
         write_sparse(tmp_path / name, SHAPES, SHARD_BYTES)
-    models = [{"model": str(tmp_path / "expert"), "parameters": {"weight": 0.5}}]
-    recipe = {"merge_method": "task_arithmetic", "base_model": str(tmp_path / "base"), "models": models}
+    recipe = recipe_of("task_arithmetic", {tmp_path / "expert": {"weight": 0.5}}, tmp_path / "base")
     options = MergeOptions(home=disk / "home", threads=2, shard_bytes=SHARD_BYTES)
     monkeypatch.setenv("TMPDIR", str(disk))
     with written_hub(monkeypatch, disk / "hf") as hub:

@@ -17,7 +17,7 @@ from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, Recip
 from mergepipe.operators.registry import operator_specs
 from mergepipe.options import MergeOptions
 from support.disk_families import weights_digest
-from support.model_folders import write_model
+from support.model_folders import recipe_of, write_model
 from support.training_trees import known_states, write_dcp, write_hf, write_zero12
 
 N_LAYERS, N_EXPERTS = 4, 3
@@ -55,9 +55,8 @@ def write_recipe(
     names = {parameter.name for parameter in operator_specs()[method].parameters}
     own = {name: value for name, value in OWN.items() if name in names}
     experts = range(1, 1 + (operator_specs()[method].max_experts or N_EXPERTS))
-    models = [{"model": str(family / str(e)), "parameters": {**own, "weight": weight(e)}} for e in experts]
-    content: dict[str, Any] = {"merge_method": method, "base_model": str(family / "0"), "models": models}
-    path.write_text(json.dumps({**content, "parameters": dict(shared or {})}))
+    models = {family / str(e): {**own, "weight": weight(e)} for e in experts}
+    path.write_text(json.dumps(recipe_of(method, models, family / "0", parameters=dict(shared or {}))))
     return path
 
 

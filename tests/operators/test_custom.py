@@ -37,6 +37,7 @@ from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scop
 from mergepipe.testing import StoredTensor, check_operator, make_family
 from support.families import TINY, write_family
 from support.merge_in_memory import apply_operator
+from support.model_folders import recipe_of
 
 MODELS: tuple[dict[str, Scalar], ...] = (
     {"weight": 0.6, "density": 0.4, "gamma": 0.05, "epsilon": 0.1},
@@ -239,9 +240,8 @@ def toy(request: pytest.FixtureRequest) -> Iterator[Operator]:
 
 
 def write_recipe(path: Path, method: str, shared: dict[str, float], own: dict[str, float]) -> Path:
-    models = [{"model": f"family/expert-{e}", "parameters": own} for e in (1, 2)]
-    recipe = {"merge_method": method, "base_model": "family/base", "models": models, "parameters": shared}
-    path.write_text(json.dumps(recipe))
+    models = {f"family/expert-{e}": own for e in (1, 2)}
+    path.write_text(json.dumps(recipe_of(method, models, "family/base", parameters=shared)))
     return path
 
 

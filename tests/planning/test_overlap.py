@@ -16,6 +16,7 @@ from mergepipe.cli.printing import report_text
 from mergepipe.reports import Overlap
 from support.budgets import GRAIN
 from support.disk_families import DiskFamily, write_family
+from support.model_folders import recipe_of
 
 LAYERS = ("0", "10", "2", "")
 N_BLOCKS = 24
@@ -118,8 +119,7 @@ def test_explain__tells_what_analyze_told_once_experts_are_analyzed(
     family: DiskFamily, tmp_path: Path, budget: str | None
 ) -> None:
     base, *experts = map(str, family.places)
-    models = [{"model": expert, "parameters": {"weight": 0.3}} for expert in experts]
-    recipe = {"merge_method": "linear", "base_model": base, "models": models}
+    recipe = recipe_of("linear", {place: {"weight": 0.3} for place in experts}, base)
     mergepipe.merge(recipe, tmp_path / "before", home=tmp_path / "home")
     assert mergepipe.explain(tmp_path / "before", home=tmp_path / "home").overlaps == ()
     told = mergepipe.analyze(base, experts, home=tmp_path / "home", block_elements=GRAIN, threads=2)

@@ -26,6 +26,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, os_error, round_up, switch_direct
 from support.families import TINY, write_family
 from support.faults import Fault, drop_from_page_cache, open_descriptors, replaced, short_reads, system_error
+from support.model_folders import recipe_of
 from support.refusals import refuses
 from support.source_code import trees_with
 
@@ -321,9 +322,7 @@ def test_merge__without_the_calls_of_linux_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = write_family(tmp_path, TINY, 2)
-    models = "".join(f"- {{model: {path}, parameters: {{weight: 0.5, density: 0.5}}}}\n" for path in family.experts)
-    recipe = tmp_path / "recipe.yml"
-    recipe.write_text(f"merge_method: ties\nbase_model: {family.base}\nmodels:\n{models}")
+    recipe = recipe_of("ties", {place: {"weight": 0.5, "density": 0.5} for place in family.experts}, family.base)
     mergepipe.merge(recipe, tmp_path / "linux")
     take_away(monkeypatch, tmp_path)
     options = mergepipe.MergeOptions()

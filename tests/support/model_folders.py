@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 Tensors = Mapping[str, NDArray[Any]]
+Models = Mapping[Any, Mapping[str, object]]
 PREFIX = "base_model.model."
 
 
@@ -34,3 +35,10 @@ def write_adapter(folder: Path, tensors: Tensors, **options: object) -> Path:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **options}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def recipe_of(method: str, models: Models, base: object = None, **more: object) -> dict[str, object]:
+    """A recipe as a mapping: models with their own parameters, the base if there is one, and other keys."""
+    listed = [{"model": str(model), "parameters": dict(own)} for model, own in models.items()]
+    anchor = {} if base is None else {"base_model": str(base)}
+    return {"merge_method": method, **anchor, "models": listed, **more}

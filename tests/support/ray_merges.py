@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-
-import yaml
 
 from mergepipe.options import MergeOptions
 from support.disk_families import DiskFamily
+from support.model_folders import recipe_of
 
 SHARD_BYTES = 30_000
 PARAMETERS: dict[str, dict[str, float]] = {
@@ -19,8 +19,8 @@ PARAMETERS: dict[str, dict[str, float]] = {
 
 def write_recipe(path: Path, family: DiskFamily, operator: str, experts: tuple[Path, ...] = ()) -> Path:
     """Write a recipe over a family, or over its base and other experts."""
-    models = [{"model": str(expert), "parameters": PARAMETERS[operator]} for expert in experts or family.places[1:]]
-    path.write_text(yaml.safe_dump({"merge_method": operator, "base_model": str(family.places[0]), "models": models}))
+    models = dict.fromkeys(experts or family.places[1:], PARAMETERS[operator])
+    path.write_text(json.dumps(recipe_of(operator, models, family.places[0])))
     return path
 
 

@@ -18,7 +18,7 @@ from small_models import lora, product, random, write_recipe
 import mergepipe
 from mergepipe.errors import UnsupportedError
 from mergepipe.options import MergeOptions
-from support.model_folders import write_adapter, write_model
+from support.model_folders import recipe_of, write_adapter, write_model
 from support.refusals import refuses
 from support.torch_bytes import View, torch_bytes
 
@@ -40,8 +40,8 @@ def tuned(seed: int) -> Tensors:
 def merged(root: Path, experts: Mapping[str, float], method: str = "task_arithmetic") -> Tensors:
     """Merge directories of `root` into the float32 result."""
     density = {} if method == "task_arithmetic" else {"density": 0.4}
-    weights = [{"model": str(root / n), "parameters": {"weight": w, **density}} for n, w in experts.items()]
-    recipe = {"merge_method": method, "base_model": str(root / "base"), "models": weights, "dtype": "float32"}
+    models = {root / name: {"weight": weight, **density} for name, weight in experts.items()}
+    recipe = recipe_of(method, models, root / "base", dtype="float32")
     out = root / "-".join([*experts, method])
     mergepipe.merge(recipe, out, force=True)
     return dict(load_file(out / "model.safetensors"))

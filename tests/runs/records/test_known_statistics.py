@@ -26,6 +26,7 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.disk_families import make_models, write_family
 from support.hub_server import HubServer, hub_server
+from support.model_folders import recipe_of
 from support.recorded_statistics import opened_with_digests, statistics_on_record
 from support.small_merges import RECIPES, Bench, make_bench
 
@@ -281,9 +282,7 @@ def other_base(bench: Bench) -> bytes:
 
 def test_stored_plan__is_none_where_any_byte_was_changed(tmp_path: Path) -> None:
     family = write_family(tmp_path / "family", make_models(1))
-    recipe = tmp_path / "recipe.yml"
-    models = f"[{{model: {family.places[1]}, parameters: {{weight: 1, density: 0.5}}}}]"
-    recipe.write_text(f"merge_method: ties\nbase_model: {family.places[0]}\nmodels: {models}\n")
+    recipe = recipe_of("ties", {family.places[1]: {"weight": 1, "density": 0.5}}, family.places[0])
     plan = mergepipe.plan(recipe, everything=True, home=tmp_path / "home", allow_dropped=("*",), block_elements=16384)
     store_plan(tmp_path, "key", plan)
     stored = tmp_path / STORED_PLAN_NAME
