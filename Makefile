@@ -32,7 +32,7 @@ FRAMEWORK_SMOKE := \
 	"$(RESUMES)resumes_with_the_values_of_its_sources[zero3]" \
 	"$(RESUMES)of_partial_checkpoints_resumes_at_their_step[hf]" \
 	"$(SAVES)composes_to_what_the_engine_held_at_each_units_step[hf-zero2]" \
-	tests/checkpoints/test_component_frameworks.py tests/checkpoints/test_codes_against_libraries.py
+	tests/checkpoints/test_component_frameworks.py
 
 RAY_PYTEST := MERGEPIPE_REQUIRE_RAY=1 $(RAY_VENV)/bin/python -m pytest
 RAY_SMOKE := \
@@ -215,7 +215,7 @@ test-fuzz: $(VENV)/.test
 		MERGEPIPE_FUZZ_MINUTES=$(or $(FUZZ_MINUTES),60) $(PYTEST) -n 2 --no-fsync tests/fuzz
 
 test-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
-	$(FRAMEWORK_PYTEST) tests/tailor tests/checkpoints/test_component_frameworks.py tests/checkpoints/test_codes_against_libraries.py
+	$(FRAMEWORK_PYTEST) tests/tailor tests/checkpoints/test_component_frameworks.py
 
 smoke-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
 	$(FRAMEWORK_PYTEST) $(FRAMEWORK_SMOKE)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from odd_models import RECIPES, write_models
 
 from mergepipe.cli import main
+from mergepipe.snapshots import work_log
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_dcp, write_hf, write_zero3
 
 pytestmark = pytest.mark.timeout(600)  # no command here takes a second: what reads for ever fails
@@ -160,3 +163,115 @@ def test_commands__refuse_special_files(
     assert [command for command in commands if run(capsys, command)[0]] == []
     (place / "home" / "snapshots").mkdir(parents=True, exist_ok=True)
     assert check_all(place, capsys, cases, kinds) >= n_least * len(kinds)
+
+
+# --- folders with names that are not UTF-8: refused by name before the first write
+
+
+ODD_FOLDER_COMMANDS = (
+    "merge plain.yml out --no-catalog", "check plain.yml", "plan plain.yml --out plan.json --budget 50%",
+    "pack base expert --out packs", "tailor compose hf.yml out", "tailor check hf.yml", "analyze base expert",
+)  # fmt: skip
+
+
+@pytest.fixture
+def odd_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / os.fsdecode(b"odd\xff")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system takes only names in UTF-8")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
+    write_models(folder)
+    write_training(folder)
+    return folder
+
+
+def test_commands__refuse_inputs_in_folders_that_are_not_utf_8(
+    odd_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(odd_folder.rglob("*"))
+    for command in ODD_FOLDER_COMMANDS:
+        exit_code = main(command.split())
+        printed = capsys.readouterr().err
+        assert (exit_code, "odd\\udcff" in printed, "UTF-8" in printed) == (6, True, True), (command, printed)
+    assert sorted(odd_folder.rglob("*")) == before
+
+
+def test_merge__writes_into_folders_that_are_not_utf_8(
+    odd_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(work_log, "UNIT_SECONDS", 0)
+    write_models(tmp_path / "plain")
+    assert main(["merge", str(tmp_path / "plain" / "plain.yml"), "out", "--no-catalog"]) == 0, capsys.readouterr()
+    assert main(["verify", str(odd_folder / "out")]) == 0
+
+
+# --- inputs that are mounted for reading only: everything works, and nothing is tried beside them
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with models, a snapshot, a store, a checkpoint, that cannot be written."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a folder for reading only needs root")
+    root = tmp_path_factory.mktemp("read-only")
+    inputs = root / "inputs"
+    inputs.mkdir()
+    write_models(inputs)
+    (inputs / "plain.yml").write_text(RECIPES["plain"])
+    (inputs / "compose.yml").write_text("default: checkpoint-7\n")
+    write_hf(inputs / "checkpoint-7", known_states(decoder_shapes()))
+    with contextlib.chdir(inputs):
+        for command in (
+            "merge plain.yml snapshot", "pack base expert --out packed", "plan plain.yml --budget 50% --out plan.json",
+        ):  # fmt: skip
+            assert main([*command.split(), "--home", str(root / "first")]) == 0
+    mounted = subprocess.run(["mount", "--bind", inputs, inputs], check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting is refused: {mounted.stderr!r}")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", inputs], check=True)
+        with pytest.raises(OSError, match="Read-only file system"):
+            (inputs / "base" / "new").touch()
+        yield inputs
+    finally:
+        subprocess.run(["umount", inputs], check=True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "check IN/plain.yml",
+        "plan IN/plain.yml --budget 50% --out plan.json --home home",
+        "analyze IN/base IN/expert --home home",
+        "merge IN/plain.yml merged --home home",
+        "merge IN/plain.yml merged --budget 50% --home home",
+        "run IN/plan.json merged --home home",
+        "pack IN/base IN/expert --out packed --home home",
+        "unpack IN/packed/expert --out restored",
+        "verify IN/snapshot --home home",
+        "verify IN/snapshot --deep 5% --home home",
+        "verify IN/packed/expert --home home",
+        "diff IN/snapshot IN/snapshot --home home",
+        "show IN/snapshot --home home",
+        "replay IN/snapshot again --home home",
+        "tailor inspect IN/checkpoint-7",
+        "tailor check IN/compose.yml",
+        "merge IN/plain.yml IN/merged --home home",
+        "pack IN/base IN/expert --out IN/new --home home",
+        "plan IN/plain.yml --budget 50% --out IN/new.json --home home",
+        "analyze IN/base IN/expert --home IN/home",
+    ],
+)
+def test_command__reads_what_cannot_be_written_or_says_in_one_line_where_it_cannot_write(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = os.path.relpath(inputs)
+    writes_there = any(word in command for word in ("IN/merged", "IN/new", "IN/home"))
+    exit_code = main([word.replace("IN", place) for word in command.split()])
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert (exit_code, len(errors)) == ((8, 1) if writes_there else (0, 0)), errors
+    assert all("inputs" in error and "Read-only file system" in error for error in errors)

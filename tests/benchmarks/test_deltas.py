@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from benchmarks.deltas import delta_size, merge_errors, read_tensors
+from benchmarks.floor import CHUNK_BYTES, floor_seconds, measure_floor
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+
+from mergepipe.core.blocks import F32
+from support.families import TINY, write_family
 
 
 def write(directory: Path, shards: list[dict[str, NDArray[np.generic]]]) -> Path:
@@ -57,3 +62,38 @@ def test_merge_errors__are_over_what_merging_changed_and_over_the_weights(tmp_pa
     )
     errors = merge_errors(merged, full, base)
     assert (errors.error, errors.relative_l2) == (0.75, 0.6)
+
+
+# --- benchmarks.floor
+
+
+def test_floor__reads_and_writes_as_many_bytes_as_are_asked_for_and_leaves_nothing(tmp_path: Path) -> None:
+    file, scratch = tmp_path / "in", tmp_path / "scratch"
+    file.write_bytes(bytes(2 * CHUNK_BYTES + 5))
+    seconds, read_bytes = measure_floor([file], scratch, CHUNK_BYTES + 1)
+    assert seconds > 0
+    assert read_bytes == 2 * CHUNK_BYTES + 5
+    assert measure_floor([file], scratch, 0, CHUNK_BYTES + 1)[1] == CHUNK_BYTES
+    assert floor_seconds([file], scratch, 1, CHUNK_BYTES) > 0
+    assert not scratch.exists()
+
+
+# --- the families that benchmarks merge
+
+
+def test_write_family__fitted_deltas_have_the_measured_sizes_directions_and_cosines(tmp_path: Path) -> None:
+    shape = replace(TINY, hidden=512, intermediate=1024)
+    paths = write_family(tmp_path, shape, 3, dtype=F32, is_fitted=True)
+    base, first_expert, _, third_expert = (load_file(model / "model.safetensors") for model in paths.models)
+    matrices = [
+        tensor.name
+        for tensor in shape.tensors()
+        if len(tensor.shape) > 1 and min(tensor.shape) >= 512 and not tensor.is_embedding
+    ]
+    assert len(matrices) >= shape.layers
+    for name in matrices:
+        first, third = ((expert[name] - base[name]).astype(np.float64) for expert in (first_expert, third_expert))
+        assert first.std() == pytest.approx(1.8e-3, rel=0.05)
+        assert 0.0 < (first * third).sum() / np.linalg.norm(first) / np.linalg.norm(third) < 0.1
+        squares = np.linalg.svd(first, compute_uv=False) ** 2
+        assert 0.26 < squares[:16].sum() / squares.sum() < 0.75

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -9,9 +10,16 @@ from typing import Any
 
 import pytest
 from benchmarks.reproduce import compose, papers, resuming
+from benchmarks.reproduce.pages import Table
 from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.trained import PART
+from benchmarks.tailor import N_UNITS, Pattern, patterns
 from benchmarks.tailor_resuming import Resumed
 from benchmarks.tailor_training import Setting
+from benchmarks.tailor_tree import checkpoint_name, scaled_shapes, write_checkpoint
+
+from mergepipe.tailor import api
+from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 
 SETTING = asdict(Setting(at=20, every=2, after=20, rate=2e-5, schedule="linear"))
 
@@ -90,3 +98,126 @@ def test_compose_page__tells_what_the_largest_checkpoints_have_that_were_measure
     assert growth in text
     assert "Parity of two checkpoints of 1 GB takes 3.00 times the seconds in which DeepSpeed loads one" in text
     assert "Of 8 GB each, it takes 0.50 times the seconds of `torch.load` of one." in text
+
+
+# --- the checkpoints and recipes that composition is measured with
+
+
+PATTERNS = [pattern for pattern in patterns([2, 8, N_UNITS]) if pattern.units is not None]
+_CHECKPOINTS = 8
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: f"{p.name}-{p.n_sources}")
+def test_patterns__take_every_unit_at_most_once_and_something_of_every_source(pattern: Pattern) -> None:
+    taken = Counter(unit for units in (pattern.units or {}).values() for unit in units)
+    assert set(taken.values()) == {1}
+    assert set(taken) <= set(range(N_UNITS))
+    assert set(pattern.units or {}) | {pattern.n_sources - 1} == set(range(pattern.n_sources))
+
+
+def test_write_checkpoint__is_one_that_every_pattern_composes(tmp_path: Path) -> None:
+    size_bytes = 4_000_000
+    pool = tmp_path / "pool"
+    pool.write_bytes(bytes(range(256)) * (1 << 18))
+    shapes = scaled_shapes(size_bytes)
+    for index in range(_CHECKPOINTS):
+        write_checkpoint(tmp_path / checkpoint_name(index), shapes, 2, 100 * (index + 1), pool)
+    (found,) = api.inspect(tmp_path / checkpoint_name(0)).checkpoints
+    assert (found.format, found.missing, found.step) == (ZERO_FORMAT, (), 100)
+    assert sum(p.stat().st_size for p in (tmp_path / checkpoint_name(0)).iterdir()) == pytest.approx(
+        size_bytes, rel=0.2
+    )
+    for pattern in (pattern for pattern in PATTERNS if pattern.n_sources <= _CHECKPOINTS):
+        (tmp_path / "recipe.yml").write_text(pattern.recipe())
+        report = api.check(tmp_path / "recipe.yml")
+        assert len(report.plan.assignment.sources) == pattern.n_sources
+
+
+# --- what is told of a resumed run
+
+
+def resumed(name: str, seed: int, *excess: float) -> Resumed:
+    return Resumed(name, seed, (0, 50, 100), 0.5, 4.5, 4.25, excess)
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize(
+    ("excess", "expected"),
+    [
+        ([0.0] * 10, 0),
+        ([0.5] * 3 + [0.0] * 12, 3),  # 10 steps of nothing begin there
+        ([0.08] + [0.0] * 9, 0),  # one step of ten counts for a tenth
+        ([0.5] * 30, None),
+        ([0.0] * 9, None),  # too few to say
+    ],
+)
+def test_recovered_after__is_the_first_step_whose_next_ten_are_within_a_hundredth(
+    excess: list[float], expected: int | None
+) -> None:
+    assert resumed("a", 1, *excess).recovered_after == expected
+
+
+# --- the page of the part trained: what is said of losses that are known
+
+
+DOMAINS = ("prose", "headers", "legal", "internet")
+SCHEDULE = {"steps": 40, "batch": 2, "window_tokens": 256, "peak_rate": 2e-5}
+DELTA = {"relative_norm": 0.01, "changed_fraction": 0.3}
+
+
+def losses(mean: float, spread: float = 0.0) -> dict[str, list[float]]:
+    """Six windows a domain, which lie `spread` on either side of a mean."""
+    return {domain: [mean - spread, mean + spread] * 3 for domain in DOMAINS}
+
+
+def results(
+    sampled: Mapping[int, float], *, full: Mapping[int, float], spread: float = 0.0, random: float = 0.1
+) -> Results:
+    """Of TIES: what is gained in full and lost by samples, raw and packed, seed by seed; blocks by norm lose 0.1."""
+    schedules = {"full": SCHEDULE, "lora": SCHEDULE}
+    entries: dict[str, object] = {
+        "base": {"losses": losses(3.0), "bytes": 269_000_000, "schedules": schedules, "gpu": ""}
+    }
+    for seed, gain in full.items():
+        lost = {"sample-32": sampled[seed], "packed-sample": sampled[seed], "norm": 0.1, "random": random}
+        own = [{domain: [2.5] * 6} for domain in DOMAINS]
+        entries[f"full/{seed}/family"] = {"own_losses": own, "deltas": [DELTA] * 4, "packed_share": 0.08}
+        entries[f"full/{seed}/ties/full"] = {"losses": losses(3.0 - gain)}
+        for form, value in lost.items():
+            loss = losses(3.0 - gain + value, spread if "sample" in form else 0.0)
+            entries |= {f"full/{seed}/ties/{form}/{share}": {"losses": loss} for share in (5, 10)}
+    return Results(Path("trained.json"), {"entries": entries})
+
+
+def kept(stored: Results) -> dict[str, str]:
+    """What TIES keeps by what is read, in all tables of the page."""
+    tables = [piece for piece in PART.page(stored).body if isinstance(piece, Table)]
+    return {row[1]: row[2] for table in tables if table.header[1] == "what is read" for row in table.rows}
+
+
+def test_page__tells_the_share_of_the_gain_with_the_interval_over_windows() -> None:
+    told = kept(results({0: 0.02}, full={0: 0.2}, spread=0.01))
+    # 24 windows, half at 0.01 and half at 0.03: a deviation of 0.0102; 2.069 * 0.0102 / sqrt(24) = 0.0043 of 0.2
+    assert told["sample, 32 Ki"] == told["packed: sample"] == "90 ± 2"
+    assert told["blocks by norm"] == "50 ± 0"
+
+
+def test_page__tells_the_interval_over_three_seeds() -> None:
+    told = kept(results({0: 0.02, 1: 0.0, 2: 0.04}, full={0: 0.2, 1: 0.2, 2: 0.2}))
+    assert told["sample, 32 Ki"] == "90 ± 0 (25)"  # shares of 90, 100 and 80 %: 4.303 * 10 / sqrt(3)
+
+
+def test_page__tells_the_paired_difference_of_the_orders() -> None:
+    assert kept(results({0: 0.0}, full={0: 0.2}, random=0.16))["norm - random"] == "+30.0 ± 0.0"
+    assert kept(results({0: 0.0}, full={0: 0.2}, random=0.05))["norm - random"] == "-25.0 ± 0.0"
+
+
+def test_page__says_first_what_samples_and_whole_blocks_keep() -> None:
+    meaning = PART.page(results({0: 0.05}, full={0: 0.2})).meaning
+    assert "samples keep 75 % (full fine-tuning) of what TIES, linear and DARE-TIES merges gain" in meaning
+    assert "whole blocks keep 50 % (full fine-tuning) by norm and 50 % (full fine-tuning) at random" in meaning
+    assert "Packed experts keep at 5 % of the raw bytes 75 % (full fine-tuning)" in meaning
+
+
+def test_page__tells_nats_where_the_full_merge_gains_nothing() -> None:
+    assert kept(results({0: 0.02}, full={0: -0.1}))["packed: sample"] == "+0.0200 nats"

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from itertools import cycle, product
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from budget_cases import Setting
+from safetensors.numpy import load_file
 
+import mergepipe
 from mergepipe.planning.plan import Plan
 from support.budgets import AWKWARD, make_budget_models
 from support.disk_families import read_snapshot, weights_digest, write_family
+from support.model_folders import recipe_of, write_model
 from support.oracle import MergeCase
 from support.slow_cases import slow_unless
 
@@ -110,3 +115,45 @@ def test_budgeted_merge__by_a_method_that_looks_at_whole_tensors_reads_them_whol
     partial = [(t, e) for t, blocks in some.items() for e, n in enumerate(blocks) if n not in (0, whole[t][e])]
     assert partial == []
     assert 0 < sum(map(sum, some.values())) < sum(map(sum, whole.values()))
+
+
+# --- rules that need whole rows: rows and blocks seldom end together, and memory may be small
+
+
+ROW_METHODS = {"della": {"epsilon": 0.1}, "breadcrumbs": {"gamma": 0.1}}
+
+
+@pytest.fixture(name="folder", params=[0, 4088], ids=["at any place", "on a page"])
+def make_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    rng = np.random.default_rng(2)
+    shapes = {"a.weight": (301, 1300), "b.weight": (64, 4096), "c.norm": (333,)}
+    base = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    for model in ("base", "one", "two"):
+        scale = np.float32(0.0 if model == "base" else 0.02)
+        tensors = {
+            name: array + scale * rng.standard_normal(array.shape).astype(np.float32) for name, array in base.items()
+        }
+        path = write_model(tmp_path / model, tensors) / "model.safetensors"
+        if request.param:  # the header is filled up with spaces, so that the tensors begin on a page
+            raw = path.read_bytes()
+            length = int.from_bytes(raw[:8], "little")
+            header = raw[8 : 8 + length].ljust(request.param)
+            path.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + length :])
+    return tmp_path
+
+
+@pytest.mark.parametrize("memory_bytes", [40 << 20, 1 << 30])
+@pytest.mark.parametrize("method", ["della", "breadcrumbs"])
+def test_merge__of_whole_rows_keeps_its_budget(folder: Path, method: str, memory_bytes: int) -> None:
+    parameters = {"weight": 0.5, "density": 0.5, **ROW_METHODS[method]}
+    recipe = recipe_of(method, {folder / "one": {}, folder / "two": {}}, folder / "base", parameters=parameters)
+    options: dict[str, Any] = {"catalog": False, "seed": 3, "memory_bytes": memory_bytes}
+    mergepipe.merge(recipe, folder / "full", **options)
+    options |= {"block_elements": 16384, "select": "norm" if method == "della" else "sample"}
+    for budget in ("0%", "60%", "100%"):
+        report = mergepipe.merge(recipe, folder / budget, budget=budget, **options)
+        assert report.planned_bytes is not None
+        assert report.budget_bytes is not None
+        assert report.expert_bytes + report.analysis_bytes <= report.planned_bytes <= report.budget_bytes
+    full, planned = (load_file(folder / name / "model.safetensors") for name in ("full", "100%"))
+    assert {name: array.tobytes() for name, array in full.items()} == {n: a.tobytes() for n, a in planned.items()}

@@ -20,8 +20,9 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import MergePipeError, NotFoundError, OutputError, StorageError
 from mergepipe.options import MergeOptions, OutputOptions
+from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.staging import SPARE_BYTES
-from support.bucket_outputs import files_below
+from support.bucket_outputs import check_published, files_below
 from support.families import FamilyShape, write_family
 from support.fault_server import Answer, Request
 from support.hub_server import HubServer, written_hub
@@ -32,8 +33,6 @@ from support.training_trees import decoder_shapes, known_states, write_hf
 SHAPE = FamilyShape(hidden=64, layers=6, heads=4, kv_heads=2, head_dim=16, intermediate=192, vocab=300, tied=True)
 MODEL = "user/merged"
 SHARD_BYTES = 64 << 10
-MANIFEST_NAME = "mergepipe.json"
-DECIDED = ("sid", "files", "tensors")
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +59,6 @@ def merge(family: Path, out: str | Path, home: Path | None = None, *, force: boo
     return mergepipe.merge(family / "recipe.yml", out, options=options)
 
 
-def check_same(hub: HubServer, local: Path) -> None:
-    """The repository holds the files of the local merge; of the manifest, all that does not describe the run."""
-    files, wanted = dict(hub.model_files(MODEL)), files_below(local)
-    assert files.keys() == wanted.keys()
-    assert [name for name in wanted if files[name] != wanted[name] and name != MANIFEST_NAME] == []
-    ours, theirs = (json.loads(held[MANIFEST_NAME]) for held in (files, wanted))
-    assert [ours[key] for key in DECIDED] == [theirs[key] for key in DECIDED]
-
-
 def uploaded(hub: HubServer) -> list[str]:
     return [request.path for request in hub.requests if request.method == "PUT"]
 
@@ -87,7 +77,7 @@ def allocated_bytes(folder: Path) -> int:
 def test_merge__to_the_hub_is_the_local_merge_in_one_commit(family: Path, hub: HubServer, tmp_path: Path) -> None:
     report = merge(family, f"hf://{MODEL}", tmp_path)
     assert (str(report.out), hub.n_commits(MODEL)) == (f"hf://{MODEL}", 2)
-    check_same(hub, family / "local")
+    check_published(hub.model_files(MODEL), family / "local")
     assert list((tmp_path / "uploads").rglob("*.safetensors")) == []
     assert mergepipe.verify(f"hf://{MODEL}", home=tmp_path, threads=2).is_sound
 
@@ -156,7 +146,7 @@ def test_merge__that_was_killed_uploads_no_shard_twice(family: Path, hub: HubSer
     report = merge(family, f"hf://{MODEL}", tmp_path)
     assert any("resumed" in notice for notice in report.notices)
     assert not sent & {path.removeprefix("lfs/") for path in uploaded(hub)}
-    check_same(hub, family / "local")
+    check_published(hub.model_files(MODEL), family / "local")
 
 
 def test_merge__whose_uploaded_shards_the_hub_forgot_starts_over(family: Path, hub: HubServer, tmp_path: Path) -> None:
@@ -167,7 +157,7 @@ def test_merge__whose_uploaded_shards_the_hub_forgot_starts_over(family: Path, h
     hub.refuse = lambda _: None
     report = merge(family, f"hf://{MODEL}", tmp_path)
     assert any("started over" in notice for notice in report.notices)
-    check_same(hub, family / "local")
+    check_published(hub.model_files(MODEL), family / "local")
 
 
 def test_merge__replaces_an_output_on_the_hub_with_force_alone(family: Path, hub: HubServer, tmp_path: Path) -> None:
@@ -209,7 +199,7 @@ def test_lora_apply__to_the_hub_is_the_local_result(family: Path, hub: HubServer
     options = OutputOptions(home=tmp_path, threads=2, shard_bytes=SHARD_BYTES)
     mergepipe.apply_lora(base, [adapter], tmp_path / "applied", options=options)
     mergepipe.apply_lora(base, [adapter], f"hf://{MODEL}", options=options)
-    check_same(hub, tmp_path / "applied")
+    check_published(hub.model_files(MODEL), tmp_path / "applied")
 
 
 def test_export__to_the_hub_is_one_commit(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,4 +235,4 @@ def test_merge__loses_no_shard_that_the_hub_stores_otherwise(
         assert hub.n_commits(MODEL) == 1
     else:
         merge(family, f"hf://{MODEL}", tmp_path)
-        check_same(hub, family / "local")
+        check_published(hub.model_files(MODEL), family / "local")

@@ -113,8 +113,11 @@ def test_merge_lora__cat_is_the_sum_of_the_deltas(tmp_path: Path, names: tuple[s
     base = write_base(tmp_path / "base")
     weights = (1.0 if "saved" in names else 0.75, -0.5)  # what is stored in full has no weight
     mergepipe.merge_lora([first, second], tmp_path / "merged", weights=weights)
-    expected = applied(base, tmp_path / "x", first, second, weights=weights)
-    assert_close(expected, applied(base, tmp_path / "y", tmp_path / "merged"))
+    start = load_file(base / "model.safetensors")
+    alone = [applied(base, tmp_path / f"x{i}", adapter) for i, adapter in enumerate((first, second))]
+    expected = {n: x + sum(w * (one[n] - x) for w, one in zip(weights, alone, strict=True)) for n, x in start.items()}
+    assert_close(expected, applied(base, tmp_path / "both", first, second, weights=weights))
+    assert_close(expected, applied(base, tmp_path / "one", tmp_path / "merged"))
 
 
 def in_mlx_form(adapter: Path, out: Path) -> Path:

@@ -245,26 +245,6 @@ def test_lora_apply__takes_a_base_whose_layers_are_repeated_as_in_training(tmp_p
         applied(base, tmp_path / "adapter", tmp_path / "more")
 
 
-def test_lora_apply__weighs_adapters_as_float64_does(tmp_path: Path) -> None:
-    base = base_of(tmp_path, "llama")
-    for number, name in enumerate(("a", "b")):
-        torch.manual_seed(number)
-        trained(base, tmp_path / name, Case("llama", {"r": 3 + number}))
-    weights, out = (0.75, -0.5), tmp_path / "out"
-    mergepipe.apply_lora(base, [tmp_path / "a", tmp_path / "b"], out, weights=weights, catalog=False)
-    start, made = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
-    assert start.keys() == made.keys()
-    for key, values in start.items():
-        total = values.astype(np.float64)
-        for weight, name, rank in zip(weights, ("a", "b"), (3, 4), strict=True):
-            factors = load_file(tmp_path / name / "adapter_model.safetensors")
-            stem = f"base_model.model.{key.removesuffix('.weight')}"
-            if f"{stem}.lora_A.weight" in factors:
-                up, down = (factors[f"{stem}.lora_{side}.weight"].astype(np.float64) for side in "BA")
-                total = total + weight * 6 / rank * (up @ down)
-        np.testing.assert_allclose(made[key], total, rtol=1e-5, atol=1e-6)
-
-
 MERGED = (
     "plain", "loha", "rank-pattern", "rslora", "lora-bias", "embedding", "gpt2", "parameter", "experts-rank",
     "experts-by-last-name", "mixtral-by-last-name",

@@ -6,17 +6,20 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe.errors import CorruptError, NotFoundError, RecipeError, StorageError
+import mergepipe
+from mergepipe.errors import CorruptError, NotFoundError, OutputError, RecipeError, StorageError
 from mergepipe.recipes import yaml_source
 from mergepipe.recipes.yaml_source import MAX_DEPTH, MAX_NODES, Value, YamlSource, read_yaml, shortened
 from mergepipe.storage.contract import RECIPE_BYTES
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.families import TINY, write_family
 from support.refusals import refuses
 
 EXPONENT = re.compile(r"[0-9][.]?[eE][-+]?[0-9]")  # a dump leaves these texts bare, and bare they mean numbers here
@@ -199,3 +202,41 @@ def test_read_yaml__counts_every_node(folder: Path, monkeypatch: pytest.MonkeyPa
     code, _ = refusal(folder, "[" + "1," * 100 + "]")  # and the list itself
     assert code == "recipe.syntax"
     assert read(folder, "[" + "1," * 99 + "]").root == [1] * 99
+
+
+# --- a recipe as a mapping is the recipe in a file
+
+
+def test_recipes__as_a_mapping_merge_as_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_family(tmp_path / "family", TINY, 2)
+    monkeypatch.chdir(tmp_path)
+    recipe = {
+        "merge_method": "linear",
+        "models": [
+            {"model": Path("family/base"), "parameters": {"weight": 1.0}},
+            {"model": np.str_("family/expert-1"), "parameters": {"weight": np.full(2, np.float32(0.5))}},
+        ],
+        "dtype": "bfloat16",
+    }
+    mergepipe.merge(recipe, "out", catalog=False)
+    written = tmp_path / "recipe.yml"
+    written.write_text(
+        "merge_method: linear\nmodels:\n- {model: family/base, parameters: {weight: 1.0}}\n"
+        "- {model: family/expert-1, parameters: {weight: 0.5}}\ndtype: bfloat16\n"
+    )
+    mergepipe.merge(written, "other", catalog=False)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "other/model.safetensors").read_bytes()
+    assert mergepipe.check(recipe).merged_tensors > 0
+    assert mergepipe.verify("out").is_sound
+    with pytest.raises(OutputError, match=r"replace it with force=True$"):
+        mergepipe.merge(recipe, "out", catalog=False)
+
+
+def test_recipes__as_a_mapping_with_a_value_of_no_recipe_are_refused() -> None:
+    endless: dict[str, object] = {}
+    endless["models"] = endless
+    for recipe in ({"merge_method": object()}, endless):
+        with refuses(RecipeError, "recipe.syntax"):
+            mergepipe.check(recipe)
+    with pytest.raises(RecipeError, match="recipe:1 merge_method"):
+        mergepipe.check({"merge_method": "linaer", "models": []})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.objects import BucketFolder
 from support.remote_stores import set_environment
@@ -111,3 +112,13 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
+
+
+def check_published(files: Mapping[str, bytes], local: Path) -> None:
+    """What was published is the snapshot, to the byte; of the manifests, all that does not describe the run."""
+    wanted = files_below(local)
+    assert files.keys() == wanted.keys()
+    assert [name for name in wanted if files[name] != wanted[name] and name != MANIFEST_NAME] == []
+    ours, theirs = (parse_manifest(held[MANIFEST_NAME]) for held in (files, wanted))
+    assert (ours.sid, ours.files, ours.tensors) == (theirs.sid, theirs.files, theirs.tensors)
+    assert ours.sidecars == theirs.sidecars

@@ -73,13 +73,6 @@ def test_paper_schedules__save_about_what_the_paper_says_of_its_models(
     )
 
 
-@pytest.mark.parametrize("n_layers", [0, 1, 2, 3])
-def test_filter__bears_more_edges_than_layers(n_layers: int) -> None:
-    assert set(chosen(Schedule("filter", edge_layers=2, every=5), 4, n_layers)) >= {
-        f"layer {i}" for i in range(min(n_layers, 3))
-    }
-
-
 @given(st.integers(0, 12), st.integers(0, 5), st.integers(1, 6), st.integers(0, 20))
 def test_choose_units__covers_the_model_in_one_round(n_layers: int, edge: int, every: int, start: int) -> None:
     cases = (
@@ -89,8 +82,11 @@ def test_choose_units__covers_the_model_in_one_round(n_layers: int, edge: int, e
         (Schedule("paper-filter", edge, every), 2 * every),
     )
     for strategy, n_saves in cases:
-        found = {unit for i in range(n_saves) for unit in choose_units(strategy, model(n_layers), start + i)}
-        assert found == set(model(n_layers))
+        saves = [set(choose_units(strategy, model(n_layers), start + i)) for i in range(n_saves)]
+        assert set.union(*saves) == set(model(n_layers))
+        if "filter" in strategy.name:  # which may name more edges than there are layers
+            edges = {layer(i) for i in range(n_layers) if min(i, n_layers - 1 - i) < edge}
+            assert set.intersection(*saves) >= edges
 
 
 @pytest.mark.parametrize(("edge", "every"), [(-1, 2), (1, 0)])

@@ -29,9 +29,10 @@ from composing import (
     wrong_values,
 )
 
+import mergepipe
 from mergepipe.checkpoints.torch_file import read_torch_zip
-from mergepipe.errors import ConflictError, CorruptError, MismatchError, OutputError, RecipeError
-from mergepipe.snapshots.manifest import StepPolicy
+from mergepipe.errors import ConflictError, CorruptError, MismatchError, OutputError, RecipeError, UnsupportedError
+from mergepipe.snapshots.manifest import MANIFEST_NAME, StepPolicy
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -45,6 +46,7 @@ from mergepipe.tailor.saving.frameworks import EngineView
 from mergepipe.tailor.selection import EMBED, layer
 from support.engine_views import write_partial
 from support.faults import replaced, short_reads, short_writes, worker_threads
+from support.refusals import refuses
 from support.stores import MetadataStore
 from support.torch_bytes import Member, zip_bytes
 from support.training_trees import (
@@ -145,10 +147,13 @@ def test_compose__leaves_valid_checksums(composed: Composed) -> None:
     assert checked >= 1
 
 
-def test_compose__takes_state_from_the_newest_or_as_asked(composed: Composed, tmp_path: Path) -> None:
+def test_compose__takes_state_from_the_newest_or_as_asked_however_short_reads_are(
+    composed: Composed, tmp_path: Path
+) -> None:
     newest = composed.report.plan.assignment.skeleton
     assert (newest.step, checkpoint_at(composed.pair.out).step) == (9, 9)
-    asked = composed.pair.compose(PARITY + "state_from: old\n", out=tmp_path / "out").plan.assignment.skeleton
+    with replaced(os, "preadv", short_reads), replaced(os, "pwrite", short_writes):
+        asked = composed.pair.compose(PARITY + "state_from: old\n", out=tmp_path / "out").plan.assignment.skeleton
     made = checkpoint_at(tmp_path / "out")
     counts_itself = made.format not in (DCP_FORMAT, VERL_FORMAT)  # there the newest counter is the step
     assert (asked.step, made.step) == (7, 7 if counts_itself else 9)
@@ -322,12 +327,6 @@ def test_compose__touches_nothing_that_is_not_its_own(zero2: Pair) -> None:
 # --- failures
 
 
-def test_compose__is_the_same_with_short_reads_and_writes(composed: Composed, tmp_path: Path) -> None:
-    with replaced(os, "preadv", short_reads), replaced(os, "pwrite", short_writes):
-        composed.pair.compose(PARITY, out=tmp_path / "out")
-    assert composed.wrong_values(tmp_path / "out") == []
-
-
 def test_compose__notices_bytes_that_were_written_wrongly(zero2: Pair) -> None:
     name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     states = checkpoint_at(zero2.folder / "new").states
@@ -466,3 +465,48 @@ def test_compose__refuses_a_partial_state_that_is_not_whole(
     trainer_partial(trainer.folder / "new", trainer.new, rates, *names)
     error = trainer.refused("default: old\nstate_from: new\n")
     assert (error.code, words in str(error)) == (code, True)
+
+
+# --- verify: every file by its digest, and nothing that cannot be done is pretended
+
+
+RECIPE = "default: old\ntake: [{from: new, units: [layers all]}]\n"
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_NAME)
+
+
+@pytest.fixture
+def composite(tmp_path: Path) -> Path:
+    pair = make_pair(tmp_path, FORMATS["zero3"])
+    pair.compose(RECIPE)
+    return pair.out
+
+
+def test_verify__names_the_damaged_file_of_a_composite(composite: Path) -> None:
+    found = []
+    for path in files_of(composite):
+        sound = path.read_bytes()
+        for damaged in (sound[:-1] + bytes([sound[-1] ^ 1]), sound[:-1], sound + b"x", None):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            (damage,) = mergepipe.verify(composite).damages
+            assert damage.file == path.relative_to(composite).as_posix()
+            found.append(damage.kind)
+        path.write_bytes(sound)
+    assert set(found) == {"small-file", "size", "missing"}
+    report = mergepipe.verify(composite)
+    assert (report.is_sound, report.files > 1) == (True, True)
+    assert report.read_bytes == sum(path.stat().st_size for path in files_of(composite))
+
+
+def test_verify__believes_no_composite_manifest_that_was_edited(composite: Path) -> None:
+    manifest = composite / MANIFEST_NAME
+    manifest.write_text(manifest.read_text().replace("layers all", "layers 0-1"))
+    with refuses(CorruptError, "format.damaged"):
+        mergepipe.verify(composite)
+
+
+def test_verify__cannot_make_a_composite_again(composite: Path) -> None:
+    with refuses(UnsupportedError, "snapshot.composite"):
+        mergepipe.verify(composite, deep_fraction=0.1)

@@ -14,14 +14,25 @@ import yaml
 from composing import FORMATS, FULL, Pair, make_pair, wrong_values
 
 from mergepipe import tailor
+from mergepipe.cli.printing import report_json
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.composition import compose
+from mergepipe.tailor.inspection import InspectReport, inspect_checkpoints
 from mergepipe.tailor.saving.unit_choice import SaveRecord
 from mergepipe.tailor.selection import unit_named
 from support.refusals import refuses
-from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3, write_zero12
+from support.stores import MetadataStore
+from support.training_trees import (
+    decay_groups,
+    decoder_shapes,
+    known_states,
+    write_dcp,
+    write_hf,
+    write_zero3,
+    write_zero12,
+)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -150,3 +161,61 @@ def test_recipe__is_written_by_a_strategy_or_from_a_log(run: Path, tmp_path: Pat
 def test_recipe__refuses_options_that_do_not_fit(run: Path, options: dict[str, object]) -> None:
     with refuses(RecipeError, "option.invalid"):
         tailor.recipe(run, **options)  # type: ignore[arg-type]
+
+
+# --- what inspect reports
+
+
+SHAPES = decoder_shapes()
+KNOWN = known_states(SHAPES)
+
+
+@pytest.fixture
+def formats(tmp_path: Path) -> Path:
+    write_zero12(tmp_path / "zero2", KNOWN, decay_groups(SHAPES), 2)
+    write_zero12(tmp_path / "later", replace(KNOWN, step=9), decay_groups(SHAPES), 2)
+    write_zero3(tmp_path / "zero3", KNOWN, decay_groups(SHAPES), 2)
+    write_hf(tmp_path / "hf", KNOWN)
+    write_dcp(tmp_path / "dcp", KNOWN, 2)
+    return tmp_path
+
+
+def inspected(formats: Path, *names: str) -> InspectReport:
+    return inspect_checkpoints(MetadataStore(), [Location.local(formats / name) for name in names])
+
+
+def test_inspect_checkpoints__counts_bytes_per_unit_and_kind(formats: Path) -> None:
+    (report,) = inspected(formats, "zero2").checkpoints
+    layer = next(u for u in report.units if u.unit == "layer 1")
+    n_elements = sum(KNOWN.arrays[n, "fp32"].size for n in SHAPES if ".layers.1." in n)
+    assert (layer.parameters, layer.elements) == (4, n_elements)
+    assert dict(layer.bytes) == dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq", "weight"), 4 * n_elements)
+    assert report.bytes == 16 * sum(KNOWN.arrays[n, "fp32"].size for n in SHAPES)
+
+
+def test_inspect_checkpoints__says_where_a_step_counter_is_shared(formats: Path) -> None:
+    report = inspected(formats, "zero2", "hf", "dcp")
+    shared = [{u.shared_step for u in c.units} for c in report.checkpoints]
+    steps = {step for c in report.checkpoints for u in c.units for step in u.adam_steps}
+    assert (shared, steps) == ([{True}, {False}, {False}], {7.0})
+
+
+def test_inspect_checkpoints__says_why_two_do_not_fit(formats: Path) -> None:
+    for other, reason in (("zero3", "only one has weight"), ("dcp", "framework deepspeed and torch"), ("later", "")):
+        report = inspected(formats, "zero2", other)
+        assert (report.comparable, reason in "; ".join(report.reasons)) == (not reason, True)
+    for lost in (*formats.rglob("zero2/*rank_1_*optim*"), *formats.rglob("later/*rank_1_*optim*")):
+        lost.unlink()
+    assert inspected(formats, "zero2", "later").reasons == (
+        "none of them is complete: a composition needs one that is",
+    )
+
+
+def test_to_json__is_json_and_complete(formats: Path) -> None:
+    report = inspected(formats, "zero2", "dcp")
+    document = json.loads(report_json(report))
+    assert [c["format"] for c in document["checkpoints"]] == ["deepspeed-zero", "torch-dcp"]
+    assert [u["unit"] for u in document["checkpoints"][0]["units"]] == [
+        "embed", "layer 0", "layer 1", "layer 2", "norm", "lm_head",
+    ]  # fmt: skip
+    assert document["comparable"] is False

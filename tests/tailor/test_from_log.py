@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,22 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.errors import NotFoundError
+from mergepipe.errors import CorruptError, NotFoundError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.inspection import compose_from_log, composition_from_log_file
-from mergepipe.tailor.saving.unit_choice import SaveRecord
-from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, layer, model_units, parse_selector, unit_selectors
+from mergepipe.tailor.saving.unit_choice import SaveRecord, read_log
+from mergepipe.tailor.selection import (
+    EMBED,
+    LM_HEAD,
+    NORM,
+    Unit,
+    UnitKind,
+    layer,
+    model_units,
+    parse_selector,
+    unit_selectors,
+)
 
 RUN = Location.parse("run")
 MODEL = (EMBED, *(layer(i) for i in range(4)), NORM, LM_HEAD)
@@ -55,22 +66,16 @@ def test_composition_from_log_file__sees_which_saves_hold_tensors_alone(tmp_path
     ).state_from == Location.local(tmp_path / "partial-30")
 
 
-def test_to_yaml__is_the_short_recipe() -> None:
-    recipe = yaml.safe_load(compose_from_log(LOG, RUN, 20).to_yaml(Location.local(Path())))
+@pytest.mark.parametrize(("folder", "run"), [("", "run"), ("recipes", "../run")])
+def test_to_yaml__is_the_short_recipe_with_paths_relative_to_it(folder: str, run: str) -> None:
+    recipe = yaml.safe_load(compose_from_log(LOG, RUN, 20).to_yaml(Location.local(Path(folder))))
     assert recipe == {
-        "default": "run/checkpoint-10",
-        "take": [{"from": "run/partial-20", "units": ["layers 0,2", "embed"]}],
-        "state_from": "run/partial-20",
+        "default": f"{run}/checkpoint-10",
+        "take": [{"from": f"{run}/partial-20", "units": ["layers 0,2", "embed"]}],
+        "state_from": f"{run}/partial-20",
     }
-    assert yaml.safe_load(compose_from_log(LOG, RUN, 10).to_yaml(Location.local(Path()))) == {
-        "default": "run/checkpoint-10", "state_from": "run/checkpoint-10",
-    }  # fmt: skip
-
-
-def test_to_yaml__writes_paths_relative_to_the_recipe() -> None:
-    recipe = yaml.safe_load(compose_from_log(LOG, RUN, 20).to_yaml(Location.local(Path("recipes"))))
-    assert recipe["default"] == "../run/checkpoint-10"
-    assert recipe["take"][0]["from"] == "../run/partial-20"
+    full = yaml.safe_load(compose_from_log(LOG, RUN, 10).to_yaml(Location.local(Path(folder))))
+    assert full == {"default": f"{run}/checkpoint-10", "state_from": f"{run}/checkpoint-10"}
 
 
 saves = st.lists(st.lists(st.sampled_from(MODEL), unique=True), min_size=1, max_size=8)
@@ -133,3 +138,81 @@ def test_unit_selectors__select_exactly_the_units(units: set[Unit]) -> None:
     selected = [name for selector in selectors for name in selector.find(PARAMETERS, "units")[0]]
     assert {PARAMETERS.unit_of(name) for name in selected} == units
     assert len(selected) == sum(len(PARAMETERS.parameters[unit]) for unit in units)
+
+
+# --- logs of partial saves: read in both forms, refused where they lie
+
+
+UNITS = (EMBED, layer(0), layer(1), layer(2), NORM, LM_HEAD, Unit(UnitKind.OTHER, name="vision.blocks.0"))
+names = st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=1).filter(
+    lambda n: n not in (".", "..") and not set(n) & {"/", "\\"}
+)
+RECORDS = st.builds(
+    SaveRecord,
+    step=st.integers(0, 10**9),
+    units=st.lists(st.sampled_from(UNITS), unique=True).map(lambda units: tuple(sorted(units))),
+    folder=names,
+    is_full=st.booleans(),
+    model_units=st.just(UNITS),
+    strategy=st.sampled_from(["parity", "filter", ""]),
+    saved_bytes=st.integers(0, 10**15),
+    full_bytes=st.integers(0, 10**15),
+    seconds=st.integers(0, 10**6).map(lambda n: n / 64),
+)
+
+
+@given(RECORDS)
+def test_to_line__is_read_back_as_it_was(record: SaveRecord) -> None:
+    assert read_log(record.to_line()).records == (record,)
+
+
+def test_read_log__gives_up_the_branch_that_training_went_back_from() -> None:
+    """By a save of a step that was saved, or by a start at one."""
+    for back, steps in ((save(2, (EMBED, NORM)), [(1, 1), (2, 2)]), (SaveRecord(2).to_line(), [(1, 1), (2, 1)])):
+        log = read_log(save(1, (EMBED,)) + save(2, (EMBED,)) + save(3, (EMBED,)) + back + save(9, (EMBED,)))
+        assert [(r.step, len(r.units)) for r in log.records] == [*steps, (9, 1)]
+        assert log.dropped_steps == (3,)
+
+
+@pytest.mark.parametrize("tail", ['{"step": 7, "fl', "{", '{"step": 7}]'])
+def test_read_log__leaves_out_a_last_line_that_was_cut_short(tail: str) -> None:
+    log = read_log(save(1, ()) + "\n" + tail)
+    assert ([r.step for r in log.records], log.cut_line) == ([1], 3)
+
+
+def test_read_log__reads_a_last_line_without_an_end() -> None:
+    assert [r.step for r in read_log((save(1, ()) + save(2, ())).rstrip()).records] == [1, 2]
+
+
+OWN = SaveRecord(3, UNITS, "full-3", True, UNITS)
+
+
+def own(**changes: object) -> str:
+    return json.dumps(json.loads(OWN.to_line()) | changes) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense\n", "log:2"),
+        ("[1]\n", "log:2"),
+        ('{"event": "save", "step": 1, "step": 2}\n', "'step'"),
+        ("{}\n", "'step' is missing"),
+        ('{"step": 1}\n', "unknown event None"),
+        ('{"event": "stop", "step": 1}\n', "unknown event 'stop'"),
+        (own(folder="../elsewhere"), "'folder'"),
+        (own(folder=None), "'folder'"),
+        (own(is_full="yes"), "is_full: true or false"),
+        (own(units="embed"), "units: an array is needed"),
+        (own(units=["layer x"]), "'layer x' names no unit"),
+        (own(units=["layer " + "9" * 5000]), "names no unit"),
+        (own(units=["other:"]), "'other:' names no unit"),
+        (own(model_units=[3]), "a string is needed, found 3"),
+        (own(saved_bytes=-1), "saved_bytes: an integer"),
+        ("\ud800\n", "UTF-8"),
+    ],
+)
+def test_read_log__refuses(line: str, message: str) -> None:
+    with pytest.raises(CorruptError, match=message) as caught:
+        read_log(save(1, ()) + line + save(2, ()))
+    assert caught.value.code == "save-log.damaged"

@@ -325,3 +325,52 @@ def test_export__refuses_groups_that_are_none_of_the_model(tmp_path: Path, chang
     config = config_of(tmp_path / "config", "llama", **changes)
     with pytest.raises(MergePipeError, match=r"linear_qkv.weight: has 32 rows, not \d groups of \d+"):
         tailor.export(tmp_path / "iter_0000100", tmp_path / "out", config=config)
+
+
+# --- weights in nested mappings: none is lost
+
+
+ONES = np.ones((2, 2), np.float32)
+
+
+def adam(*names: str) -> dict[str, Any]:
+    return {name: {"step": 3.0, "exp_avg": ONES, "exp_avg_sq": ONES} for name in names}
+
+
+def tensors(content: Any) -> Any:
+    """The same nested mappings with torch tensors in place of arrays."""
+    if isinstance(content, dict):
+        return {key: tensors(value) for key, value in content.items()}
+    return torch.tensor(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ({"model": {"enc": {"w": ONES}, "dec": {"w": np.ones((8, 8), np.float32)}}}, {"enc.w", "dec.w"}),
+        ({"model": {"w": ONES}, "ema": {"w": ONES, "n": ONES[0]}}, {"w"}),
+        (
+            {"model": {"enc": {"w": ONES}, "frozen": {"w": 0 * ONES}}, "optim": {"state": adam("enc.w")}},
+            {"enc.w", "frozen.w"},
+        ),
+        ({"w": ONES, "optim": {"state": adam("w")}, "train_state": {"step": 3}}, {"w"}),
+    ],
+)
+def test_export__has_the_weights_of_nested_mappings(tmp_path: Path, content: dict[str, Any], names: set[str]) -> None:
+    dcp.save(tensors(content), checkpoint_id=str(tmp_path / "step-3"), no_dist=True)
+    tailor.export(tmp_path / "step-3", tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == names
+
+
+def test_export__of_an_asynchronous_save_is_that_of_a_synchronous_one(tmp_path: Path) -> None:
+    w = np.arange(12, dtype=np.float32).reshape(4, 3)
+    content = tensors({"model": {"w": w}, "optim": {"state": {"w": {"step": 3.0, "exp_avg": w, "exp_avg_sq": w}}}})
+    dcp.save(content, checkpoint_id=str(tmp_path / "sync-3"), no_dist=True)
+    dcp.async_save(content, checkpoint_id=str(tmp_path / "async-3"), no_dist=True).result()
+    for name in ("sync-3", "async-3"):
+        tailor.export(tmp_path / name, tmp_path / f"out-{name}", self_check="full")
+    kept = [(tmp_path / name / "__0_0.distcp").stat().st_size for name in ("sync-3", "async-3")]
+    made = [(tmp_path / f"out-{name}" / "model.safetensors").read_bytes() for name in ("sync-3", "async-3")]
+    assert (kept[0], made[0]) == (kept[1], made[1])
+    opened = [tailor.inspect(tmp_path / name).checkpoints[0] for name in ("sync-3", "async-3")]
+    assert (opened[0].units, opened[0].step, opened[0].missing) == (opened[1].units, 3, ())

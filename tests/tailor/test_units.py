@@ -105,10 +105,6 @@ def test_parse_selector__means_what_the_grammar_says(text: str, expected: list[s
     assert chosen(text) == expected
 
 
-def test_parse_selector__takes_whole_units() -> None:
-    assert set(names_of("layers 3")) == {n for n in decoder_shapes(12) if ".layers.3." in n}
-
-
 def test_parse_selector__selects_other_units_by_pattern() -> None:
     assert chosen("other:bert.*", units=model_units(BERT)) == ["other:bert.pooler.dense"]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,20 +21,29 @@ from composing import (
     model_values,
     stored_values,
     wrong_values,
+    wrong_weights,
 )
-from test_pickled_counters import counters, write_fused
 
+from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.errors import MergePipeError
 from mergepipe.options import ComposeOptions
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
-from mergepipe.tailor.checkpoint import FP32
+from mergepipe.tailor.checkpoint import FP32, PicklePath
 from mergepipe.tailor.composition import compose
+from mergepipe.tailor.formats.contract import Node
+from mergepipe.tailor.formats.deepspeed import base_optimizer_path
 from support.refusals import refusal
+from support.stores import MetadataStore
+from support.torch_bytes import torch_bytes
 from support.training_trees import (
     KnownStates,
     decay_groups,
     decoder_shapes,
+    known_states,
+    write_automodel,
+    write_fsdp,
+    write_hf,
     write_trainer_files,
     write_zero3,
     write_zero12,
@@ -163,3 +174,109 @@ def test_open__refuses_universal_checkpoints_that_lie(tmp_path: Path) -> None:
     assert checkpoint_at(tmp_path / "new").missing == ("fp32 of model.norm.weight",)
     edit(tmp_path / "old" / "zero" / "model.norm.weight" / "step.pt", {(): 8})
     assert refusal(lambda: api.inspect(tmp_path / "old")).code == "checkpoint.damaged"
+
+
+# --- step counters that are numbers in the pickle itself, as fused optimizers keep them
+
+
+TAKE_NORMS = "default: new\ntake: [{from: old, units: [layers all, norm, embed]}]\n"
+
+
+def write_hf_with_numbers(folder: Path, known: KnownStates) -> None:
+    write_hf(folder, known)
+    edit(folder / "optimizer.pt", {("state", i, "step"): known.step for i in range(len(known.shapes))})
+
+
+def write_fused(folder: Path, known: KnownStates, stage: int) -> None:
+    """ZeRO around a fused optimizer: the counter is an option of the parameter group."""
+    groups = decay_groups(known.shapes)
+    if stage == 3:
+        write_zero3(folder, known, groups, 2)
+    else:
+        write_zero12(folder, known, groups, 2, stage=stage)
+    for path in folder.glob("*optim_states.pt"):
+        edit(
+            path, dict(fused(Node(read_torch_zip(MetadataStore(), Location.local(path)).root, path.name), known, stage))
+        )
+
+
+def fused(root: Node, known: KnownStates, stage: int) -> Iterator[tuple[PicklePath, object]]:
+    base = base_optimizer_path(stage)
+    for number, entry in root.at((*base, "state")).items():
+        assert isinstance(number, int)
+        yield (*base, "state", number), {k: v for k, v in entry.mapping().items() if k != "step"}
+    options = [{"lr": 0.1, "step": known.step, "params": [i]} for i in range(2)]
+    yield (*base, "param_groups"), options
+
+
+def counters(pair: Pair) -> dict[str, float]:
+    made = checkpoint_at(pair.out)
+    return {name: step.value for step in made.steps for name in step.parameters}
+
+
+@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+def test_compose__writes_counters_of_optimizer_pt_and_of_fused_optimizers(tmp_path: Path, stage: int | None) -> None:
+    pair = make_pair(tmp_path, write_hf_with_numbers if stage is None else partial(write_fused, stage=stage))
+    pair.compose(TAKE_NORMS)
+    old = [name for name in pair.old.shapes if name != "lm_head.weight"]
+    assert wrong_values(pair.out, pair, old) == []
+    taken = old if stage is None else [name for name in old if "norm" in name]  # others share a counter with lm_head
+    assert counters(pair) == {name: 7.0 if name in taken else 9.0 for name in pair.old.shapes}
+
+
+# --- FSDP of Accelerate and the Trainer, full and sharded; NeMo Automodel
+
+
+def write_of_trainer(folder: Path, known: KnownStates, *, full: bool) -> None:
+    write_fsdp(folder, known, full=full)
+    files = folder.with_name(f"files-{folder.name}")
+    write_trainer_files(files, known)
+    for path in files.iterdir():
+        path.replace(folder / path.name)
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("of_trainer", [True, False])
+def test_compose__takes_fsdp_checkpoints(tmp_path: Path, *, full: bool, of_trainer: bool) -> None:
+    pair = make_pair(tmp_path, partial(write_of_trainer if of_trainer else write_fsdp, full=full))
+    pair.compose(PARITY)
+    old = from_old(pair)
+    made = checkpoint_at(pair.out)
+    assert (made.format, made.step, wrong_values(pair.out, pair, old)) == ("accelerate-fsdp", 9, [])
+    assert (str(made.framework), "export" in made.kinds) == (("transformers", True) if of_trainer else ("torch", False))
+    assert counters(pair) == {name: 7.0 if name in old else 9.0 for name in pair.new.shapes}
+
+
+def test_compose__takes_automodel_checkpoints(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, write_automodel)
+    pair.compose(PARITY)
+    assert wrong_values(pair.out, pair, from_old(pair)) == []
+    assert (pair.out / "model" / ".hf_metadata" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["automodel", "accelerate"])
+def test_export__needs_no_optimizer(tmp_path: Path, name: str) -> None:
+    known = known_states(decoder_shapes())
+    write = write_automodel if name == "automodel" else partial(write_fsdp, full=False)
+    write(tmp_path / "at-7", known)
+    shutil.rmtree(tmp_path / "at-7" / ("optim" if name == "automodel" else "optimizer_0"))
+    report = api.export(tmp_path / "at-7", tmp_path / "out")
+    assert (report.plan.assignment.skeleton.step, wrong_weights(tmp_path / "out", known)) == (7, [])
+    assert (tmp_path / "out" / "config.json").exists() == (name == "automodel")
+    assert report.plan.assignment.skeleton.missing == ("the optimizer's state: only weights are here",)
+
+
+def test_open__refuses_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
+    pair: Pair = make_pair(tmp_path, partial(write_fsdp, full=True))
+    state = {"state": {"other": {"step": 1}}, "param_groups": []}
+    (pair.folder / "new" / "optimizer.bin").write_bytes(torch_bytes(state))
+    with pytest.raises(MergePipeError, match="'other' of the optimizer is not among the weights"):
+        api.inspect(pair.folder / "new")
+
+
+def test_open__misses_optimizer_state_of_trained_parameters_alone(tmp_path: Path) -> None:
+    """Buffers and frozen weights are in no group of the optimizer."""
+    write_fsdp(tmp_path / "at", known_states(decoder_shapes()), full=True)
+    for trained, missing in ((["lm_head.weight"], ("optimizer state of lm_head.weight",)), ([], ())):
+        edit(tmp_path / "at" / "optimizer.bin", {("param_groups", 0, "params"): trained, ("state",): {}})
+        assert checkpoint_at(tmp_path / "at").missing == missing
