@@ -25,6 +25,7 @@ from mergepipe.engine.segments import (
     uncut_blocks,
 )
 from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, OnStatistics
+from mergepipe.kernels.reduce import COARSE_BINS, sum_squares, summarize_block
 from mergepipe.operators.base import NOTHING_REDUCED, Reduced
 from mergepipe.operators.statistics import (
     BLOCK_RECORD,
@@ -91,8 +92,6 @@ _of_thread = threading.local()
 
 def _scratch(n_elements: int) -> tuple[NDArray[np.int32], NDArray[np.uint32]]:
     """Return this thread's two histograms, which their user clears, and its room for the fine magnitudes of a block."""
-    from mergepipe.kernels.reduce import COARSE_BINS
-
     if not hasattr(_of_thread, "counts_2B"):
         _of_thread.counts_2B = np.zeros((2, COARSE_BINS), np.int32)
     return _of_thread.counts_2B, scratch("fine", n_elements + 1, np.uint32)
@@ -182,8 +181,6 @@ class TensorSummary:
         """See `survey`."""
 
     def accumulate(self, block: RawBlock) -> None:
-        from mergepipe.kernels.reduce import sum_squares
-
         sum_squares(block, self._base_C[block.first_element // GRAIN_ELEMENTS :])
         for index in range(block.first_element // self._grid.block_elements, self._grid.n_blocks):
             span = self._grid.span(index)
@@ -195,8 +192,6 @@ class TensorSummary:
 
     def _summarize(self, block: RawBlock, place: int, e: int, index: int) -> None:
         """Summarize the delta of a grid's block."""
-        from mergepipe.kernels.reduce import summarize_block
-
         counts_2B, fine_N = _scratch(block.n_elements)
         summaries, cells_C2 = self._summaries_E[e], self._cells_EC2[e, block.first_element // GRAIN_ELEMENTS :]
         extremes_3 = summaries.extremes_B3[index]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, F32, GRAIN_ELEMENTS, RawBlock
+from mergepipe.engine.jobs import Reduction
 from mergepipe.engine.order_statistics import BRACKET_ELEMENTS, BracketedRanks, BracketedScores, RankSearch
+from mergepipe.kernels.merge import MARK_BYTES, MARK_ELEMENTS
+from mergepipe.kernels.products import add_column_grams, add_row_grams, count_atoms, join_atoms
+from mergepipe.kernels.reduce import count_nonzero, sum_products, sum_squares
+from mergepipe.kernels.select import add_divergences
 from mergepipe.operators.base import (
     NUMBERS_OF,
     CalibratedDelta,
@@ -30,34 +34,6 @@ from mergepipe.storage.ranges import scratch
 
 SCORED_ELEMENTS = 64 * 1024
 MOST_MARK_BYTES = 128 << 20  # of one tensor
-
-
-class Reduction(Protocol):
-    """Computes one tensor-wide quantity from the blocks it is given."""
-
-    def survey(self, block: RawBlock) -> None:
-        """Process a sample block, before any `accumulate`."""
-        ...
-
-    def narrow(self) -> None:
-        """Narrow the search by the surveyed sample."""
-        ...
-
-    def accumulate(self, block: RawBlock) -> None:
-        """Add a block; every element is added exactly once."""
-        ...
-
-    def finish(self) -> bool:
-        """Whether the result is known; if not, pass every block to `refine`, then call `finish` again."""
-        ...
-
-    def refine(self, block: RawBlock) -> None:
-        """Add a block a second time."""
-        ...
-
-    def result(self) -> Reduced:
-        """Return the answer, after `finish` returned True."""
-        ...
 
 
 def make_reduction(
@@ -173,8 +149,6 @@ def inner_products(n_elements: int, n_experts: int) -> Summed:
     base_C, cells_EC2 = np.zeros(n_cells), np.zeros((n_experts, n_cells, 2))
 
     def add(block: RawBlock) -> None:
-        from mergepipe.kernels.reduce import sum_products, sum_squares
-
         first_cell = block.first_element // GRAIN_ELEMENTS
         sum_squares(block, base_C[first_cell:])
         for place, e in enumerate(block.present_E):
@@ -185,8 +159,6 @@ def inner_products(n_elements: int, n_experts: int) -> Summed:
 
 def row_grams(n_elements: int, n_experts: int, row_elements: int) -> Summed:
     """Inner products of base and deltas by row, the same however the tensor is cut. Memory: 8 (E + 1)^2 an atom."""
-    from mergepipe.kernels.products import add_row_grams, count_atoms, join_atoms
-
     gram_AFF = np.zeros((count_atoms(n_elements, row_elements), n_experts + 1, n_experts + 1))
     return Summed(
         lambda block: add_row_grams(block, row_elements, gram_AFF),
@@ -196,8 +168,6 @@ def row_grams(n_elements: int, n_experts: int, row_elements: int) -> Summed:
 
 def column_grams(n_elements: int, n_experts: int, n_columns: int, cell_elements: int) -> Summed:
     """Inner products of base and deltas by column. Memory: 8 (E + 1)^2 for each column of each cell."""
-    from mergepipe.kernels.products import add_column_grams
-
     gram_CFFP = np.zeros((-(-n_elements // cell_elements), n_experts + 1, n_experts + 1, n_columns))
     return Summed(
         lambda block: add_column_grams(block, n_columns, cell_elements, gram_CFFP),
@@ -216,9 +186,6 @@ def measure_sums(request: RowSums, n_elements: int) -> Summed:
     Memory: 8 bytes for each sum of an atom; of the marks a bit for each element and row of them, 128 MiB at most, else
     none.
     """
-    from mergepipe.kernels.merge import MARK_BYTES, MARK_ELEMENTS
-    from mergepipe.kernels.products import count_atoms, join_atoms
-
     row_elements, row_bytes = request.row_elements, -(-n_elements // MARK_ELEMENTS) * MARK_BYTES
     is_small = request.mark_rows * row_bytes <= MOST_MARK_BYTES
     sums_AK = np.zeros((count_atoms(n_elements, row_elements), request.n_sums))
@@ -267,8 +234,6 @@ class ScoreRanks:
     def accumulate(self, block: RawBlock) -> None:
         if self._share is None and not self._search.is_open:
             return
-        from mergepipe.kernels.reduce import count_nonzero
-
         for scores in scores_of(self._score, block):
             if self._share is not None:
                 n_nonzero = int(count_nonzero(values_of(scores)))
@@ -334,8 +299,6 @@ class SoftmaxDivergences(OnePass):
     """
 
     def __init__(self, n_elements: int, row_elements: int) -> None:
-        from mergepipe.kernels.products import count_atoms
-
         self._n_elements, self._row_elements = n_elements, row_elements
         n_atoms = count_atoms(n_elements, row_elements)
         self._totals_A2 = np.zeros((n_atoms, 2), np.float64)
@@ -344,24 +307,18 @@ class SoftmaxDivergences(OnePass):
         self._is_done_R = np.zeros(-(-n_elements // row_elements), np.uint8)
 
     def accumulate(self, block: RawBlock) -> None:
-        from mergepipe.kernels.select import add_divergences
-
         add_divergences(block, self._row_elements, self._totals_R2, self._totals_A2, self._sums_A, self._is_done_R)
 
     def refine(self, block: RawBlock) -> None:
         self.accumulate(block)
 
     def finish(self) -> bool:
-        from mergepipe.kernels.products import join_atoms
-
         if self._is_done_R.all() or len(self._totals_R2):
             return True
         self._totals_R2 = join_atoms(self._totals_A2, self._n_elements, self._row_elements)
         return False
 
     def result(self) -> Reduced:
-        from mergepipe.kernels.products import join_atoms
-
         return Reduced(sums=(join_atoms(self._sums_A[:, None], self._n_elements, self._row_elements),))
 
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, RawBlock, has_rare, itemsize_of_code
-from mergepipe.engine.block_reductions import Reduction
 from mergepipe.engine.segments import HoldLimits, JobShape, Piece, SegmentLayout, SegmentShape
-from mergepipe.operators.base import BlockFunction
+from mergepipe.operators.base import BlockFunction, Reduced
 from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.ranges import round_up, scratch
@@ -70,6 +70,34 @@ class Sample:
     def stretch_elements(self) -> int:
         """Elements that have one factor: units, whose edges are those of pieces, hold whole stretches."""
         return self.granularity if self.granularity > 1 else math.gcd(self.unit_elements, GRAIN_ELEMENTS)
+
+
+class Reduction(Protocol):
+    """Computes one tensor-wide quantity from the blocks it is given."""
+
+    def survey(self, block: RawBlock) -> None:
+        """Process a sample block, before any `accumulate`."""
+        ...
+
+    def narrow(self) -> None:
+        """Narrow the search by the surveyed sample."""
+        ...
+
+    def accumulate(self, block: RawBlock) -> None:
+        """Add a block; every element is added exactly once."""
+        ...
+
+    def finish(self) -> bool:
+        """Whether the result is known; if not, pass every block to `refine`, then call `finish` again."""
+        ...
+
+    def refine(self, block: RawBlock) -> None:
+        """Add a block a second time."""
+        ...
+
+    def result(self) -> Reduced:
+        """Return the answer, after `finish` returned True."""
+        ...
 
 
 class TensorWork:

@@ -8,17 +8,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import ALL_TIES, TIE_RUN, RawBlock
+from mergepipe.kernels.reduce import (
+    CHUNK,
+    COARSE_BINS,
+    Watched,
+    collect_between,
+    collect_ties,
+    count_magnitudes,
+    count_watched,
+    find_rank,
+    move_counts,
+)
 from mergepipe.operators.statistics import NOTHING_KEPT_BITS, Cut, tie_key
 from mergepipe.storage.ranges import scratch
-
-if TYPE_CHECKING:
-    from mergepipe.kernels.reduce import Watched
 
 # --- compute exact cuts of |delta| of one tensor ---
 # by two-level radix selection on float32 bits, then by hash in ties
@@ -64,8 +71,6 @@ class RankSearch:
 
     @cached_property
     def _coarse_B(self) -> NDArray[np.int64]:
-        from mergepipe.kernels.reduce import COARSE_BINS
-
         return np.zeros(COARSE_BINS, np.int64)
 
     def seek(self, rank: int) -> None:
@@ -102,23 +107,17 @@ class RankSearch:
 
     def move_counts(self, counts_B: NDArray[np.int32]) -> None:
         """Add a block's coarse histogram, computed elsewhere, and clear it."""
-        from mergepipe.kernels.reduce import move_counts
-
         with self._lock:
             move_counts(counts_B, self._coarse_B)
 
     def count_coarse(self, block: RawBlock, place: int, elements: range | None = None) -> None:
         """Add the coarse histogram of a block, or of some elements of it."""
-        from mergepipe.kernels.reduce import count_magnitudes
-
         shown = elements or range(block.n_elements)
         with self._lock:
             count_magnitudes(block, place, shown.start, len(shown), self._coarse_B)
 
     def count_fine(self, block: RawBlock, place: int) -> None:
         """Add what is watched of a block, or look at its ties."""
-        from mergepipe.kernels.reduce import count_watched
-
         if self._ties is not None:
             self._ties.count(block, place)
         elif self._watched is not None:
@@ -135,8 +134,6 @@ class RankSearch:
 
         With them there is one at bin 1: below it are the zeros, which most deltas may be.
         """
-        from mergepipe.kernels.reduce import COARSE_BINS
-
         bins, edges = set[int](), set[int]()
         for center in centers:
             bins.update(range(center - WINDOW_BINS // 2, center + WINDOW_BINS // 2))
@@ -146,16 +143,12 @@ class RankSearch:
 
     def expected_bins(self) -> list[int]:
         """Return the bins of the open ranks, if the elements counted so far are like the others."""
-        from mergepipe.kernels.reduce import find_rank
-
         seen = int(self._coarse_B.sum())
         ranks = [max(1, round(rank * seen / self._n_elements)) for rank in self.open_ranks] if seen else []
         return [find_rank(self._coarse_B, rank)[0] for rank in ranks]
 
     def watch(self, bins: set[int], edges: Iterable[int] = ()) -> None:
         """Have `count_fine` count the elements of some bins, and those from edges on."""
-        from mergepipe.kernels.reduce import Watched
-
         self._watched = Watched.of(bins, edges) if bins else None
 
     @property
@@ -172,8 +165,6 @@ class RankSearch:
 
         Bin 0, of zeros and of what hardly differs, is asked for alone: what was not shown is in it.
         """
-        from mergepipe.kernels.reduce import find_rank
-
         if self._watched is None or (rows := self._watched.rows_of(bins)) is None:
             return False
         totals_R = self._watched.totals_R[rows.start : rows.stop]
@@ -192,8 +183,6 @@ class RankSearch:
         """
         if self._ties is not None:
             return self.settle()
-        from mergepipe.kernels.reduce import find_rank
-
         self._coarse_B[0] += self._n_elements - self._coarse_B.sum()  # what was not shown equals the base
         missing: set[int] = set()
         for rank in self.open_ranks:
@@ -235,8 +224,6 @@ def _place_in_bin(rank: int, bin_index: int, watched: Watched, row: int, total: 
 
     Low bits 0 are left out by the kernel: theirs is what the others lack of the total.
     """
-    from mergepipe.kernels.reduce import CHUNK, find_rank
-
     filled = np.flatnonzero(watched.filled_RC[row])
     counted = watched.counts_RB[row].reshape(-1, CHUNK)[filled].ravel()
     index, above = find_rank(np.concatenate(([0], counted)), rank_inside)
@@ -275,17 +262,16 @@ class TieSearch:
 
     def count(self, block: RawBlock, place: int) -> None:
         """Look at a block of deltas."""
-        from mergepipe.kernels.reduce import collect_ties
-
         n_open = len(self._open)
         for room in (min(TIES_ROOM // n_open, block.n_elements), block.n_elements):
             hashes_RN = scratch("hashes", n_open * room, np.uint32).reshape(n_open, room)
             counts_R2 = np.zeros((n_open, 2), np.int64)
             collect_ties(block, place, self._brackets_R4, hashes_RN, counts_R2)
-            if counts_R2[:, 1].max() <= room:
+            counts = counts_R2.tolist()
+            if all(n_inside <= room for _, n_inside in counts):
                 break
         with self._lock:
-            for (_, tie), (n_below, n_inside), hashes_N in zip(self._open, counts_R2.tolist(), hashes_RN, strict=True):
+            for (_, tie), (n_below, n_inside), hashes_N in zip(self._open, counts, hashes_RN, strict=True):
                 tie.n_below += n_below
                 tie.collected.append(hashes_N[:n_inside].copy())
 
@@ -437,8 +423,6 @@ class BracketedRanks:
 
     def _suggest_edges(self, block: RawBlock, place: int) -> None:
         """Watch around the bins that the ranks have in runs of a block."""
-        from mergepipe.kernels.reduce import COARSE_BINS
-
         sample = RankSearch(self._search.open_ranks, self._n_elements)
         sample._coarse_B = scratch("sample", COARSE_BINS, np.int64)
         sample._coarse_B[:] = 0
@@ -523,8 +507,6 @@ class BracketedScores:
 
     def accumulate(self, scores_N: NDArray[np.float32]) -> None:
         """Look at some scores, which are overwritten."""
-        from mergepipe.kernels.reduce import collect_between
-
         counts_W = np.zeros(len(self._edges_W), np.int64)
         n_inside = int(collect_between(scores_N, self._edges_W, counts_W))
         with self._lock:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.content_id import stream_key
 from mergepipe.core.blocks import BlockGrid, RawBlock, Span
-from mergepipe.engine.block_reductions import make_reduction
 from mergepipe.engine.jobs import BASE_ALONE, Sample, Tap, TensorWork
 from mergepipe.engine.segments import Run, full_access
 from mergepipe.operators.base import (
@@ -384,6 +383,8 @@ class StagedReduction:
         self._reduced, self._request = reduced, request
         self._current = None
         if request is not None:
+            from mergepipe.engine.block_reductions import make_reduction  # many merges reduce nothing
+
             n_elements, lacking = self._inputs.n_elements, self._known.lacking(request)
             if self._n_sampled is not None:
                 lacking = lacking.among(self._n_sampled, n_elements)
