@@ -250,11 +250,11 @@ def library(name: str, where: object, package: str) -> Any:
         raise UnsupportedError.of("extra.missing", where, message, f"install {package}") from error
 
 
-def did_you_mean(name: str, candidates: Sequence[str]) -> str:
+def did_you_mean(name: object, candidates: Sequence[str]) -> str:
     """Return `"did you mean 'x'?"` for the nearest known name, else what is known, shortened; nothing if nothing is."""
     from difflib import get_close_matches
 
-    near = get_close_matches(name, candidates, n=1, cutoff=0.6)
+    near = get_close_matches(str(name), candidates, n=1, cutoff=0.6)
     if near:
         return f"did you mean '{near[0]}'?"
     known = sorted(set(candidates))

@@ -237,13 +237,19 @@ def test_check_target__refuses_what_is_not_a_snapshot(tmp_path: Path, force: boo
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_check_target__refuses_to_overlap_an_input_and_a_name_that_is_no_text(tmp_path: Path, force: bool) -> None:
+def test_check_target__refuses_an_input_the_working_folder_and_a_name_that_is_no_text(
+    tmp_path: Path, force: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = tmp_path / "models" / "base"
     make_snapshot(base, "x")
     (tmp_path / "alias").symlink_to(base)
     for out in (base, base / "inside", tmp_path / "models", tmp_path / "alias", tmp_path / "alias" / "inside"):
         assert _refusal(out, [base], force=force) == "output.place"
     assert _refusal(tmp_path / "of-no-text-\udcff", [base], force=force) == "path.encoding"
+    (tmp_path / "empty" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "empty" / "here")
+    for out in (Path(), tmp_path / "empty" / "here", tmp_path / "empty"):
+        assert _refusal(out, [base], force=force) == "output.place"
 
 
 def test_staging__of_a_file_leaves_no_record_where_another_file_has_appeared(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -179,15 +180,15 @@ def test_parse__takes_the_parts_apart(text: str, scheme: str, root: str, revisio
 
 
 @pytest.mark.parametrize(
-    "text",
+    "place",
     [
-        "s3://", "hf://org", "hf://org/name@", "hf:///name", "hf://org/na me", "https://user:secret@host/x",
+        "", None, 5, ["model"], "s3://", "hf://org", "hf://org/name@", "hf:///name", "hf://org/na me", "https://user:secret@host/x",
         "https://host/x?token=secret", "s3://key:secret@bucket/x", "s3://bucket/../other",
     ],
 )  # fmt: skip
-def test_parse__refuses_what_names_nothing_or_holds_credentials(text: str) -> None:
+def test_location__refuses_what_names_nothing_or_holds_credentials(place: Any) -> None:
     with refuses(RecipeError, "location.invalid") as caught:
-        Location.parse(text)
+        Location.of(place)
     assert "secret" not in str(caught.value)
 
 

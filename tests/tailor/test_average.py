@@ -259,6 +259,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         ({"optimizer": "last", "dtype": "bfloat16"}, "option.conflict"),
         ({"optimizer": "average", "config": "at-3"}, "option.conflict"),
         ({"optimizer": "first"}, "option.invalid"),
+        ({"dtype": np.float16}, "option.invalid"),
     ],
 )
 def test_average__refuses_options_by_name(

@@ -153,4 +153,4 @@ def _plain(value: Any, kind: str) -> Any:
     """Return the value of an option as Python's own: a tuple where its field is one, and no number of numpy."""
     if kind.startswith("tuple") or ("tuple" in kind and not isinstance(value, str)):
         return tuple(_plain(part, "") for part in several(value))
-    return value.item() if hasattr(value, "item") else value
+    return value.item() if hasattr(value, "item") and not isinstance(value, type) else value

@@ -70,6 +70,10 @@ def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -
         if folder.is_file():
             raise OutputError.of("output.place", folder, f"is a file; {out} cannot be in it", "choose another place")
     record = record_folder(out)
+    with contextlib.suppress(FileNotFoundError):  # of a working folder that is gone
+        if resolved in (here := Path.cwd(), *here.parents):
+            hint = f"choose a name in it, as {out / 'merged'}"
+            raise OutputError.of("output.place", out, "is the working folder, or holds it: it would be replaced", hint)
     if not _is_there(out) or (record == out and is_empty_folder(out)):
         if record != out and _is_there(record):
             _check_replaceable(record)  # of a file that is gone

@@ -81,6 +81,8 @@ class Location(WrittenAsText):
         """The location that a caller names: a text is parsed, a path is of this machine."""
         if isinstance(place, Location):
             return place
+        if not place or not isinstance(place, str | os.PathLike):
+            raise _malformed(repr(place), "it names no place")
         return cls.parse(place) if isinstance(place, str) else cls.local(Path(place))
 
     @property
