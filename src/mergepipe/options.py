@@ -660,12 +660,12 @@ def home_of(
     """Return the catalog's home, absolute; nothing is created.
 
     A `home` has precedence over $MERGEPIPE_HOME, which has precedence over the platform's user data folder. Empty
-    variables count as unset, as does an $XDG_DATA_HOME that is not absolute. The environment is by default that of the
+    texts count as unset, as does an $XDG_DATA_HOME that is not absolute. The environment is by default that of the
     process.
     """
     environment = os.environ if environment is None else environment
-    configured = environment.get(HOME_VARIABLE, "") if home is None else home
-    if home is not None or configured:
+    configured = home or environment.get(HOME_VARIABLE, "")
+    if configured:
         return _absolute(Path(configured))
     data = Path("~/Library/Application Support")
     if platform != "darwin":

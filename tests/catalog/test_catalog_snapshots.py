@@ -323,7 +323,7 @@ def test_home_of__an_explicit_path_wins() -> None:
     ],
 )
 def test_home_of__follows_the_environment(environment: dict[str, str], platform: str, expected: str) -> None:
-    assert home_of(None, environment, platform) == Path(expected).expanduser()
+    assert home_of(None, environment, platform) == home_of("", environment, platform) == Path(expected).expanduser()
 
 
 def test_home_of__is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
