@@ -16,7 +16,6 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -124,19 +123,6 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def _nothing_durable_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journal by bytes alone: on a busy machine a tiny merge may take a second, and what is durable is kept."""
     monkeypatch.setattr("mergepipe.snapshots.work_log.UNIT_SECONDS", math.inf)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _commands_built_once() -> Iterator[None]:
-    """A process builds the command line of its one command, in 15 ms: here many run in one process."""
-    from mergepipe.cli import app
-
-    build, take = cache(app.build_command), app.take_plain_values
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "build_command", lambda arguments=(): build(tuple(arguments[:1])))
-        once = "get_runtime_param"  # what parameters have that have been taken
-        patch.setattr(app, "take_plain_values", lambda params: take([p for p in params if once not in vars(p)]))
-        yield
 
 
 @pytest.fixture
