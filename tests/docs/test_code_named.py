@@ -26,6 +26,7 @@ def package(root: Path, **modules: str) -> Path:
     return root
 
 
+@pytest.mark.transformers
 def test_reference__is_what_the_code_says() -> None:
     for name, text in pages().items():
         written = (REFERENCE / name).read_text(encoding="utf-8")

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -183,11 +184,14 @@ def place(request: pytest.FixtureRequest) -> Place:
     return place
 
 
-@pytest.mark.parametrize(("operator", "budget", "is_packed"), slow_unless({BUDGETED, PACKED}.__contains__, KEYS))
+FAST = {("bucket", BUDGETED), ("folder", PACKED)}
+
+
+@pytest.mark.parametrize(("where", "key"), slow_unless(FAST.__contains__, product(("folder", "bucket"), KEYS)))
 def test_run_part__parts_in_any_order_and_repeated_make_what_one_machine_makes(
-    cases: Cases, place: Place, operator: str, budget: str | None, is_packed: bool
+    cases: Cases, request: pytest.FixtureRequest, where: str, key: Key
 ) -> None:
-    case, random = cases((operator, budget, is_packed)), Random(operator)
+    case, random, place = cases(key), Random(key[0]), request.getfixturevalue(where)
     order = [*range(1, N_SHARDS + 3), *random.choices(range(1, N_SHARDS + 3), k=2)]  # two parts have no shard
     random.shuffle(order)
     reports = [place.part(case.plan, (number, N_SHARDS + 2)) for number in order]
