@@ -38,7 +38,7 @@ from mergepipe.planning.plan import parse_plan
 from mergepipe.snapshots.manifest import parse_manifest
 from mergepipe.snapshots.shards import BlockTable, block_table_of
 from mergepipe.snapshots.staging import CONTENT_NAME
-from mergepipe.snapshots.work_log import WorkLog, merge_state, read_work_log
+from mergepipe.snapshots.work_log import LOG_FORMAT, WorkLog, merge_state, read_work_log
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -60,6 +60,7 @@ from support.training_trees import decoder_shapes, known_states, write_dcp, writ
 
 Read = Callable[[bytes], object]
 FILE = Location.parse("/fuzzed")
+FORMAT = LOG_FORMAT.encode()
 
 
 def all_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
@@ -131,13 +132,16 @@ def record_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
 
 def _log_target(folder: Path) -> Target:
     (folder / CONTENT_NAME).mkdir()
-    blocks = base64.b64encode(bytes(32)).decode()
+    made = [{"name": name, "blocks": base64.b64encode(bytes(32)).decode()} for name in "ab"]
     usage = [["x.safetensors", Purpose.EXPERT.value, 4096]]
     with closing(WorkLog(folder, "k" * 32)) as log:
         log.append({"kind": "read", "expert_bytes": 5000}, is_durable=False)
-        log.append({"kind": "unit", "tensors": [["a", blocks], ["b", blocks]], "usage": usage}, is_durable=True)
+        log.append({"kind": "unit", "tensors": made, "usage": usage}, is_durable=True)
         log.append({"kind": "sent", "shard": "model.safetensors", "digest": "0" * 32}, is_durable=True)
         log.append({"kind": "stop", "usage": usage}, is_durable=True)
+    assert (sound := read_work_log(folder)) is not None
+    assert (state := merge_state(sound)) is not None
+    assert len(state.digests) == len(made)
     payloads = seals.log_payloads((folder / LOG_NAME).read_bytes())
     shape = Shape((payloads,), seals.seal_log, seals.lines_of, (b'"begin"', b'"unit"', b'"expert"', b"null"))
 
@@ -312,10 +316,10 @@ def test_blocks__of_every_codec_are_fuzzed_and_those_of_bands_in_each_dtype_and_
         b"",
         b"[]",
         b'{"con\xc0ent"',
-        b'{"content":[1,2],"format":"mergepipe-log/1","kind":"begin"}',
-        b'{"content":[1e999,2],"format":"mergepipe-log/1","key":"k","kind":"begin"}',
-        b'{"content":[1],"format":"mergepipe-log/1","key":"k","kind":"begin"}',
-        b'{"content":["a",2],"format":"mergepipe-log/1","key":"k","kind":"begin"}',
+        b'{"content":[1,2],"format":"%b","kind":"begin"}' % FORMAT,
+        b'{"content":[1e999,2],"format":"%b","key":"k","kind":"begin"}' % FORMAT,
+        b'{"content":[1],"format":"%b","key":"k","kind":"begin"}' % FORMAT,
+        b'{"content":["a",2],"format":"%b","key":"k","kind":"begin"}' % FORMAT,
     ],
 )
 def test_read_work_log__a_sealed_first_record_that_is_none_is_nothing(tmp_path: Path, payloads: bytes) -> None:
@@ -326,8 +330,8 @@ def test_read_work_log__a_sealed_first_record_that_is_none_is_nothing(tmp_path: 
 @pytest.mark.parametrize(
     "record",
     [
-        b'{"kind":"unit","tensors":[["a","A"]],"usage":[]}',
-        b'{"kind":"unit","tensors":[["a"]],"usage":[]}',
+        b'{"kind":"unit","tensors":[{"name":"a","blocks":"A"}],"usage":[]}',
+        b'{"kind":"unit","tensors":[{"name":"a"}],"usage":[]}',
         b'{"kind":"stop","usage":[["a","expert"]]}',
         b'{"kind":"stop","usage":[["a","nobody",1]]}',
         b'{"kind":"stop","usage":[["a","expert","x"]]}',
@@ -335,7 +339,10 @@ def test_read_work_log__a_sealed_first_record_that_is_none_is_nothing(tmp_path: 
     ],
 )
 def test_read_work_log__a_sealed_record_that_is_none_makes_nothing_of_all(tmp_path: Path, record: bytes) -> None:
-    begin = b'{"content":[1,2],"format":"mergepipe-log/1","key":"k","kind":"begin"}'
+    begin = b'{"content":[1,2],"format":"%b","key":"k","kind":"begin"}' % FORMAT
+    (tmp_path / "log").write_bytes(seal_log(begin))
+    assert (sound := read_work_log(tmp_path)) is not None
+    assert merge_state(sound) is not None
     (tmp_path / "log").write_bytes(seal_log(begin + b"\n" + record))
     logged = read_work_log(tmp_path)
     assert logged is None or merge_state(logged) is None

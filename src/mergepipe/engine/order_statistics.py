@@ -25,14 +25,14 @@ from mergepipe.kernels.reduce import (
     move_counts,
 )
 from mergepipe.operators.statistics import NOTHING_KEPT_BITS, Cut, tie_key
-from mergepipe.storage.ranges import scratch
+from mergepipe.storage.ranges import KEPT_BYTES, scratch
 
 # --- compute exact cuts of |delta| of one tensor ---
 # by two-level radix selection on float32 bits, then by hash in ties
 
 
 WINDOW_BINS = 8
-TIES_ROOM = 1 << 21  # hashes of a block that are usually enough; `scratch` keeps so many
+TIES_ROOM = KEPT_BYTES // 4  # hashes of a block that are usually enough, as many as `scratch` keeps
 BRACKET_SIGMAS = 4
 
 
