@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import STORE_HEADER_NAME
@@ -127,6 +127,19 @@ def read_counter(archive: TorchArchive, node: Node, path: PicklePath, parameters
     value = read_scalar(archive.read, tensor.file, tensor.offset, tensor.dtype)
     cell = Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, 1))
     return AdamStep(value, parameters, tensor.dtype, (cell,))
+
+
+def joined_counter(counters: Sequence[AdamStep], parameters: Iterable[str]) -> AdamStep:
+    """Join the places of one counter of some parameters, which must have one value in all of them."""
+    first, *others = counters
+    files = [counter.cells[0].file if counter.cells else counter.entries[0][0] for counter in counters]
+    for file, counter in zip(files[1:], others, strict=True):
+        if counter.value != first.value:
+            message = f"is at optimizer step {counter.value:g}, {files[0]} at {first.value:g}"
+            raise damaged(file, message, "copy the files of one save again")
+    cells = tuple(cell for counter in counters for cell in counter.cells)
+    entries = tuple(entry for counter in counters for entry in counter.entries)
+    return replace(first, parameters=tuple(parameters), cells=cells, entries=entries)
 
 
 # --- small values read out of tensor files: step counters, which are one element each ---

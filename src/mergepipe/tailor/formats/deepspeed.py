@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
+from typing import TypeAlias
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import is_plain_name, open_checkpoint
@@ -29,6 +31,7 @@ from mergepipe.tailor.checkpoint import (
 from mergepipe.tailor.formats.contract import (
     Node,
     TrainingFormat,
+    joined_counter,
     located,
     read_counter,
     refuse_foreign_states,
@@ -45,17 +48,6 @@ _FOREIGN_FILE = re.compile(r"layer_\d+.*model_states\.pt|.*expp?_?rank_\d+.*\.pt
 _OFFLOADED_NAME = "offloaded_tensors"
 _STAGE3_KEY = "fp32_flat_groups"
 _STAGE12_KEY = "single_partition_of_fp32_groups"
-
-
-@dataclass(frozen=True, slots=True)
-class FlatParameter:
-    """One parameter in its flat group: `start` is its first element, in the whole group (stages 1 and 2) or in every
-    rank's partition (stage 3)."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    n_elements: int
 
 
 def list_zero_files(store: Store, folder: Location) -> tuple[dict[int, Location], dict[int, Location]] | None:
@@ -105,17 +97,19 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
             raise damaged(archive.file, message, "copy the files of one save again")
     stage = _stage(_optimizer_of(next(iter(ranks.values()))))
     world_size = _world_size(ranks, model)
-    groups = _flat_groups(model, stage, world_size)
-    reader = _Reader(ranks, groups, stage, world_size)
-    grouped = {p.name: p.shape for group in groups for p in group}
+    groups = _flat_groups(model)
+    grouped = {name: shape for group in groups for name, shape in group.items()}
     parameters, tied, weights = _model_parameters(model, model_archive, stage, grouped)
-    states = {(s.parameter, s.kind): s for s in reader.states()}
+    states = {(s.parameter, s.kind): s for s in _states(ranks, groups, stage, world_size)}
+    kinds = dict.fromkeys(kind for _, kind in states)
     states |= {(name, WEIGHT): state for name, state in weights.items() if name in parameters}
     missing_ranks = sorted(set(range(world_size)) - ranks.keys())
     missing = [f"the optimizer file of rank {rank}" for rank in missing_ranks]
     saving = range(world_size if stage == 3 else 1)
     missing += [f"the model file of rank {rank}" for rank in saving if rank not in models]
-    missing += [f"{kind} of {name}" for name, kind in reader.absent(states, missing_ranks)]
+    for name, kind in ((name, kind) for name in grouped for kind in kinds):
+        state = states.get((name, kind))
+        missing += [f"{kind} of {name}"] if state is None or (state.gaps and not missing_ranks) else []
     checkpoint = TrainingCheckpoint(
         path=folder,
         root=folder,
@@ -127,8 +121,8 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
         units=model_units(parameters, tied),
         parameters=parameters,
         states=states,
-        steps=tuple(reader.steps()),
-        flat_groups=tuple(tuple(p.name for p in group) for group in groups),
+        steps=tuple(_steps(ranks, groups, stage)),
+        flat_groups=tuple(map(tuple, groups)),
         missing=tuple(missing),
     )
     return with_untrained(checkpoint, archives)
@@ -188,22 +182,42 @@ def _world_size(ranks: Mapping[int, TorchArchive], model: Node) -> int:
     return recorded
 
 
-def _flat_groups(model: Node, stage: int, world_size: int) -> tuple[tuple[FlatParameter, ...], ...]:
-    """The parameters of each flat group with their places, from `param_shapes` alone."""
+def _flat_groups(model: Node) -> tuple[dict[str, tuple[int, ...]], ...]:
+    """Return the shapes of each flat group's parameters in their order, from `param_shapes` alone."""
     groups = []
     seen: set[str] = set()
     for group in model.get("param_shapes").elements():
-        start = 0
-        members = []
+        shapes = {}
         for name, node in group.named_items():
             if name in seen:
                 raise node.error(f"parameter {name[:80]!r} is in two places")
             seen.add(name)
-            members.append(FlatParameter(name, node.shape(), start, element_count(node.shape())))
-            n_elements = members[-1].n_elements
-            start += -(-n_elements // world_size) if stage == 3 else n_elements
-        groups.append(tuple(members))
+            shapes[name] = node.shape()
+        groups.append(shapes)
     return tuple(groups)
+
+
+FlatParts: TypeAlias = Iterator[tuple[str, Span, int]]
+"""Parameters with a rank's elements of each, which may be none, and their place in its partition of the group."""
+
+
+def cut_together(shapes: Mapping[str, tuple[int, ...]], share: int, rank: int) -> FlatParts:
+    """Cut parameters in sequence into parts of `share` elements across their boundaries, as stages 1 and 2 do."""
+    begin, start = rank * share, 0
+    for name, shape in shapes.items():
+        first = min(max(begin - start, 0), element_count(shape))
+        stop = max(first, min(begin + share - start, element_count(shape)))
+        yield name, Span(first, stop), start + first - begin
+        start += element_count(shape)
+
+
+def cut_alone(shapes: Mapping[str, tuple[int, ...]], shares: Sequence[int], rank: int) -> FlatParts:
+    """Cut each parameter alone into parts of its share, as stage 3 does; a partition has a rank's in sequence."""
+    start = 0
+    for (name, shape), share in zip(shapes.items(), shares, strict=True):
+        first = min(rank * share, element_count(shape))
+        yield name, Span(first, min(first + share, element_count(shape))), start
+        start += share
 
 
 def module_weights(model: Node, archive: TorchArchive) -> Iterator[tuple[str, StoredState]]:
@@ -245,134 +259,79 @@ def _frozen(name: str, shape: tuple[int, ...], parts: Mapping[int, TensorEntry])
     return StoredState(name, WEIGHT, first.dtype, shape, tuple(pieces))
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Turns the flat tensors of all ranks into states of parameters."""
+def _states(
+    ranks: Mapping[int, TorchArchive], groups: Sequence[Mapping[str, tuple[int, ...]]], stage: int, world_size: int
+) -> Iterator[StoredState]:
+    """Yield every state of every parameter out of the flat tensors of all ranks, in the order of the groups.
 
-    ranks: Mapping[int, TorchArchive]
-    groups: tuple[tuple[FlatParameter, ...], ...]
-    stage: int
-    world_size: int
-
-    def states(self) -> Iterator[StoredState]:
-        """Every state of every parameter, in the order of the groups."""
-        for index, group in enumerate(self.groups):
-            by_kind: dict[str, list[tuple[int, TensorEntry]]] = {}
-            for rank, archive in self.ranks.items():
-                for kind, tensor in self._group_tensors(rank, archive, index):
-                    by_kind.setdefault(kind, []).append((rank, tensor))
-            for kind, parts in by_kind.items():
-                first = parts[0][1]
-                if any(tensor.dtype != first.dtype for _, tensor in parts):
-                    raise _lies(first, "ranks hold different dtypes")
-                per_rank = self._partition_elements(index)
-                for parameter in group:
-                    pieces = (self._piece(parameter, rank, tensor, per_rank) for rank, tensor in parts)
-                    held = tuple(piece for piece in pieces if piece is not None)
-                    yield StoredState(parameter.name, kind, first.dtype, parameter.shape, held)
-
-    def _piece(self, parameter: FlatParameter, rank: int, tensor: TensorEntry, per_rank: int) -> Piece | None:
-        """Return one rank's piece of a parameter in a flat tensor; None if it holds nothing of it."""
-        if self.stage == 3:
-            share = -(-parameter.n_elements // self.world_size)
-            first, inside = rank * share, parameter.start
-            last = min(first + share, parameter.n_elements)
-        else:
-            begin = rank * per_rank
-            first = max(begin - parameter.start, 0)
-            last = min(begin + per_rank - parameter.start, parameter.n_elements)
-            inside = parameter.start + first - begin
-        if first >= last:
-            return None
-        if inside + last - first > tensor.n_elements:
-            raise _lies(tensor, f"it ends inside parameter {parameter.name!r}")
-        itemsize = tensor.dtype.itemsize
-        return Piece(tensor.file, tensor.offset + inside * itemsize, (last - first) * itemsize, Span(first, last))
-
-    def _partition_elements(self, group: int) -> int:
-        """Elements of one rank's partition of a group, padding included."""
-        if self.stage == 3:
-            return sum(-(-p.n_elements // self.world_size) for p in self.groups[group])
-        total = sum(p.n_elements for p in self.groups[group])
-        alignment = 2 * self.world_size
-        return -(-total // alignment) * alignment // self.world_size
-
-    def _group_tensors(self, rank: int, archive: TorchArchive, group: int) -> Iterator[tuple[str, TensorEntry]]:
-        """The flat tensors of one group in one rank's file, by kind, checked for length.
-
-        A master may be trimmed to what is not padding (stages 1 and 2); nothing else may be short or long.
-        """
-        optimizer = _optimizer_of(archive)
-        masters = optimizer.get(_STAGE3_KEY if self.stage == 3 else _STAGE12_KEY).elements()
-        if len(masters) != len(self.groups):
-            raise optimizer.error(f"{len(masters)} flat groups, the model file lists {len(self.groups)}")
-        tensors = [(FP32, located(archive, masters[group]))]
-        entry = self._base_state(archive, group)
-        if entry is not None:
-            refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), archive.file)
-            stored = ((k, located(archive, n)) for k, n in entry.named_items() if isinstance(n.value, PickledTensor))
-            tensors += [(kind, tensor) for kind, tensor in stored if tensor.shape != ()]
-        padded = self._partition_elements(group)
-        for kind, tensor in tensors:
-            needed = padded
-            if self.stage != 3 and kind == FP32:
-                total = sum(p.n_elements for p in self.groups[group])
-                needed = max(0, min(padded, total - rank * padded))
-            if len(tensor.shape) != 1 or not needed <= tensor.n_elements <= padded:
-                raise _lies(tensor, f"its shape is {tensor.shape}; {padded} elements are needed")
-            yield kind, tensor
-
-    def _base_optimizer(self, archive: TorchArchive) -> Node:
-        node = root_of(archive).at(base_optimizer_path(self.stage))
-        if isinstance(node.value, list):
-            raise unsupported(node.file, "an elastic ZeRO checkpoint")
-        return node
-
-    def _base_state(self, archive: TorchArchive, group: int) -> Node | None:
-        return self._base_optimizer(archive).get("state").find(group)
-
-    def steps(self) -> Iterator[AdamStep]:
-        """Read one step counter for each group, the same on every rank."""
-        for index, group in enumerate(self.groups):
-            steps_of = ((archive.file, self._step(archive, index)) for archive in self.ranks.values())
-            counted = [(file, step) for file, step in steps_of if step]
-            steps = [step for _, step in counted]
-            for file, step in counted:
-                if step.value != steps[0].value:
-                    message = f"is at optimizer step {step.value:g}, {counted[0][0].name} at {steps[0].value:g}"
-                    raise damaged(file, message, "copy the files of one save again")
-            if steps:
-                yield _joined(steps, [parameter.name for parameter in group])
-
-    def _step(self, archive: TorchArchive, group: int) -> AdamStep | None:
-        """The counter of one group: in its state, or (fused optimizers) in the options of its parameter group."""
-        entry, place = self._base_state(archive, group), "state"
-        node = entry.find("step") if entry is not None else None
-        if node is None:
-            options, place = self._base_optimizer(archive).get("param_groups").elements(), "param_groups"
-            node = options[group].find("step") if group < len(options) else None
-        if node is None:
-            return None
-        path = (*base_optimizer_path(self.stage), place, group, "step")
-        return read_counter(archive, node, path)
-
-    def absent(
-        self, states: Mapping[tuple[str, str], StoredState], missing_ranks: list[int]
-    ) -> Iterator[tuple[str, str]]:
-        """States that some parameters have and others lack although no rank is missing."""
-        kinds = dict.fromkeys(kind for _, kind in states if kind != WEIGHT)
-        for parameter in (p for group in self.groups for p in group):
-            for kind in kinds:
-                state = states.get((parameter.name, kind))
-                if state is None or (state.gaps and not missing_ranks):
-                    yield parameter.name, kind
+    A master may be trimmed to what is not padding (stages 1 and 2); nothing else may be short or long.
+    """
+    for index, shapes in enumerate(groups):
+        sizes = [element_count(shape) for shape in shapes.values()]
+        shares = [-(-size // world_size) for size in sizes]
+        padded = sum(shares) if stage == 3 else -(-sum(sizes) // (2 * world_size)) * 2  # of one rank's partition
+        firsts: dict[str, TensorEntry] = {}
+        pieces: dict[tuple[str, str], list[Piece]] = defaultdict(list)
+        for rank, archive in ranks.items():
+            cut = cut_alone(shapes, shares, rank) if stage == 3 else cut_together(shapes, padded, rank)
+            parts = [part for part in cut if part[1].n_elements]
+            for kind, tensor in _flat_tensors(archive, stage, index, len(groups)):
+                needed = padded
+                if stage != 3 and kind == FP32:
+                    needed = max(0, min(padded, sum(sizes) - rank * padded))
+                if len(tensor.shape) != 1 or not needed <= tensor.n_elements <= padded:
+                    raise _lies(tensor, f"its shape is {tensor.shape}; {padded} elements are needed")
+                if tensor.dtype != firsts.setdefault(kind, tensor).dtype:
+                    raise _lies(firsts[kind], "ranks hold different dtypes")
+                itemsize = tensor.dtype.itemsize
+                for name, span, start in parts:
+                    place, nbytes = tensor.offset + start * itemsize, span.n_elements * itemsize
+                    pieces[name, kind].append(Piece(tensor.file, place, nbytes, span))
+        for kind, first in firsts.items():
+            for name, shape in shapes.items():
+                yield StoredState(name, kind, first.dtype, shape, tuple(pieces[name, kind]))
 
 
-def _joined(steps: Sequence[AdamStep], parameters: Iterable[str]) -> AdamStep:
-    """Join the places of one counter, whose values were compared."""
-    cells = tuple(cell for step in steps for cell in step.cells)
-    entries = tuple(entry for step in steps for entry in step.entries)
-    return replace(steps[0], parameters=tuple(parameters), cells=cells, entries=entries)
+def _flat_tensors(archive: TorchArchive, stage: int, group: int, n_groups: int) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield the flat tensors of one group in one rank's file, by kind."""
+    optimizer = _optimizer_of(archive)
+    masters = optimizer.get(_STAGE3_KEY if stage == 3 else _STAGE12_KEY).elements()
+    if len(masters) != n_groups:
+        raise optimizer.error(f"{len(masters)} flat groups, the model file lists {n_groups}")
+    yield FP32, located(archive, masters[group])
+    entry = _base_optimizer(archive, stage).get("state").find(group)
+    if entry is not None:
+        refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), archive.file)
+        for kind, node in entry.named_items():
+            if isinstance(node.value, PickledTensor) and node.value.shape:
+                yield kind, located(archive, node)
+
+
+def _base_optimizer(archive: TorchArchive, stage: int) -> Node:
+    node = root_of(archive).at(base_optimizer_path(stage))
+    if isinstance(node.value, list):
+        raise unsupported(node.file, "an elastic ZeRO checkpoint")
+    return node
+
+
+def _steps(ranks: Mapping[int, TorchArchive], groups: Sequence[Iterable[str]], stage: int) -> Iterator[AdamStep]:
+    """Read one step counter for each group, the same on every rank.
+
+    It lies in the group's state or, of fused optimizers, in the options of its parameter group.
+    """
+    for index, group in enumerate(groups):
+        steps = []
+        for archive in ranks.values():
+            base, place = _base_optimizer(archive, stage), "state"
+            entry = base.get("state").find(index)
+            node = entry.find("step") if entry is not None else None
+            if node is None:
+                options, place = base.get("param_groups").elements(), "param_groups"
+                node = options[index].find("step") if index < len(options) else None
+            if node is not None:
+                steps.append(read_counter(archive, node, (*base_optimizer_path(stage), place, index, "step")))
+        if steps:
+            yield joined_counter(steps, group)
 
 
 def _lies(tensor: TensorEntry, message: str) -> MergePipeError:
@@ -464,9 +423,7 @@ def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
     model = root_of(archive)
     options = read_torch_zip(store, folder / STATES_FOLDER / OPTIMIZER_STATE_NAME)
     stage = zero_stage(Node(options.root, OPTIMIZER_STATE_NAME))
-    groups = tuple(
-        {name: node.shape() for name, node in group.named_items()} for group in model.get("param_shapes").elements()
-    )
+    groups = _flat_groups(model)
     grouped = {name: shape for group in groups for name, shape in group.items()}
     parameters, tied, weights = _model_parameters(model, archive, stage, grouped)
     states = {
@@ -533,11 +490,8 @@ def _group_steps(
         steps = [read_counter(archive, root_of(archive), ()) for archive in opened]
         if number < len(listed) and (node := listed[number].find("step")) is not None:
             steps.append(read_counter(options, node, ("param_groups", number, "step")))
-        if len({step.value for step in steps}) > 1:
-            values = sorted({step.value for step in steps})
-            raise damaged(folder, f"parameters of one group are at steps {values}")
         if steps:
-            yield _joined(steps, group)
+            yield joined_counter(steps, group)
 
 
 def _is_universal(store: Store, path: Location) -> bool:

@@ -30,8 +30,9 @@ from mergepipe.tailor.checkpoint import (
 from mergepipe.tailor.formats.contract import (
     Node,
     TrainingFormat,
+    joined_counter,
     located,
-    read_scalar,
+    read_counter,
     recorded_step,
     refuse_foreign_states,
     root_of,
@@ -377,30 +378,14 @@ def _optimizer(
         for kind in kinds:
             place: PicklePath = ("state", number, kind)
             if kind == "step":
-                steps.append(_rank_counter(ranks, place, name))
+                counters = [read_counter(archive, root_of(archive).at(place), place) for archive in ranks]
+                steps.append(joined_counter(counters, (name,)))
                 continue
             state = states[name, kind] = _joined(ranks, place, name, kind)
             if state.shape != shapes[name]:
                 message = f"state {number} has shape {state.shape}, {name!r} has {shapes[name]}"
                 raise mismatched(ranks[0].file, message)
     return states, steps
-
-
-def _rank_counter(ranks: Sequence[TorchArchive], place: PicklePath, name: str) -> AdamStep:
-    """Read the counter of one parameter, which every rank keeps; of the first one, those of all ranks are compared."""
-    cells: list[Piece] = []
-    values: list[float] = []
-    for archive in ranks:
-        node = root_of(archive).at(place)
-        tensor = located(archive, node)
-        if tensor.n_elements != 1:
-            raise node.error(f"a step counter has shape {tensor.shape}")
-        cells.append(Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, 1)))
-        if not values or place[1] == 0:
-            values.append(read_scalar(archive.read, tensor.file, tensor.offset, tensor.dtype))
-        if values[-1] != values[0]:
-            raise node.error(f"is at optimizer step {values[-1]:g}, rank 0 at {values[0]:g}")
-    return AdamStep(values[0], (name,), tensor.dtype, tuple(cells))
 
 
 VERL = TrainingFormat(

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from mergepipe.core.blocks import Span
 from mergepipe.errors import RecipeError, invalid_option, library
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME
-from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
+from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT, cut_alone, cut_together
 from mergepipe.tailor.formats.hf_trainer import (
     HF_FORMAT,
     LOSS_SCALER_NAME,
@@ -319,7 +319,16 @@ def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> Engi
         odd = [kind for kind, value in flats.items() if value.numel() < flat.numel()]
         if odd:
             raise unsupported_training("ZeRO", f"optimizer state {odd[0]!r} is not one value an element")
-        cut = _cut_alone(shapes, members, ranks) if is_stage3 else _cut_together(shapes, flat.numel(), ranks)
+        if is_stage3:
+            shares = [parameter.partition_numel() for parameter in members]
+            for (name, shape), share in zip(shapes.items(), shares, strict=True):
+                if share * ranks.world_size < prod(shape):
+                    raise unsupported_training(name, "is not partitioned over all ranks")
+            cut = cut_alone(shapes, shares, ranks.rank)
+        else:
+            if sum(map(prod, shapes.values())) > ranks.world_size * flat.numel():
+                raise unsupported_training("ZeRO", "the ranks do not partition the group alone")
+            cut = cut_together(shapes, flat.numel(), ranks.rank)
         parts = [part for part in cut if part[1].n_elements]
         for kind, values in ({FP32: flat} | flats).items():
             for name, span, start in parts:
@@ -354,30 +363,3 @@ def _flat_groups(zero: Any) -> Iterator[tuple[Any, Any]]:
     if hasattr(zero, _STAGE3_FLATS):
         return zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
     return zip(zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups, strict=True)
-
-
-_Cut: TypeAlias = Iterator[tuple[str, Span, int]]
-"""Parameters with this rank's elements of each, which may be none, and their place in the flat partition."""
-
-
-def _cut_together(shapes: Mapping[str, tuple[int, ...]], share: int, ranks: Ranks) -> _Cut:
-    """Cut parameters in sequence in equal parts across parameter boundaries, as stages 1 and 2 do."""
-    begin, start = ranks.rank * share, 0
-    for name, shape in shapes.items():
-        first = min(max(begin - start, 0), prod(shape))
-        yield name, Span(first, max(first, min(begin + share - start, prod(shape)))), start + first - begin
-        start += prod(shape)
-    if start > ranks.world_size * share:
-        raise unsupported_training("ZeRO", "the ranks do not partition the group alone")
-
-
-def _cut_alone(shapes: Mapping[str, tuple[int, ...]], members: Any, ranks: Ranks) -> _Cut:
-    """Cut each parameter alone, as stage 3 does; the partition has the rank's parts in sequence."""
-    start = 0
-    for (name, shape), parameter in zip(shapes.items(), members, strict=True):
-        share = parameter.partition_numel()
-        if share * ranks.world_size < prod(shape):
-            raise unsupported_training(name, "is not partitioned over all ranks")
-        first = min(ranks.rank * share, prod(shape))
-        yield name, Span(first, min(first + share, prod(shape))), start
-        start += share
