@@ -198,7 +198,7 @@ MIXED: dict[str, tuple[str, Callable[[Path, Path], object], str, str]] = {
     "rank missing, stage 3": ("zero3", lambda old, _: _ranks(old)[1].unlink(), "checkpoint.mismatch", "file of rank 1"),
     "rank of another step": (
         "zero3", lambda old, new: shutil.copy(_ranks(new)[1], _ranks(old)[1]), "checkpoint.damaged",
-        "/old/zero_pp_rank_1_mp_rank_00_optim_states.pt: is at optimizer step 9, zero_pp_rank_0",
+        "/old/zero_pp_rank_1_mp_rank_00_optim_states.pt: is at optimizer step 9, /",
     ),
     "rank of another size": (
         "zero3", lambda old, new: _of_three_ranks(old, new.parent / "three"), "checkpoint.damaged",

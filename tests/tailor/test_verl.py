@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "rank": (partial(_remove, MODEL), "checkpoint.incomplete", f"there is no {MODEL}: the files of all 2 ranks"),
     "optimizer": (partial(_remove, OPTIMIZER), "checkpoint.incomplete", f"there is no {OPTIMIZER}"),
     "cut": (_cut, "checkpoint.damaged", MODEL),
-    "step": (_other_step, "checkpoint.damaged", f"{OPTIMIZER}: state[0].step: is at optimizer step 8, rank 0 at 7"),
+    "step": (_other_step, "checkpoint.damaged", f"{OPTIMIZER}: is at optimizer step 8, /"),
     "model": (_other_model, "checkpoint.damaged", f"{MODEL}: model.embed_tokens.weight: has shape"),
     "mixed": (_other_ranks, "checkpoint.damaged", "holds model files of 2 and of 4 ranks"),
     "mixed-kinds": (_other_optimizer_ranks, "checkpoint.damaged", "model files of 2 ranks and optim files of 1"),

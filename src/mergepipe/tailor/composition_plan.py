@@ -14,7 +14,7 @@ from typing import TypeAlias
 from mergepipe.checkpoints.directory import stat_regular
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import Window, read_torch_zip, walk_tensors
-from mergepipe.core.blocks import F32, DType, DTypeKind
+from mergepipe.core.blocks import F32, DTypeKind
 from mergepipe.errors import damaged, mismatched, unsupported
 from mergepipe.snapshots.manifest import UnitStaleness
 from mergepipe.storage.contract import Store, is_file
@@ -384,91 +384,91 @@ def plan_universal(store: Store, assignment: Assignment) -> CompositionPlan:
         raise unsupported(skeleton.path, message, "compose without --export: the number of ranks stays")
     changes = SkeletonChanges(store, skeleton)
     take_state(changes, assignment)
-    export = _Export(changes, assignment, zero[0], steps)
-    plans = sorted([*export.copied_files(), *export.state_files()], key=lambda plan: plan.name)
+    optimizer_files = zero[0]
+    folder = STATES_FOLDER if skeleton.root == skeleton.path else f"{new_tag(assignment)}/{STATES_FOLDER}"
+    plans = [
+        *_copied_files(changes, assignment, frozenset(optimizer_files.values())),
+        *(replace(plan, name=f"{folder}/{plan.name}") for plan in _state_files(store, assignment, steps)),
+    ]
+    for choice in steps:
+        changes.step_in_pickles(choice)
+    options_name = f"{folder}/{OPTIMIZER_STATE_NAME}"
+    plans.append(_options_file(options_name, changes, optimizer_files[min(optimizer_files)], skeleton.stage, steps))
+    plans.sort(key=lambda plan: plan.name)
     return CompositionPlan(assignment, steps, staleness_of(assignment, steps), tuple(plans))
 
 
-@dataclass(frozen=True, slots=True)
-class _Export:
-    changes: SkeletonChanges
-    assignment: Assignment
-    optimizer_files: Mapping[int, Location]
-    steps: tuple[StepChoice, ...]
+def _copied_files(
+    changes: SkeletonChanges, assignment: Assignment, left_out: frozenset[Location]
+) -> Iterator[FilePlan]:
+    """Plan the files that are the skeleton's: all but the optimizer's, with weights from their sources."""
+    skeleton = assignment.skeleton
+    for (name, kind), target in skeleton.states.items():
+        if kind in DERIVED_KINDS and not assignment.keeps(name):
+            changes.state([assignment.state_of(name, kind)], target)
+    for file in changes.files:
+        if file.path not in left_out and file.name != LATEST_NAME:
+            yield changes.plan(file)
+    if skeleton.root != skeleton.path:
+        yield FilePlan(LATEST_UNIVERSAL_NAME, (Literal(new_tag(assignment).encode()),))
 
-    def copied_files(self) -> Iterator[FilePlan]:
-        """Plan the files that are the skeleton's: all but the optimizer's, with weights from their sources."""
-        skeleton = self.assignment.skeleton
-        for (name, kind), target in skeleton.states.items():
-            if kind in DERIVED_KINDS and not self.assignment.keeps(name):
-                self.changes.state([self.assignment.state_of(name, kind)], target)
-        for file in self.changes.files:
-            if file.path not in self.optimizer_files.values() and file.name != LATEST_NAME:
-                yield self.changes.plan(file)
-        if skeleton.root != skeleton.path:
-            yield FilePlan(LATEST_UNIVERSAL_NAME, (Literal(new_tag(self.assignment).encode()),))
 
-    @property
-    def _folder(self) -> str:
-        """The directory of the states, inside the tag directory where the checkpoint is not one itself."""
-        skeleton = self.assignment.skeleton
-        return STATES_FOLDER if skeleton.root == skeleton.path else f"{new_tag(self.assignment)}/{STATES_FOLDER}"
+def _state_files(store: Store, assignment: Assignment, steps: tuple[StepChoice, ...]) -> Iterator[FilePlan]:
+    """Plan the files of every parameter, by names in the directory of the states."""
+    model = assignment.skeleton
+    for (name, kind), state in model.states.items():
+        if kind not in DERIVED_KINDS:
+            yield _state_file(store, assignment, name, kind)
+        elif kind == WEIGHT and (name, FP32) not in model.states and state.dtype.kind is DTypeKind.FLOAT:  # frozen
+            yield _state_file(store, assignment, name, FP32, WEIGHT)
+    for choice in steps if model.stage != 3 else ():
+        # some optimizers keep the counter among the options of the parameter group
+        is_option = any("param_groups" in path for _, path in choice.counter.entries)
+        for name in choice.counter.parameters if not is_option else ():
+            yield _step_file(f"{name}/{STEP_NAME}", choice)
 
-    def state_files(self) -> Iterator[FilePlan]:
-        """Plan the files of every parameter, and that of the optimizer's options."""
-        model = self.assignment.skeleton
-        for (name, kind), state in model.states.items():
-            if kind not in DERIVED_KINDS:
-                yield self._state_file(name, kind, state.dtype, kind)
-            elif kind == WEIGHT and (name, FP32) not in model.states and state.dtype.kind is DTypeKind.FLOAT:  # frozen
-                yield self._state_file(name, FP32, F32, kind)
-        for choice in self.steps if model.stage != 3 else ():
-            # some optimizers keep the counter among the options of the parameter group
-            is_option = any("param_groups" in path for _, path in choice.counter.entries)
-            for name in choice.counter.parameters if not is_option else ():
-                yield self._step_file(f"{self._folder}/{name}/{STEP_NAME}", choice)
-        yield self._options_file()
 
-    def _step_file(self, file: str, choice: StepChoice) -> FilePlan:
-        """Plan a step counter in the form that the optimizer keeps it in: a number, or a tensor of one element."""
-        if choice.counter.entries:
-            return new_archive(file, _STEM, int(choice.value), [])
-        tensor = new_tensor("0", choice.counter.dtype, ())
-        return new_archive(file, _STEM, tensor, [MemberPlan("data/0", (Literal(pack_step(choice)),))])
+def _step_file(file: str, choice: StepChoice) -> FilePlan:
+    """Plan a step counter in the form that the optimizer keeps it in: a number, or a tensor of one element."""
+    if choice.counter.entries:
+        return new_archive(file, _STEM, int(choice.value), [])
+    tensor = new_tensor("0", choice.counter.dtype, ())
+    return new_archive(file, _STEM, tensor, [MemberPlan("data/0", (Literal(pack_step(choice)),))])
 
-    def _state_file(self, name: str, kind: str, dtype: DType, stored_kind: str) -> FilePlan:
-        """Plan one state in the form that the stage's loader takes: shaped in a mapping, or flat (stage 3)."""
-        stored = self.assignment.state_of(name, stored_kind)
-        target = StoredState.planned(name, kind, dtype, stored.shape)
-        segments = tuple(patch.segment for _, patch in patch_states([unpacked(self.changes.store, stored)], target))
-        is_flat = self.assignment.skeleton.stage == 3
-        tensor = new_tensor("0", dtype, (stored.n_elements,) if is_flat else stored.shape)
-        root: object = tensor
-        if not is_flat:  # a frozen parameter was never cut
-            root = {**({"cat_dim": 0} if kind == stored_kind else {}), PARAMETER_KEY: tensor}
-        return new_archive(f"{self._folder}/{name}/{kind}.pt", _STEM, root, [MemberPlan("data/0", segments)])
 
-    def _options_file(self) -> FilePlan:
-        """Plan what the optimizer keeps beside tensors: options, loss scaler and, in stage 3, the one counter."""
-        first = self.optimizer_files[min(self.optimizer_files)]
-        archive = read_torch_zip(self.changes.store, first)
-        file = root_of(archive)
-        for choice in self.steps:
-            self.changes.step_in_pickles(choice)
-        for path, value in self.changes.edits[first].items():
-            file.at(path[:-1]).mapping()[path[-1]] = value
-        base = file.at(base_optimizer_path(self.assignment.skeleton.stage))
-        options = base.get("param_groups").value
-        kept = file.get("optimizer_state_dict").mapping().items()
-        root = {key: value for key, value in kept if key not in _SHARDED} | {"param_groups": options}
-        new = {}
-        if self.assignment.skeleton.stage == 3:
-            (choice,) = self.steps
-            step: object = int(choice.value)
-            if not choice.counter.entries:
-                keys = [tensor.storage.key for _, tensor in walk_tensors(root)]
-                key = str(1 + max((int(key) for key in keys if key.isdecimal()), default=-1))
-                new[key] = MemberPlan(f"data/{key}", (Literal(pack_step(choice)),))
-                step = new_tensor(key, choice.counter.dtype, ())
-            root["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": options}
-        return plan_rewritten(f"{self._folder}/{OPTIMIZER_STATE_NAME}", archive, root, new)
+def _state_file(store: Store, assignment: Assignment, name: str, kind: str, frozen_kind: str = "") -> FilePlan:
+    """Plan one state in the form that the stage's loader takes: shaped in a mapping, or flat (stage 3)."""
+    stored = assignment.state_of(name, frozen_kind or kind)
+    dtype = F32 if frozen_kind else assignment.skeleton.states[name, kind].dtype
+    target = StoredState.planned(name, kind, dtype, stored.shape)
+    segments = tuple(patch.segment for _, patch in patch_states([unpacked(store, stored)], target))
+    is_flat = assignment.skeleton.stage == 3
+    tensor = new_tensor("0", dtype, (stored.n_elements,) if is_flat else stored.shape)
+    root: object = tensor
+    if not is_flat:  # a frozen parameter was never cut
+        root = {**({} if frozen_kind else {"cat_dim": 0}), PARAMETER_KEY: tensor}
+    return new_archive(f"{name}/{kind}.pt", _STEM, root, [MemberPlan("data/0", segments)])
+
+
+def _options_file(
+    name: str, changes: SkeletonChanges, first: Location, stage: int | None, steps: tuple[StepChoice, ...]
+) -> FilePlan:
+    """Plan what the optimizer keeps beside tensors: options, loss scaler and, in stage 3, the one counter."""
+    archive = read_torch_zip(changes.store, first)
+    file = root_of(archive)
+    for path, value in changes.edits[first].items():
+        file.at(path[:-1]).mapping()[path[-1]] = value
+    options = file.at(base_optimizer_path(stage)).get("param_groups").value
+    kept = file.get("optimizer_state_dict").mapping().items()
+    root = {key: value for key, value in kept if key not in _SHARDED} | {"param_groups": options}
+    new = {}
+    if stage == 3:
+        (choice,) = steps
+        step: object = int(choice.value)
+        if not choice.counter.entries:
+            keys = [tensor.storage.key for _, tensor in walk_tensors(root)]
+            key = str(1 + max((int(key) for key in keys if key.isdecimal()), default=-1))
+            new[key] = MemberPlan(f"data/{key}", (Literal(pack_step(choice)),))
+            step = new_tensor(key, choice.counter.dtype, ())
+        root["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": options}
+    return plan_rewritten(name, archive, root, new)

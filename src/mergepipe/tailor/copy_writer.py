@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -133,7 +132,7 @@ def write_files(
         raise LimitError.of("memory.too-small", "--memory", message, hint)
     written: list[Digested] = []
     with _Flow(store, jobs, memory_bytes - CHUNK_BYTES) as flow:
-        for index, steps in groupby(flow.run(), key=lambda pair: pair[0].index):
+        for index, steps in groupby(flow.run(), key=lambda pair: pair[0]):
             plan = jobs[index][0]
             renewal = ChecksumRenewal(plan.checksums)
             for _, views in steps:
@@ -152,23 +151,12 @@ def _chunk_bytes(plans: Sequence[FilePlan], room_bytes: int) -> int:
     return min(wanted_bytes, room_bytes // 4 // PAGE_BYTES * PAGE_BYTES - 2 * PAGE_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One chunk of the output with this index; a file without bytes has one empty chunk."""
-
-    index: int
-    chunk: Chunk
-    is_last: bool
-
-
-def _steps(jobs: Iterable[tuple[FilePlan, Path]], chunk_bytes: int) -> Iterator[_Step]:
+def _steps(jobs: Iterable[tuple[FilePlan, Path]], chunk_bytes: int) -> Iterator[tuple[int, Chunk]]:
+    """Yield the chunks of every output with its index; a file without bytes has one empty chunk."""
     for index, (plan, _) in enumerate(jobs):
         chunks = cut_chunks(plan.segments, chunk_bytes)
-        current = next(chunks, ())
-        for following in chunks:
-            yield _Step(index, current, is_last=False)
-            current = following
-        yield _Step(index, current, is_last=True)
+        yield index, next(chunks, ())
+        yield from ((index, chunk) for chunk in chunks)
 
 
 class _Flow:
@@ -192,7 +180,7 @@ class _Flow:
         n_readers = max((store.terms(path).most_requests for path in self._last_use), default=1)
         self._readers = ThreadPoolExecutor(n_readers, "mergepipe-tailor-read")
         self._writer = ThreadPoolExecutor(1, "mergepipe-tailor-write")
-        self._reads: deque[tuple[_Step, Future[list[Bytes]], Bytes]] = deque()
+        self._reads: deque[tuple[int, Future[list[Bytes]], Bytes]] = deque()
         self._writes: deque[tuple[Future[None], Bytes]] = deque()
 
     def __enter__(self) -> _Flow:
@@ -208,41 +196,44 @@ class _Flow:
             if self._output is not None:
                 stack.push(self._output)
 
-    def run(self) -> Iterator[tuple[_Step, list[Bytes]]]:
-        """Yield the contents of each chunk for in-place changes; a chunk is written on the next step."""
+    def run(self) -> Iterator[tuple[int, list[Bytes]]]:
+        """Yield each output's index with the contents of each chunk of it, to be changed in place and written then."""
         self._read_ahead(0)
         while self._reads:
-            step, reading, buffer = self._reads.popleft()
+            index, reading, buffer = self._reads.popleft()
             views = reading.result()
-            yield step, views
-            self._writes.append((self._writer.submit(self._append, step, views), buffer))
-            if step.is_last:
-                for path in self._needed[step.index]:
-                    if self._last_use[path] == step.index:
+            yield index, views
+            following = self._reads[0] if self._reads else self._upcoming
+            is_last = following is None or following[0] != index
+            self._writes.append((self._writer.submit(self._append, index, views, is_last=is_last), buffer))
+            if is_last:
+                for path in self._needed[index]:
+                    if self._last_use[path] == index:
                         self._files.pop(path).close()
             self._collect(at_most=self._pool.limit // 2)
-            self._read_ahead(step.index)
+            self._read_ahead(index)
         self._collect(at_most=0)
 
     def _read_ahead(self, current: int) -> None:
-        while (step := self._upcoming) is not None and step.index <= current + _FILES_AHEAD:
-            for path in sorted(self._needed[step.index] - self._files.keys()):
+        while self._upcoming is not None and self._upcoming[0] <= current + _FILES_AHEAD:
+            index, chunk = self._upcoming
+            for path in sorted(self._needed[index] - self._files.keys()):
                 allow_open_files(len(self._files))
                 self._files[path] = self._store.open(path, direct=True)
             buffer = self._pool.take()
             if buffer is None:
                 return
-            files = {path: self._files[path] for path in self._needed[step.index]}
-            self._reads.append((step, self._readers.submit(_fill, step.chunk, buffer, files), buffer))
+            files = {path: self._files[path] for path in self._needed[index]}
+            self._reads.append((index, self._readers.submit(_fill, chunk, buffer, files), buffer))
             self._upcoming = next(self._steps, None)
 
-    def _append(self, step: _Step, views: Iterable[Bytes]) -> None:
+    def _append(self, index: int, views: Iterable[Bytes], *, is_last: bool) -> None:
         if self._output is None:
-            plan, path = self._jobs[step.index]
+            plan, path = self._jobs[index]
             self._output = OutputFile(path, plan.size_bytes, self._store.ledger)
         for view in views:
             self._output.append(view)
-        if step.is_last:
+        if is_last:
             self._output.close()
             self._output = None  # and its buffer with it
 

@@ -122,7 +122,7 @@ def _titan_views(
     for name in views if _ROTATES_PAIRS[model_type] else ():
         if name.endswith(_ROTATED):
             place = views[name].stored
-            runs = _rotated_halves(place, shapes[place], _sizes(config).head)
+            runs = _rotated_halves(place, shapes[place], _heads(config)[2])
             views[name] = TensorView(place, None, runs)
     return views
 
@@ -165,25 +165,21 @@ def _rotated_halves(name: str, shape: tuple[int, ...], head_size: int) -> Callab
     return runs
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The sizes that a configuration states; 0 where it does not."""
-
-    heads: int
-    groups: int
-    head: int
-    vocabulary: int
+_Heads: TypeAlias = tuple[int, int, int]
+"""The numbers of heads and of query groups, and the rows of a head."""
 
 
-def _sizes(config: Mapping[str, JsonValue]) -> _Sizes:
-    def stated(key: str, otherwise: int = 0) -> int:
-        value = config.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else otherwise
+def _heads(config: Mapping[str, JsonValue]) -> _Heads:
+    heads = _stated(config, "num_attention_heads")
+    derived = _stated(config, "hidden_size") // heads if heads else 0
+    head = derived if config.get("head_dim") is None else _stated(config, "head_dim")
+    return heads, _stated(config, "num_key_value_heads", heads), head
 
-    heads = stated("num_attention_heads")
-    derived = stated("hidden_size") // heads if heads else 0
-    head = derived if config.get("head_dim") is None else stated("head_dim")
-    return _Sizes(heads, stated("num_key_value_heads", heads), head, stated("vocab_size"))
+
+def _stated(config: Mapping[str, JsonValue], key: str, otherwise: int = 0) -> int:
+    """Return a size that a configuration states."""
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else otherwise
 
 
 # --- Megatron-Core: Llama, Mistral, Qwen2, Qwen3 and Mixtral ---
@@ -217,22 +213,22 @@ def _megatron_views(
     Layers, and the experts of a layer, are stacked in one tensor or have tensors of their own. Rows of the vocabulary
     behind the configuration's are padding. Source: the `sharded_state_dict` methods of Megatron-Core.
     """
-    sizes = _sizes(config)
-    if config.get("model_type") not in _MEGATRON_TYPES or not sizes.heads or sizes.heads % sizes.groups:
+    heads, vocabulary = _heads(config), _stated(config, "vocab_size")
+    if config.get("model_type") not in _MEGATRON_TYPES or not heads[0] or heads[0] % heads[1]:
         return None
     views: dict[str, TensorView] = {}
     for name, shape in shapes.items():
         layer = _MEGATRON_LAYER.fullmatch(name)
         tensors: list[tuple[str, TensorView]] = []
         if layer is None and name in _MEGATRON_OUTSIDE:
-            rows = sizes.vocabulary if len(shape) == 2 and 0 < sizes.vocabulary < shape[0] else shape[0]
+            rows = vocabulary if len(shape) == 2 and 0 < vocabulary < shape[0] else shape[0]
             tensors = [(_MEGATRON_OUTSIDE[name], _view(name, 0, (rows, *shape[1:]), [(0, rows)]))]
         elif layer is not None and (layer[1] is not None or len(shape) > 1):
             is_stacked = layer[1] is None
             inner = shape[1:] if is_stacked else shape
             for place in range(shape[0]) if is_stacked else (0,):
                 number = place if is_stacked else int(layer[1])
-                inside = _megatron_layer(name, layer[2], place * element_count(inner), inner, sizes)
+                inside = _megatron_layer(name, layer[2], place * element_count(inner), inner, heads)
                 tensors += [(f"model.layers.{number}.{suffix}", view) for suffix, view in inside]
         if not tensors or any(suffix in views for suffix, _ in tensors):
             return None
@@ -243,13 +239,13 @@ def _megatron_views(
 _Found: TypeAlias = Iterator[tuple[str, TensorView]]
 
 
-def _megatron_layer(name: str, inside: str, start: int, shape: tuple[int, ...], sizes: _Sizes) -> _Found:
+def _megatron_layer(name: str, inside: str, start: int, shape: tuple[int, ...], heads: _Heads) -> _Found:
     """Yield the tensors of one layer, whose elements begin at `start` of the stored tensor; none if it is not known."""
     module, _, leaf = inside.rpartition(".")
     if inside in _MEGATRON_INSIDE:
         yield _MEGATRON_INSIDE[inside], _view(name, start, shape, [(0, shape[0])])
     elif module == "self_attention.linear_qkv" and leaf in ("weight", "bias"):
-        yield from _queries_keys_values(name, leaf, start, shape, sizes)
+        yield from _queries_keys_values(name, leaf, start, shape, heads)
     elif inside == "mlp.linear_fc1.weight":
         yield from _halves(name, start, shape, ("mlp.gate_proj.weight", "mlp.up_proj.weight"))
     elif inside in ("mlp.experts.experts.linear_fc1.weight", "mlp.experts.experts.linear_fc2.weight"):
@@ -261,20 +257,19 @@ def _megatron_layer(name: str, inside: str, start: int, shape: tuple[int, ...], 
                 yield f"{prefix}.w2.weight", _view(name, begin, shape[1:], [(0, shape[1])])
 
 
-def _queries_keys_values(name: str, leaf: str, start: int, shape: tuple[int, ...], sizes: _Sizes) -> _Found:
+def _queries_keys_values(name: str, leaf: str, start: int, shape: tuple[int, ...], heads: _Heads) -> _Found:
     """Yield the three projections: each query group is its queries' rows, then a key's and a value's."""
-    per_group = sizes.heads // sizes.groups
-    group_rows = (per_group + 2) * sizes.head
-    if shape[0] != sizes.groups * group_rows:
-        message = f"has {shape[0]} rows, not {sizes.groups} groups of {group_rows}"
+    n_heads, n_groups, head_rows = heads
+    per_group = n_heads // n_groups
+    group_rows = (per_group + 2) * head_rows
+    if shape[0] != n_groups * group_rows:
+        message = f"has {shape[0]} rows, not {n_groups} groups of {group_rows}"
         raise mismatched(name, message, "give --config with the model that was trained")
     ends = (0, per_group, per_group + 1, per_group + 2)
     for letter, first, last in zip("qkv", ends, ends[1:], strict=False):
-        rows = [
-            (group * group_rows + first * sizes.head, group * group_rows + last * sizes.head)
-            for group in range(sizes.groups)
-        ]
-        n_rows = sizes.groups * (last - first) * sizes.head
+        starts = range(0, n_groups * group_rows, group_rows)
+        rows = [(start_row + first * head_rows, start_row + last * head_rows) for start_row in starts]
+        n_rows = n_groups * (last - first) * head_rows
         yield f"self_attn.{letter}_proj.{leaf}", _view(name, start, (n_rows, *shape[1:]), rows)
 
 
