@@ -23,7 +23,6 @@ from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
     PicklePath,
-    SkeletonFile,
     StoredState,
     TrainingCheckpoint,
 )
@@ -186,8 +185,7 @@ def wrong_values(out: Path, pair: Pair, from_old: Collection[str]) -> list[str]:
 
 def edit(path: Path, edits: dict[PicklePath, object]) -> None:
     """Change values in the pickle of an archive."""
-    status = path.stat()
-    plan = plan_edited(MetadataStore(), SkeletonFile(path.name, Location.local(path), status.st_size), [], edits)
+    plan = plan_edited(MetadataStore(), path.name, Location.local(path), [], edits)
     write_files(LocalStore(), [(plan, path.with_name("edited"))], 32 << 20, lambda _: None)
     path.with_name("edited").replace(path)
 

@@ -21,7 +21,7 @@ from mergepipe.core.blocks import DType, element_count
 from mergepipe.errors import damaged, unsupported
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import PicklePath, SkeletonFile
+from mergepipe.tailor.checkpoint import PicklePath
 from mergepipe.tailor.copy_plan import Checksum, CopyRange, FilePlan, Literal, Patch, Segment, joined, patched_range
 
 _STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items() if dtype}
@@ -307,29 +307,29 @@ def _item(holder: object, step: str | int) -> object:
 
 
 def plan_edited(
-    store: Store, file: SkeletonFile, patches: Sequence[Patch], edits: Mapping[PicklePath, object]
+    store: Store, file: str, path: Location, patches: Sequence[Patch], edits: Mapping[PicklePath, object]
 ) -> FilePlan:
-    """Plan a copy of one archive with `edits` in its pickle and `patches` (by offsets of the original) in its tensors.
+    """Plan a copy of one archive with `edits` in its pickle and `patches` (by offsets in the original) of tensors.
 
     The empty path stands for all of the pickle.
     """
-    archive = read_torch_zip(store, file.path)
+    archive = read_torch_zip(store, path)
     pickle = archive.pickle
-    raw = store.read_metadata(file.path, pickle.offset, pickle.nbytes)
+    raw = store.read_metadata(path, pickle.offset, pickle.nbytes)
     ordered = sorted(patches, key=lambda patch: patch.offset)
     members = []
     for member in archive.members.values():
         name = member.name.removeprefix(f"{archive.stem}/")
         if member.offset == pickle.offset:
-            content = InertPickler().dump(edits[()]) if () in edits else edit_pickle(raw, edits, file.name)
+            content = InertPickler().dump(edits[()]) if () in edits else edit_pickle(raw, edits, file)
             members.append(literal_member(name, content))
         else:
             start, stop = member.offset, member.offset + member.nbytes
             first = bisect_left(ordered, start, key=lambda patch: patch.offset)
             inside = ordered[first : bisect_left(ordered, stop, key=lambda patch: patch.offset)]
-            segments = patched_range(file.path, start, stop, inside)
+            segments = patched_range(path, start, stop, inside)
             members.append(MemberPlan(name, tuple(segments), None if inside else member.crc32))
-    plan = lay_out_archive(file.name, archive.stem, members)
+    plan = lay_out_archive(file, archive.stem, members)
     return replace(plan, segments=tuple(joined(plan.segments)))
 
 

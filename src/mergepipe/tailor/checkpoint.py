@@ -16,11 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.checkpoints.directory import is_linked_folder, stat_regular
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.errors import damaged, unsupported
-from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.storage.contract import FileKind, RangeFile, Store
+from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import allow_open_files, read_exact
@@ -357,52 +355,3 @@ class StateReader:
                 allow_open_files(len(self._files))
                 self._files[path] = self._store.open(path)
             return self._files[path]
-
-
-# --- list the files of the skeleton that belong to the checkpoint ---
-
-
-_MAX_DEPTH = 8
-_MAX_FILES = 200_000
-
-
-@dataclass(frozen=True, slots=True)
-class SkeletonFile:
-    """One file: its name relative to the composite, with slashes, where it is, and its size."""
-
-    name: str
-    path: Location
-    size_bytes: int
-
-
-def list_skeleton(store: Store, checkpoint: TrainingCheckpoint) -> tuple[SkeletonFile, ...]:
-    """List the files of a checkpoint, in order of their names.
-
-    Of a DeepSpeed save directory: what lies in it directly and the tag that `latest` names, no other tag. An earlier
-    composite's manifest is left out.
-    """
-    base = checkpoint.path
-    if checkpoint.root == base:
-        names = list(_walk(store, base, "", _MAX_DEPTH))
-    else:
-        tag = checkpoint.root.relative_to(base).as_posix()
-        names = [*_walk(store, base, "", 0), *_walk(store, base, f"{tag}/", _MAX_DEPTH)]
-    names = sorted(name for name in names if name != MANIFEST_NAME)
-    if len(names) > _MAX_FILES:
-        raise damaged(base, f"more than {_MAX_FILES} files")
-    files = []
-    for name in names:
-        status = stat_regular(store, base, name)
-        if status is None:
-            raise damaged(base / name, "is a link to nothing")
-        files.append(SkeletonFile(name, base / name, status.size_bytes))
-    return tuple(files)
-
-
-def _walk(store: Store, base: Location, prefix: str, depth: int) -> Iterator[str]:
-    """Names of files below `base/prefix`; directories are entered down to `depth`."""
-    for entry in store.list(base / prefix):
-        if entry.kind is not FileKind.FOLDER or is_linked_folder(store, base / prefix, entry.name):
-            yield prefix + entry.name
-        elif depth > 0:
-            yield from _walk(store, base, f"{prefix}{entry.name}/", depth - 1)

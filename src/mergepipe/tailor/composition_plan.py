@@ -11,13 +11,13 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TypeAlias
 
-from mergepipe.checkpoints.directory import stat_regular
+from mergepipe.checkpoints.directory import is_linked_folder, stat_regular
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import Window, read_torch_zip, walk_tensors
 from mergepipe.core.blocks import F32, DTypeKind
 from mergepipe.errors import damaged, mismatched, unsupported
-from mergepipe.snapshots.manifest import UnitStaleness
-from mergepipe.storage.contract import Store, is_file
+from mergepipe.snapshots.manifest import MANIFEST_NAME, UnitStaleness
+from mergepipe.storage.contract import FileKind, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import (
     InertPickler,
@@ -41,12 +41,10 @@ from mergepipe.tailor.checkpoint import (
     Framework,
     PicklePath,
     Piece,
-    SkeletonFile,
     StoredState,
     TrainingCheckpoint,
-    list_skeleton,
 )
-from mergepipe.tailor.copy_plan import FilePlan, Literal, Patch, patch_states, patched_file
+from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Patch, patch_states, patched_file
 from mergepipe.tailor.formats import format_named
 from mergepipe.tailor.formats.contract import STEP_FORMS, Node, root_of
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata, unpack_piece
@@ -105,6 +103,45 @@ def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
     return CompositionPlan(assignment, steps, staleness_of(assignment, steps), changes.plans())
 
 
+# --- list the files of the skeleton that belong to the checkpoint ---
+
+
+_MAX_DEPTH = 8
+_MAX_FILES = 200_000
+
+
+def list_skeleton(store: Store, checkpoint: TrainingCheckpoint) -> dict[str, CopyRange]:
+    """List the files of a checkpoint, each as a copy of it all, by their names: relative to it, with slashes.
+
+    Of a DeepSpeed save directory: what lies in it directly and the tag that `latest` names, no other tag. An earlier
+    composite's manifest is left out.
+    """
+    base = checkpoint.path
+    if checkpoint.root == base:
+        names = list(_walk(store, base, "", _MAX_DEPTH))
+    else:
+        tag = checkpoint.root.relative_to(base).as_posix()
+        names = [*_walk(store, base, "", 0), *_walk(store, base, f"{tag}/", _MAX_DEPTH)]
+    if len(names) > _MAX_FILES:
+        raise damaged(base, f"more than {_MAX_FILES} files")
+    files = {}
+    for name in sorted(name for name in names if name != MANIFEST_NAME):
+        status = stat_regular(store, base, name)
+        if status is None:
+            raise damaged(base / name, "is a link to nothing")
+        files[name] = CopyRange(base / name, 0, status.size_bytes, is_skeleton=True)
+    return files
+
+
+def _walk(store: Store, base: Location, prefix: str, depth: int) -> Iterator[str]:
+    """Names of files below `base/prefix`; directories are entered down to `depth`."""
+    for entry in store.list(base / prefix):
+        if entry.kind is not FileKind.FOLDER or is_linked_folder(store, base / prefix, entry.name):
+            yield prefix + entry.name
+        elif depth > 0:
+            yield from _walk(store, base, f"{prefix}{entry.name}/", depth - 1)
+
+
 class SkeletonChanges:
     """Collects changes to the files of a skeleton, which are `files` under the names they get.
 
@@ -153,24 +190,25 @@ class SkeletonChanges:
 
     def plans(self) -> tuple[FilePlan, ...]:
         """Plan every file."""
-        return tuple(self.plan(file) for file in self.files)
+        return tuple(map(self.plan, sorted(self.files)))
 
-    def plan(self, file: SkeletonFile) -> FilePlan:
+    def plan(self, name: str) -> FilePlan:
         """Plan a copy of one file with its changes."""
-        if file.name in self.contents:
-            return FilePlan(file.name, (Literal(self.contents[file.name]),))
-        patches = sorted(self.patches.get(file.path, []), key=lambda patch: patch.offset)
+        if name in self.contents:
+            return FilePlan(name, (Literal(self.contents[name]),))
+        path = self.files[name].file
+        patches = sorted(self.patches.get(path, []), key=lambda patch: patch.offset)
         for patch, following in pairwise(patches):
             if following.offset < patch.stop:  # one of them would be written over the other
                 message = f"two states share bytes [{following.offset}, {patch.stop})"
-                raise damaged(file.path, message, "save each state as a tensor of its own: .clone() it")
-        edits = self.edits.get(file.path)
+                raise damaged(path, message, "save each state as a tensor of its own: .clone() it")
+        edits = self.edits.get(path)
         if edits:
-            return plan_edited(self.store, file, patches, edits)
+            return plan_edited(self.store, name, path, patches, edits)
         touched = [range(patch.offset, patch.stop) for patch in patches]
-        windows = self.windows.get(file.path, {})
-        checksums = stale_checksums(self.store, file.path, touched, tuple(windows.values()))
-        return patched_file(file.name, file.path, file.size_bytes, patches, checksums)
+        windows = self.windows.get(path, {})
+        checksums = stale_checksums(self.store, path, touched, tuple(windows.values()))
+        return patched_file(name, path, self.files[name].nbytes, patches, checksums)
 
 
 def pack_step(choice: StepChoice) -> bytes:
@@ -228,12 +266,11 @@ def _take_state_files(changes: SkeletonChanges, folder: Location) -> None:
     for entry in changes.store.list(folder):
         status = stat_regular(changes.store, folder, entry.name) if _STATE_FILES.fullmatch(entry.name) else None
         if status is not None:
-            taken[entry.name] = SkeletonFile(entry.name, folder / entry.name, status.size_bytes)
-    lacking = [f.name for f in changes.files if _STATE_FILES.fullmatch(f.name) and f.name not in taken]
+            taken[entry.name] = CopyRange(folder / entry.name, 0, status.size_bytes, is_skeleton=True)
+    lacking = [name for name in changes.files if _STATE_FILES.fullmatch(name) and name not in taken]
     if lacking:
         raise damaged(folder, f"holds no {lacking[0]}, which the skeleton has")
-    others = [f for f in changes.files if f.name not in taken]
-    changes.files = tuple(sorted([*others, *taken.values()], key=lambda f: f.name))
+    changes.files |= taken
 
 
 # --- options of the optimizer
@@ -284,16 +321,16 @@ def _take_zero(changes: SkeletonChanges, assignment: Assignment) -> None:
     for path in zero[0].values():
         root = root_of(read_torch_zip(store, path))
         changes.edits[path] |= {**_options(store, assignment, root, inside), **_loss_scale(store, assignment, root)}
-    for file in changes.files:
-        if file.path.parent == skeleton.root and _MODEL_FILE.fullmatch(file.path.name):
-            changes.edits[file.path] |= _engine_state(store, assignment, file.path)
+    for path in (copied.file for copied in changes.files.values()):
+        if path.parent == skeleton.root and _MODEL_FILE.fullmatch(path.name):
+            changes.edits[path] |= _engine_state(store, assignment, path)
     tag = new_tag(assignment)
     if tag != skeleton.root.name:
         old = f"{skeleton.root.name}/"
-        renamed = (
-            replace(f, name=f"{tag}/{f.name.removeprefix(old)}") if f.name.startswith(old) else f for f in changes.files
-        )
-        changes.files = tuple(sorted(renamed, key=lambda f: f.name))
+        changes.files = {
+            f"{tag}/{name.removeprefix(old)}" if name.startswith(old) else name: copied
+            for name, copied in changes.files.items()
+        }
         changes.contents[LATEST_NAME] = tag.encode()
 
 
@@ -346,14 +383,12 @@ def _take_dcp(changes: SkeletonChanges, assignment: Assignment) -> None:
     """Point the metadata of everything that is no tensor of the model to the state's file, which goes along."""
     store, skeleton, state = changes.store, assignment.skeleton, assignment.state
     metadata = read_dcp_metadata(store, skeleton.path)
-    added = []
     for old, new in merge_state(metadata, skeleton.path, read_dcp_metadata(store, state.path), state.path).items():
         status = stat_regular(store, state.path, old)
         if status is None:
             raise damaged(state.path, f"holds no {old}, which {METADATA_NAME} names")
-        added.append(SkeletonFile(new, state.path / old, status.size_bytes))
+        changes.files[new] = CopyRange(state.path / old, 0, status.size_bytes, is_skeleton=True)
     changes.contents[METADATA_NAME] = InertPickler().dump(metadata)
-    changes.files = tuple(sorted([*changes.files, *added], key=lambda f: f.name))
 
 
 _TAKERS: Mapping[str, Callable[[SkeletonChanges, Assignment], None]] = MappingProxyType({
@@ -406,9 +441,9 @@ def _copied_files(
     for (name, kind), target in skeleton.states.items():
         if kind in DERIVED_KINDS and not assignment.keeps(name):
             changes.state([assignment.state_of(name, kind)], target)
-    for file in changes.files:
-        if file.path not in left_out and file.name != LATEST_NAME:
-            yield changes.plan(file)
+    for name, copied in changes.files.items():
+        if copied.file not in left_out and name != LATEST_NAME:
+            yield changes.plan(name)
     if skeleton.root != skeleton.path:
         yield FilePlan(LATEST_UNIVERSAL_NAME, (Literal(new_tag(assignment).encode()),))
 

@@ -146,38 +146,29 @@ def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:
 BLOCK_ELEMENTS = 1 << 20  # read from each side at a time: memory is a small multiple of it
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Squared norms of one kind of state: of the first checkpoint, and of the difference."""
-
-    before: float
-    difference: float
-
-    @property
-    def relative(self) -> float:
-        """`‖B - A‖ / ‖A‖`; infinite where A is zero and B is not."""
-        if self.difference == 0:
-            return 0.0
-        return math.sqrt(self.difference / self.before) if self.before else math.inf
-
-    def __str__(self) -> str:
-        return f"{self.relative:.3g}" if math.isfinite(self.relative) else "from zero"
+def _change_text(change: float | None) -> str:
+    if change is None:
+        return ""
+    return "from zero" if change == math.inf else f"{change:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
 class UnitChange(Displayed):
-    """One unit's changes by kind; `weights` are the masters where there are any."""
+    """One unit's changes `‖B - A‖ / ‖A‖` by kind, infinite where A is zero and B is not; None where one lacks it.
+
+    `weights` are the masters where there are any.
+    """
 
     unit: str = shown("unit")
-    weights: Change | None = shown("weights")
-    exp_avg: Change | None = shown("exp_avg")
-    exp_avg_sq: Change | None = shown("exp_avg_sq")
+    weights: float | None = shown("weights", lambda row: _change_text(row.weights))
+    exp_avg: float | None = shown("exp_avg", lambda row: _change_text(row.exp_avg))
+    exp_avg_sq: float | None = shown("exp_avg_sq", lambda row: _change_text(row.exp_avg_sq))
 
     def to_json(self) -> dict[str, JsonValue]:
-        """Return the change as JSON values."""
+        """Return the change as JSON values; null where it is not finite, too."""
         changes = {"weights": self.weights, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        shares = {kind: math.inf if change is None else change.relative for kind, change in changes.items()}
-        return {"unit": self.unit, **{kind: share if math.isfinite(share) else None for kind, share in shares.items()}}
+        finite = {kind: change if math.isfinite(change or 0.0) else None for kind, change in changes.items()}
+        return {"unit": self.unit, **finite}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -215,7 +206,7 @@ def diff_checkpoints(
         def values(state: StoredState, span: Span) -> NDArray[np.float64]:
             return values_of(reader.read(state, span), state.dtype, state.parameter).astype(np.float64)
 
-        def change(names: Sequence[str], kind: str) -> Change | None:
+        def change(names: Sequence[str], kind: str) -> float | None:
             """Measure the change of one kind over all parameters that both checkpoints have completely."""
             before = difference = 0.0
             pairs = [(first.states.get((name, kind)), second.states.get((name, kind))) for name in names]
@@ -229,12 +220,15 @@ def diff_checkpoints(
                     before += float(np.dot(x, x))
                     difference += float(np.dot(delta, delta))
                     on_bytes(span.n_elements * (a.dtype.itemsize + b.dtype.itemsize))
-            return Change(before, difference) if whole else None
+            if not whole or difference == 0:
+                return 0.0 if whole else None
+            return math.sqrt(difference / before) if before else math.inf
 
         units = []
         for unit, all_names in first.units.parameters.items():
             names = [name for name in all_names if name in common]
-            weights = change(names, FP32) or change(names, WEIGHT)
+            masters = change(names, FP32)
+            weights = change(names, WEIGHT) if masters is None else masters
             units.append(UnitChange(str(unit), weights, change(names, EXP_AVG), change(names, EXP_AVG_SQ)))
     return DiffReport(first, second, tuple(units))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeAlias
@@ -48,6 +48,8 @@ _FOREIGN_FILE = re.compile(r"layer_\d+.*model_states\.pt|.*expp?_?rank_\d+.*\.pt
 _OFFLOADED_NAME = "offloaded_tensors"
 _STAGE3_KEY = "fp32_flat_groups"
 _STAGE12_KEY = "single_partition_of_fp32_groups"
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 def list_zero_files(store: Store, folder: Location) -> tuple[dict[int, Location], dict[int, Location]] | None:
@@ -98,45 +100,61 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     stage = _stage(_optimizer_of(next(iter(ranks.values()))))
     world_size = _world_size(ranks, model)
     groups = _flat_groups(model)
-    grouped = {name: shape for group in groups for name, shape in group.items()}
-    parameters, tied, weights = _model_parameters(model, model_archive, stage, grouped)
-    states = {(s.parameter, s.kind): s for s in _states(ranks, groups, stage, world_size)}
-    kinds = dict.fromkeys(kind for _, kind in states)
-    states |= {(name, WEIGHT): state for name, state in weights.items() if name in parameters}
+    opened = _checkpoint(folder, archives, stage, groups, lambda _: _states(ranks, groups, stage, world_size))
     missing_ranks = sorted(set(range(world_size)) - ranks.keys())
-    missing = [f"the optimizer file of rank {rank}" for rank in missing_ranks]
     saving = range(world_size if stage == 3 else 1)
-    missing += [f"the model file of rank {rank}" for rank in saving if rank not in models]
-    for name, kind in ((name, kind) for name in grouped for kind in kinds):
-        state = states.get((name, kind))
-        missing += [f"{kind} of {name}"] if state is None or (state.gaps and not missing_ranks) else []
+    missing = [f"the model file of rank {rank}" for rank in saving if rank not in models]
+    return replace(
+        opened,
+        steps=tuple(_steps(ranks, groups, stage)),
+        missing=(
+            *(f"the optimizer file of rank {rank}" for rank in missing_ranks),
+            *missing,
+            *(() if missing_ranks else opened.missing),
+        ),
+    )
+
+
+def _checkpoint(
+    folder: Location,
+    archives: Mapping[int, TorchArchive],
+    stage: int,
+    groups: Sequence[Shapes],
+    read_states: Callable[[Shapes], Iterable[StoredState]],
+) -> TrainingCheckpoint:
+    """Make the checkpoint of the model files by rank and of states, without step counters.
+
+    `read_states` takes all parameters: those of the groups and, in stages 1 and 2, the module's own beside them.
+    """
+    archive = next(iter(archives.values()))
+    model = root_of(archive)
+    grouped = {name: shape for group in groups for name, shape in group.items()}
+    shared = {alias: owner.text() for alias, owner in model.get("shared_params").named_items()}
+    weights = {} if stage == 3 else dict(module_weights(model, archive))
+    ungrouped = {name: s.shape for name, s in weights.items() if name not in grouped and name not in shared}
+    parameters = {**grouped, **ungrouped}
+    states = {(s.parameter, s.kind): s for s in read_states(parameters)}
+    kinds = dict.fromkeys(kind for name, kind in states if name in grouped) or (FP32,)
     checkpoint = TrainingCheckpoint(
         path=folder,
         root=folder,
         format=ZERO_FORMAT,
         framework=Framework.DEEPSPEED,
         stage=stage,
-        world_size=world_size,
-        step=step,
-        units=model_units(parameters, tied),
+        world_size=model.get("dp_world_size").integer(),
+        step=model.get("global_steps").integer(),
+        units=model_units(parameters, {alias: owner for alias, owner in shared.items() if owner in parameters}),
         parameters=parameters,
-        states=states,
-        steps=tuple(_steps(ranks, groups, stage)),
+        states=states | {(name, WEIGHT): state for name, state in weights.items() if name in parameters},
         flat_groups=tuple(map(tuple, groups)),
-        missing=tuple(missing),
+        missing=tuple(
+            f"{kind} of {name}"
+            for name in grouped
+            for kind in kinds
+            if (state := states.get((name, kind))) is None or state.gaps
+        ),
     )
     return with_untrained(checkpoint, archives)
-
-
-def _model_parameters(
-    model: Node, archive: TorchArchive, stage: int, grouped: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, str], dict[str, StoredState]]:
-    """Return the shapes of all parameters, their aliases, and the module's own weights, which stages 1 and 2 keep."""
-    shared = {alias: owner.text() for alias, owner in model.get("shared_params").named_items()}
-    weights = {} if stage == 3 else dict(module_weights(model, archive))
-    ungrouped = {name: s.shape for name, s in weights.items() if name not in grouped and name not in shared}
-    parameters = {**grouped, **ungrouped}
-    return parameters, {alias: owner for alias, owner in shared.items() if owner in parameters}, weights
 
 
 def base_optimizer_path(stage: int | None) -> tuple[str, str]:
@@ -201,7 +219,7 @@ FlatParts: TypeAlias = Iterator[tuple[str, Span, int]]
 """Parameters with a rank's elements of each, which may be none, and their place in its partition of the group."""
 
 
-def cut_together(shapes: Mapping[str, tuple[int, ...]], share: int, rank: int) -> FlatParts:
+def cut_together(shapes: Shapes, share: int, rank: int) -> FlatParts:
     """Cut parameters in sequence into parts of `share` elements across their boundaries, as stages 1 and 2 do."""
     begin, start = rank * share, 0
     for name, shape in shapes.items():
@@ -211,7 +229,7 @@ def cut_together(shapes: Mapping[str, tuple[int, ...]], share: int, rank: int) -
         start += element_count(shape)
 
 
-def cut_alone(shapes: Mapping[str, tuple[int, ...]], shares: Sequence[int], rank: int) -> FlatParts:
+def cut_alone(shapes: Shapes, shares: Sequence[int], rank: int) -> FlatParts:
     """Cut each parameter alone into parts of its share, as stage 3 does; a partition has a rank's in sequence."""
     start = 0
     for (name, shape), share in zip(shapes.items(), shares, strict=True):
@@ -260,7 +278,7 @@ def _frozen(name: str, shape: tuple[int, ...], parts: Mapping[int, TensorEntry])
 
 
 def _states(
-    ranks: Mapping[int, TorchArchive], groups: Sequence[Mapping[str, tuple[int, ...]]], stage: int, world_size: int
+    ranks: Mapping[int, TorchArchive], groups: Sequence[Shapes], stage: int, world_size: int
 ) -> Iterator[StoredState]:
     """Yield every state of every parameter out of the flat tensors of all ranks, in the order of the groups.
 
@@ -424,37 +442,15 @@ def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
     options = read_torch_zip(store, folder / STATES_FOLDER / OPTIMIZER_STATE_NAME)
     stage = zero_stage(Node(options.root, OPTIMIZER_STATE_NAME))
     groups = _flat_groups(model)
-    grouped = {name: shape for group in groups for name, shape in group.items()}
-    parameters, tied, weights = _model_parameters(model, archive, stage, grouped)
-    states = {
-        (s.parameter, s.kind): s
-        for name, shape in parameters.items()
-        for s in _universal_states(store, folder, name, shape)
-    }
-    states |= {(name, WEIGHT): state for name, state in weights.items() if name in parameters}
-    kinds = dict.fromkeys(kind for name, kind in states if name in grouped and kind != WEIGHT)
+    opened = _checkpoint(
+        folder, archives, stage, groups,
+        lambda parameters: (s for p in parameters.items() for s in _universal_states(store, folder, *p)),
+    )  # fmt: skip
     steps: Iterable[AdamStep] = _group_steps(store, folder, options, groups)
     if stage == 3:
         node = root_of(options).at(SHARED_STEP)
-        steps = [read_counter(options, node, SHARED_STEP, tuple(grouped))]
-    opened = TrainingCheckpoint(
-        path=folder,
-        root=folder,
-        format=UNIVERSAL_FORMAT,
-        framework=Framework.DEEPSPEED,
-        stage=stage,
-        world_size=model.get("dp_world_size").integer(),
-        step=model.get("global_steps").integer(),
-        units=model_units(parameters, tied),
-        parameters=parameters,
-        states=states,
-        steps=tuple(steps),
-        flat_groups=tuple(map(tuple, groups)),
-        missing=tuple(
-            f"{kind} of {name}" for name in grouped for kind in kinds or (FP32,) if (name, kind) not in states
-        ),
-    )  # fmt: skip
-    return with_untrained(opened, archives)
+        steps = [read_counter(options, node, SHARED_STEP, tuple(opened.parameters))]
+    return replace(opened, format=UNIVERSAL_FORMAT, steps=tuple(steps))
 
 
 def _universal_states(store: Store, folder: Location, name: str, shape: tuple[int, ...]) -> Iterator[StoredState]:

@@ -226,11 +226,11 @@ def _is_distributed(tensor: Any) -> bool:
 
 def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -> EngineView:
     """View one rank's part; replicated tensors belong to rank 0. `model` is not wrapped."""
-    module = module_tensors(model)
-    shards = [s for n, t in module.stored.items() for s in _shards(n, WEIGHT, t, ranks)]
+    stored, tied, name_of = module_tensors(model)
+    shards = [s for n, t in stored.items() for s in _shards(n, WEIGHT, t, ranks)]
     counters: dict[tuple[str, ...], Callable[[], float]] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        name = module.name_of(parameter)
+        name = name_of(parameter)
         for kind, value in optimizer.state.get(parameter, {}).items():
             if kind == "step":
                 counters[name,] = partial(float, value)
@@ -246,8 +246,8 @@ def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -
         stage=None,
         world_size=ranks.world_size,
         step=0,
-        parameters={name: tuple(tensor.shape) for name, tensor in module.stored.items()},
-        tied=module.tied,
+        parameters={name: tuple(tensor.shape) for name, tensor in stored.items()},
+        tied=tied,
         flat_groups=(),
         units=(),
         counters=tuple(counters),
@@ -304,7 +304,7 @@ def find_zero(optimizer: Any) -> Any | None:
 
 def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> EngineView:
     """View one rank's part. `model` is the module inside the engine."""
-    module = module_tensors(model)
+    stored, tied, name_of = module_tensors(model)
     is_stage3 = hasattr(zero, _STAGE3_FLATS)
     if is_stage3 and getattr(zero, "swap_optimizer", False):
         raise unsupported_training("ZeRO-3", "optimizer state that is swapped to disk is not saved")
@@ -312,7 +312,7 @@ def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> Engi
     counters: dict[tuple[str, ...], Callable[[], float]] = {}
     shards: list[LocalShard] = []
     for flat, members in _flat_groups(zero):
-        shapes = {module.name_of(p): tuple(p.ds_shape if is_stage3 else p.shape) for p in members}
+        shapes = {name_of(p): tuple(p.ds_shape if is_stage3 else p.shape) for p in members}
         groups.append(shapes)
         state = zero.optimizer.state.get(flat, {})
         flats = {kind: value for kind, value in state.items() if getattr(value, "ndim", 0) == 1}
@@ -338,9 +338,9 @@ def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> Engi
         if steps:
             counters[tuple(shapes)] = partial(float, steps[0])
     grouped = {name: shape for shapes in groups for name, shape in shapes.items()}
-    ungrouped = {} if is_stage3 else {n: tuple(t.shape) for n, t in module.stored.items() if n not in grouped}
+    ungrouped = {} if is_stage3 else {n: tuple(t.shape) for n, t in stored.items() if n not in grouped}
     if not is_stage3 and ranks.rank == 0:
-        shards += [local_shard(n, WEIGHT, Span(0, t.numel()), t) for n, t in module.stored.items() if t.numel()]
+        shards += [local_shard(n, WEIGHT, Span(0, t.numel()), t) for n, t in stored.items() if t.numel()]
     layout = PartialManifest(
         origin=ZERO_FORMAT,
         framework=framework,
@@ -348,7 +348,7 @@ def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> Engi
         world_size=ranks.world_size,
         step=0,
         parameters=grouped | ungrouped,
-        tied=module.tied,
+        tied=tied,
         flat_groups=tuple(tuple(shapes) for shapes in groups),
         units=(),
         counters=tuple(counters),

@@ -28,22 +28,6 @@ _WRAPPERS = ("module", "_orig_mod")
 _WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "OptimizedModule", "DeepSpeedEngine"})
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleTensors:
-    """`stored` are the tensors of the model's state, aliases left out; `tied` maps an alias to its owner."""
-
-    stored: dict[str, Any]
-    tied: dict[str, str]
-    names: dict[int, str]  # by id of the parameter
-
-    def name_of(self, parameter: Any) -> str:
-        """Return the name of an optimizer's parameter."""
-        if id(parameter) not in self.names:
-            message = "has a parameter the model has not"
-            raise unsupported_training("the optimizer", message, "build the optimizer from this model's parameters")
-        return self.names[id(parameter)]
-
-
 def unwrapped(model: Any) -> Any:
     """Return the model inside DDP, DeepSpeed and torch.compile."""
     while type(model).__name__ in _WRAPPER_CLASSES:
@@ -51,8 +35,11 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def module_tensors(model: Any) -> ModuleTensors:
-    """Collect the tensors of a model that is not wrapped."""
+def module_tensors(model: Any) -> tuple[dict[str, Any], dict[str, str], Callable[[Any], str]]:
+    """Collect the tensors of a model that is not wrapped.
+
+    Returns those of its state without aliases, the owner of each alias, and what names an optimizer's parameter.
+    """
     if hasattr(model, "peft_config"):
         raise unsupported_training(type(model).__name__, "adapter models are not saved in parts")
     names: dict[int, str] = {}
@@ -62,7 +49,14 @@ def module_tensors(model: Any) -> ModuleTensors:
         if owner != name:
             tied[name] = owner
     stored = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    return ModuleTensors(stored, tied, names)
+
+    def name_of(parameter: Any) -> str:
+        if id(parameter) not in names:
+            message = "has a parameter the model has not"
+            raise unsupported_training("the optimizer", message, "build the optimizer from this model's parameters")
+        return names[id(parameter)]
+
+    return stored, tied, name_of
 
 
 # --- view what one rank of any training engine holds: states of parameters by element ranges ---
