@@ -146,9 +146,7 @@ def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:
 BLOCK_ELEMENTS = 1 << 20  # read from each side at a time: memory is a small multiple of it
 
 
-def _change_text(change: float | None) -> str:
-    if change is None:
-        return ""
+def _change_text(change: float) -> str:
     return "from zero" if change == math.inf else f"{change:.3g}"
 
 
