@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 import mergepipe
+from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, StorageError
 from mergepipe.jobs import merge_on_ray
-from mergepipe.jobs.merge_on_ray import RayCluster, TaskShape
+from mergepipe.jobs.merge_on_ray import RayCluster
 from mergepipe.reports import Progress
 from support.bucket_outputs import files_below, objects_below
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family
@@ -36,7 +37,7 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
 ]
-SHAPE = TaskShape(1, 64 << 20)
+SHAPE = EngineOptions(1, 64 << 20)
 TASKS = "cluster.slow_parts"
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import mergepipe
+from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import (
     LimitError,
     MergePipeError,
@@ -22,7 +23,7 @@ from mergepipe.errors import (
     UnsupportedError,
 )
 from mergepipe.jobs import merge_on_ray
-from mergepipe.jobs.merge_on_ray import PartTask, RayCluster, TaskShape, make_part_of_plan, task_shape
+from mergepipe.jobs.merge_on_ray import PartTask, RayCluster, make_part_of_plan, task_shape
 from mergepipe.options import OutputOptions
 from mergepipe.reports import Progress
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, parse_manifest
@@ -60,14 +61,14 @@ class FakeCluster:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def nodes(self) -> tuple[TaskShape, ...]:
-        return (TaskShape(1, GIB), TaskShape(0, 0), TaskShape(2, GIB))
+    def nodes(self) -> tuple[EngineOptions, ...]:
+        return (EngineOptions(1, GIB), EngineOptions(0, 0), EngineOptions(2, GIB))
 
     def run(
         self,
         function: str,
         payloads: Sequence[bytes],
-        shape: TaskShape,
+        shape: EngineOptions,
         on_outcome: Callable[[bytes | MergePipeError | None], None],
     ) -> None:
         assert shape.threads == 1
@@ -264,19 +265,19 @@ def test_merge__without_ray_says_what_to_install(recipe: Path, tmp_path: Path, m
 
 
 def test_task_shape__uses_every_node_and_half_of_its_memory() -> None:
-    small, large = TaskShape(4, 16 * GIB), TaskShape(64, 512 * GIB)
-    assert task_shape([small, large], None, None) == TaskShape(4, 4 * GIB)
-    assert task_shape([large], None, None) == TaskShape(8, 4 * GIB)
-    assert task_shape([TaskShape(0, 0), TaskShape(8, 2 * GIB)], 2, None) == TaskShape(2, GIB // 4)
+    small, large = EngineOptions(4, 16 * GIB), EngineOptions(64, 512 * GIB)
+    assert task_shape([small, large], None, None) == EngineOptions(4, 4 * GIB)
+    assert task_shape([large], None, None) == EngineOptions(8, 4 * GIB)
+    assert task_shape([EngineOptions(0, 0), EngineOptions(8, 2 * GIB)], 2, None) == EngineOptions(2, GIB // 4)
 
 
 @pytest.mark.parametrize(
     ("nodes", "threads", "memory_bytes"),
-    [([], None, None), ([TaskShape(0, GIB)], None, None), ([TaskShape(4, GIB)], 5, None),
-     ([TaskShape(4, GIB), TaskShape(1, 8 * GIB)], 2, 2 * GIB)],
+    [([], None, None), ([EngineOptions(0, GIB)], None, None), ([EngineOptions(4, GIB)], 5, None),
+     ([EngineOptions(4, GIB), EngineOptions(1, 8 * GIB)], 2, 2 * GIB)],
 )  # fmt: skip
 def test_task_shape__no_node_that_fits_is_refused(
-    nodes: list[TaskShape], threads: int | None, memory_bytes: int | None
+    nodes: list[EngineOptions], threads: int | None, memory_bytes: int | None
 ) -> None:
     with refuses(LimitError, "ray.resources"):
         task_shape(nodes, threads, memory_bytes)

@@ -55,9 +55,8 @@ def run_analysis(
     cut_of = uncut_blocks(cut_everywhere(work.block_elements), work.tasks, options.memory_bytes)
     sizes = choose_buffer_sizes(work.tasks, options.memory_bytes, cut_of)
     pipeline = Pipeline(
-        work.tasks, files, store, sizes, options.memory_bytes, None, options.threads,
-        lambda: observer.on_progress(None),
-    )  # fmt: skip
+        work.tasks, files, store, sizes, options.memory_bytes, None, options.threads, observer.on_progress
+    )
     # One look at a tensor is expected to suffice where all models have one 16-bit format (see `FineMagnitudes`).
     held = [t for t in work.tasks if t.base.dtype.itemsize > 2 or any(s.dtype != t.base.dtype for s in t.experts)]
     limits = pipeline.hold_limits(held)

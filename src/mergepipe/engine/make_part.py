@@ -71,7 +71,7 @@ def make_part(
     ):
         pipeline = Pipeline(
             tasks, files, store, layout.sizes, layout.pool_bytes, partial(_append, writer, tasks), options.threads,
-            lambda: observer.on_progress(writer.progress), directory,
+            observer.on_progress, directory,
         )  # fmt: skip
         _run(work, tasks, starts, layout, pipeline)
         writer.finish()

@@ -28,7 +28,7 @@ from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import NOTHING_KEPT, Cut, TensorStatistics, rank_of_density
 from mergepipe.planning.plan import ALL, PlannedTensor, Products
 from mergepipe.recipes.tasks import Action, MergeTask
-from mergepipe.snapshots.shards import SINGLE_NAME, ShardLayout, ShardProgress, TensorDigest, TensorSpec, plan_shards
+from mergepipe.snapshots.shards import SINGLE_NAME, ShardLayout, TensorDigest, TensorSpec, plan_shards
 from mergepipe.storage.contract import CONNECTIONS
 from mergepipe.storage.ledger import Usage
 
@@ -46,11 +46,11 @@ OnStatistics = Callable[[MergeTask, int, TensorStatistics], None]
 class Observer:
     """Callbacks of one run, passed beside the work and never part of it: they have no effect on the output.
 
-    `on_progress` is called about ten times a second with the shard that is being written, if any; `on_statistics` for
-    the tensors of which the work gathers statistics. Both are called on the calling thread.
+    `on_progress` is called about ten times a second, `on_statistics` for the tensors of which the work gathers
+    statistics. Both are called on the calling thread.
     """
 
-    on_progress: Callable[[ShardProgress | None], None] = lambda _: None
+    on_progress: Callable[[], None] = lambda: None
     on_statistics: OnStatistics = lambda _task, _expert, _statistics: None
     tap: Tap | None = None
 

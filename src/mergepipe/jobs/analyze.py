@@ -169,7 +169,7 @@ def _analyze(
         ids = [content_id(checkpoint, files) for checkpoint in checkpoints]
         passing = _passing_digests(checkpoints, work.tasks, files, engine.memory_bytes)
         tap = Tap(frozenset(task.name for task in work.tasks), passing.look)
-        analysis.run_analysis(work, files, store, engine, Observer(lambda _: report_progress(), gather, tap))
+        analysis.run_analysis(work, files, store, engine, Observer(report_progress, gather, tap))
         digests = passing.finish()
         checkpoints = tuple(_with_paths(checkpoint, digests) for checkpoint in checkpoints)
         check_unchanged(store, checkpoints)

@@ -31,14 +31,13 @@ from mergepipe.reports import AppliedAdapter, MergeReport, Progress, ProgressCal
 from mergepipe.runs.budget import analysis_advice, coverage_of, verdict_of
 from mergepipe.runs.inputs import Inputs, Stage, open_inputs, recipe_of, with_known_digests, with_parameters
 from mergepipe.runs.model_card import hub_id_of
-from mergepipe.runs.progress import MergeProgress, Resume, run_key
+from mergepipe.runs.progress import MergeProgress, run_key
 from mergepipe.runs.small_files import PlannedFiles, chosen_files, plan_small_files, planned_sidecars, sidecar_contents
 from mergepipe.runs.stored_plan import open_planned, plan_key, read_plan, store_plan, stored_plan
 from mergepipe.runs.work import (
     NO_IDS,
     CatalogLink,
     MergeSettings,
-    kept_facts,
     kept_shares,
     merge_settings,
     merge_work,
@@ -175,7 +174,7 @@ def run_budgeted(
         keeps_absolute_paths=settings.options.paths == PathStyle.ABSOLUTE,
     )  # fmt: skip
     settings = replace(settings, plan_key=plan_key(inputs, repr(request)))
-    follows = settings.resume in (Resume.AUTO, Resume.REQUIRED)
+    follows = settings.options.resume is not False
     plan = stored_plan(staging_directory(settings.out.absolute()), settings.plan_key) if follows else None
     link = CatalogLink(settings.home)
     if plan is None:
@@ -251,7 +250,8 @@ class MergeRun:
         self._tick("merge")  # from here on the caller may hold signals back until the next report
         progress = made or MergeProgress(
             run_key(self._inputs, self._plan, self._output, self._seed),
-            self._output, self._plan, self._store.ledger, settings.resume, is_strict=settings.options.strict,
+            self._output, self._plan, self._store.ledger,
+            resume=settings.options.resume, is_strict=settings.options.strict,
         )  # fmt: skip
         can_continue = partial(progress.can_continue, is_sent=None if remote is None else remote.has)
         with published_but(settings.place):
@@ -316,7 +316,7 @@ class MergeRun:
         self, directory: Path, durable: DurableProgress, made: MadeParts | None
     ) -> tuple[tuple[TensorDigest, ...], Mapping[int, str]]:
         """Write the weight files, reporting what is `durable`; return their digests, and the experts' content ids."""
-        observer = Observer(lambda _: self._tick("merge"))
+        observer = Observer(partial(self._tick, "merge"))
         work = merge_work(self._inputs, self._output, self._plan, self._seed, self._store, self._link)
         if made is not None:
             digests = made.take(work, directory, observer).digests
@@ -391,6 +391,7 @@ class MergeRun:
     ) -> Manifest:
         usage = self._store.ledger.usage()
         plan = None if self._plan is None else PLAN_FORMAT.content(self._plan)
+        kept = ",".join(f"{one.kept_elements}/{one.elements}" for one in self._kept)
         return Manifest(
             version=mergepipe.__version__,
             operator=self._inputs.recipe.operator.name,
@@ -411,7 +412,7 @@ class MergeRun:
                 **traffic(self._store, usage).facts(),
                 **progress.facts(),
                 **({"tried_expert_bytes": tried_bytes} if (tried_bytes := self._settings.tried_expert_bytes) else {}),
-                **kept_facts(self._kept),
+                **({"kept_elements": kept} if kept else {}),
                 **({} if (error := requantisation_error(self._inputs)) is None else {"requantisation_error": error}),
                 **self._recipe_facts(),
             },

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import mergepipe
 from mergepipe.core.units import format_bytes
-from mergepipe.engine.work import split_sizes
+from mergepipe.engine.work import EngineOptions, split_sizes
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
@@ -39,7 +39,6 @@ from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
 from mergepipe.runs.inputs import Inputs, open_inputs
 from mergepipe.runs.parts import open_output, record_planning
-from mergepipe.runs.progress import Resume
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
 from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings
 from mergepipe.snapshots.parts import JOB_NAME, PartsPlace
@@ -94,7 +93,7 @@ def run_merge_on_ray(
     inputs = open_inputs(recipe, store, request.options.allow_dropped, strictness=settings.options.strictness)
     place, key = _absolute(settings.place), plan_key(inputs, repr(request))
     check_output(place, inputs, force=settings.options.force)
-    digests = () if settings.resume is Resume.NEVER else plan_digests_at(place)
+    digests = () if settings.options.resume is False else plan_digests_at(place)
     plan = next(filter(None, (_plan_of_parts(place, digest, key) for digest in digests)), None)
     if plan is None:
         plan = make_plan(store, inputs, request, CatalogLink(settings.home))
@@ -136,7 +135,7 @@ def _publish(
     if is_snapshot_of(place, plan.digest):
         raise OutputError.of("output.exists", place, "is what this plan makes", "remove it to make it again")
     parts = parts_place(place, planned.job(place), Path())
-    if settings.resume is Resume.REQUIRED and not parts.exists:
+    if settings.options.resume and not parts.exists:
         hint = "run without --resume to start over"
         raise NotFoundError.of("resume.nothing", place, "nothing to resume: no part of it is made", hint)
     with RayCluster(cluster.address) as ray:
@@ -159,7 +158,7 @@ def _publish(
 
 def _make_all(
     ray: RayCluster,
-    shape: TaskShape,
+    shape: EngineOptions,
     parts: PartsPlace,
     task: PartTask,
     read_bytes: int,
@@ -215,16 +214,11 @@ def _kept(parts: PartsPlace) -> Iterator[None]:
 # --- the cluster ---
 
 
-@dataclass(frozen=True, slots=True)
-class TaskShape:
-    """The resources that Ray reserves for one task, or that a node offers."""
+def task_shape(nodes: Sequence[EngineOptions], threads: int | None, memory_bytes: int | None) -> EngineOptions:
+    """Choose what Ray reserves for a task, so that every node with a processor is used; half of its memory is left.
 
-    threads: int
-    memory_bytes: int
-
-
-def task_shape(nodes: Sequence[TaskShape], threads: int | None, memory_bytes: int | None) -> TaskShape:
-    """Choose what a task gets, so that every node with a processor is used; half of a node's memory is left."""
+    `nodes` are what each node offers.
+    """
     offering = [node for node in nodes if node.threads > 0]
     if not offering:
         message = "no node of the cluster offers a processor"
@@ -240,7 +234,7 @@ def task_shape(nodes: Sequence[TaskShape], threads: int | None, memory_bytes: in
             f" largest has {largest.threads} and {format_bytes(largest.memory_bytes)}"
         )
         raise LimitError.of("ray.resources", "Ray", message, "lower --threads or --memory")
-    return TaskShape(n_threads, memory_bytes)
+    return EngineOptions(n_threads, memory_bytes)
 
 
 class RayCluster:
@@ -287,16 +281,16 @@ class RayCluster:
         if self._is_ours:
             self._ray.shutdown()
 
-    def nodes(self) -> tuple[TaskShape, ...]:
-        """Return what the living nodes offer."""
+    def nodes(self) -> tuple[EngineOptions, ...]:
+        """Return what the living nodes offer to tasks."""
         offers = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        return tuple(TaskShape(int(offer.get("CPU", 0)), int(offer.get("memory", 0))) for offer in offers)
+        return tuple(EngineOptions(int(offer.get("CPU", 0)), int(offer.get("memory", 0))) for offer in offers)
 
     def run(
         self,
         function: str,
         payloads: Sequence[bytes],
-        shape: TaskShape,
+        shape: EngineOptions,
         on_outcome: Callable[[bytes | MergePipeError | None], None],
     ) -> None:
         """Call `function` (`package.module:name`) with each payload, on any node; payloads and results are small.

@@ -163,7 +163,7 @@ def make_part_of(
         check_free_space(settings.out, sum(sizes) if isinstance(out, Path) else max(sizes, default=0))
         read_bytes = planned.inputs.resolution.base_bytes + plan.planned_bytes
         total_bytes = sum(sizes) + (read_bytes * sum(sizes) // all_bytes if all_bytes else 0)
-        worker = PartsWorker(planned, claimant, store, settings.engine, Observer(lambda _: tick()))
+        worker = PartsWorker(planned, claimant, store, settings.engine, Observer(tick))
         tick()
         made = _made_shards(worker, missing)
         if publishes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ from mergepipe.reports import CheckReport, CopiedTensor, Fallback, ModelUse
 from mergepipe.runs.budget import find_unread, planned_cost
 from mergepipe.runs.inputs import Inputs, open_inputs, recipe_of, with_known_digests
 from mergepipe.runs.small_files import planned_sidecars
-from mergepipe.runs.stored_plan import vocabulary_of
 from mergepipe.runs.work import CatalogLink, KnownStatistics, output_of, spectral_cost
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from mergepipe.recipes.recipe import ModelInput
 
 
+Statistics = tuple[Mapping[str, TensorStatistics], ...]
+"""By expert, what is known of each task's tensor."""
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 SAMPLED_UNIT_ELEMENTS = 32 * 1024
 SMALL_UNITS_BYTES = 1 << 38
@@ -114,13 +116,18 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
         where, message = inputs.recipe.tokenizer.where, "a budget does not reach into rows that are made of all others"
         raise UnsupportedError.of("plan.unsupported", where, message, "write new_tokens: subword")
     known = KnownStatistics(store, link.home, link.notices, beside=True)
-    facts = _lookup_known(known, inputs)
+    planned_models, statistics = _lookup_known(known, inputs)
     if request.everything:
-        facts = replace(facts, statistics=({},) * len(inputs.expert_models))
-    if request.policy is not None:
-        plan = _plan_by(request.policy, store, inputs, request, facts)
-    else:
-        plan = _sampled_or_by_norm(store, inputs, request, facts)
+        statistics = ({},) * len(inputs.expert_models)
+    plan_by = partial(_plan_by, store, inputs, request, planned_models, statistics)
+    try:
+        plan = plan_by(request.policy or Policy.SAMPLE)
+    except UnsupportedError as error:  # the rule needs what a sample does not read: norms may be known
+        if request.policy is not None or not (all(statistics) or _are_packed(inputs)):
+            raise
+        notice = Fallback("policy", "blocks are read by norm, none are sampled", error.problems[0].message)
+        plan = plan_by(Policy.NORM)
+        plan = replace(plan, fallbacks=(notice, *plan.fallbacks))
     if request.options.strict:
         problems = [
             Problem("budget.too-small", fallback.where, f"{fallback.decision}: {fallback.reason}", "raise --budget")
@@ -129,31 +136,26 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
         ]
         if problems:
             raise LimitError(*problems)
-    plan = replace(plan, vocabulary=vocabulary_of(inputs), recipe_notices=inputs.notices)
+    plan = replace(plan, vocabulary=inputs.vocabulary, recipe_notices=inputs.notices)
     if request.everything:
         plan = _of_everything(plan, inputs.resolution.tasks)
     paths = [reference_text(model) for model in models]
     return replace(plan, models=tuple(replace(m, path=path) for m, path in zip(plan.models, paths, strict=True)))
 
 
-def _sampled_or_by_norm(store: Store, inputs: Inputs, request: PlanRequest, facts: _KnownFacts) -> Plan:
-    """Plan a sample, or by norm where the rule needs what a sample does not read and norms are known."""
-    try:
-        return _plan_by(Policy.SAMPLE, store, inputs, request, facts)
-    except UnsupportedError as error:
-        if not all(facts.statistics) and not _are_packed(inputs):
-            raise
-        notice = Fallback("policy", "blocks are read by norm, none are sampled", error.problems[0].message)
-    plan = _plan_by(Policy.NORM, store, inputs, request, facts)
-    return replace(plan, fallbacks=(notice, *plan.fallbacks))
-
-
-def _plan_by(policy: Policy, store: Store, inputs: Inputs, request: PlanRequest, facts: _KnownFacts) -> Plan:
+def _plan_by(
+    store: Store,
+    inputs: Inputs,
+    request: PlanRequest,
+    models: tuple[PlanningModel, ...],
+    statistics: Statistics,
+    policy: Policy,
+) -> Plan:
     weighs_elements = any(model.numbers is not None for model in inputs.recipe.inputs())
     if weighs_elements and policy is not Policy.SAMPLE and not request.everything:
         message = f"weights by element are read with the elements they weigh, and policy '{policy}' parts them"
         raise UnsupportedError.of("plan.unsupported", "--select", message, "leave it out: a sample reads both")
-    unit_elements = _sampled_unit(inputs, store) if policy is Policy.SAMPLE else _suitable_block(inputs, facts)
+    unit_elements = _sampled_unit(inputs, store) if policy is Policy.SAMPLE else _suitable_block(inputs, statistics)
     importance, options = None, request.options
     importance_place = None if options.importance is None else Location.of(options.importance)
     if importance_place is not None and not request.everything:
@@ -167,11 +169,8 @@ def _plan_by(policy: Policy, store: Store, inputs: Inputs, request: PlanRequest,
         seed=options.seed,
         block_elements=options.block_elements or unit_elements,
         resolution=inputs.resolution,
-        models=tuple(
-            PlanningModel(model.text, checkpoint, facts.content_ids[place])
-            for place, (model, checkpoint) in enumerate(zip(inputs.recipe.inputs(), inputs.checkpoints, strict=True))
-        ),
-        statistics=facts.statistics,
+        models=models,
+        statistics=statistics,
         unread=find_unread(inputs, request.budget),
         importance=importance,
     )
@@ -238,9 +237,9 @@ def _are_packed(inputs: Inputs) -> bool:
     return any(inputs.checkpoints[model].encoded is not None for model in inputs.expert_models)
 
 
-def _suitable_block(inputs: Inputs, facts: _KnownFacts) -> int:
+def _suitable_block(inputs: Inputs, statistics: Statistics) -> int:
     """Choose larger blocks where all experts are packed and have no statistics: fewer partial pages are read."""
-    if any(facts.statistics):
+    if any(statistics):
         return DEFAULT_BLOCK_ELEMENTS
     experts = [inputs.checkpoints[model] for model in inputs.expert_models]
     are_packed = all(any(isinstance(t, LeveledTensor) for t in expert.tensors.values()) for expert in experts)
@@ -255,15 +254,8 @@ def _sampled_unit(inputs: Inputs, store: Store) -> int:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _KnownFacts:
-    """Content ids by model, and statistics by expert and task."""
-
-    content_ids: tuple[str | None, ...]
-    statistics: tuple[Mapping[str, TensorStatistics], ...]
-
-
-def _lookup_known(known: KnownStatistics, inputs: Inputs) -> _KnownFacts:
+def _lookup_known(known: KnownStatistics, inputs: Inputs) -> tuple[tuple[PlanningModel, ...], Statistics]:
+    """Return the models with the content ids that are known of them, and the statistics on record."""
     by_model: dict[int, dict[str, TensorStatistics]] = {model: {} for model in inputs.expert_models}
     content_ids: list[str | None] = [None] * len(inputs.checkpoints)
     for task in inputs.resolution.tasks:
@@ -274,7 +266,10 @@ def _lookup_known(known: KnownStatistics, inputs: Inputs) -> _KnownFacts:
             if statistics is not None and file is not None:
                 by_model[model][task.name] = statistics
                 content_ids[model], content_ids[task.base_model] = file.expert.content_id, file.base.content_id
-    return _KnownFacts(tuple(content_ids), tuple(by_model.values()))
+    named = zip(inputs.recipe.inputs(), inputs.checkpoints, content_ids, strict=True)
+    return tuple(PlanningModel(model.text, checkpoint, content_id) for model, checkpoint, content_id in named), tuple(
+        by_model.values()
+    )
 
 
 # --- report what a merge would do, without reading tensor data ---

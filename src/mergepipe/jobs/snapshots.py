@@ -42,7 +42,7 @@ from mergepipe.snapshots.manifest import (
 )
 from mergepipe.snapshots.object_upload import UPLOADS_NAME
 from mergepipe.snapshots.parts_places import FolderParts, read_job
-from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
+from mergepipe.snapshots.staging import allocated_bytes, find_staging, is_dead, remove_dead
 from mergepipe.snapshots.work_log import merge_state, read_work_log
 from mergepipe.storage import owned
 from mergepipe.storage.contract import MANIFEST_BYTES, Store, modified_at
@@ -275,7 +275,7 @@ def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> It
                 continue
             if _is_just_made(directory):
                 continue
-            nbytes = _allocated_bytes(directory)
+            nbytes = allocated_bytes(directory)
             logged = read_work_log(directory)
             state = None if logged is None else merge_state(logged)
             durable = 0 if state is None else len(state.digests)
@@ -303,7 +303,7 @@ def _parts(folders: Iterable[Path], *, dry_run: bool) -> Iterator[Garbage]:
             is_finished = _is_finished(path, silent_seconds)
             if not is_finished and (silent_seconds < ABANDONED_SECONDS or _has_worker(path)):
                 continue
-            nbytes = _allocated_bytes(path)
+            nbytes = allocated_bytes(path)
             if not dry_run:
                 owned.remove_tree(path, ignore_errors=True)
             reason = "its output is published" if is_finished else "nobody has worked on it for a week"
@@ -329,11 +329,6 @@ def _is_finished(directory: Path, silent_seconds: float) -> bool:
         return is_snapshot_of(directory.parent / job.out, job.plan_digest)
     except MergePipeError:  # damaged: not ours to judge
         return False
-
-
-def _allocated_bytes(directory: Path) -> int:
-    files = (path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
-    return sum(path.stat().st_blocks * 512 for path in files)
 
 
 def _snapshot_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:

@@ -215,8 +215,13 @@ class Inputs:
                 [str(checkpoint.root), [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]]
                 for _, _, checkpoint in self.leaves()
             ],
-            "alignment": None if self.alignment is None else self.alignment.digest,
+            "alignment": self.vocabulary,
         }
+
+    @property
+    def vocabulary(self) -> str | None:
+        """The digest of how tokens are aligned; None where a recipe asks for no tokenizer."""
+        return None if self.alignment is None else self.alignment.digest
 
     def dropped_rows(self) -> Iterator[DroppedTensor]:
         """Embedding rows that are dropped: of tokens that the output lacks, or beyond its last row."""

@@ -23,7 +23,7 @@ from mergepipe.planning.problem import sample_cost_bytes
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.budget import planned_cost
 from mergepipe.runs.inputs import Inputs, with_parameters
-from mergepipe.runs.progress import MergeProgress, Resume
+from mergepipe.runs.progress import MergeProgress
 from mergepipe.runs.stored_plan import open_planned
 from mergepipe.runs.work import CatalogLink, merge_work, output_of, used_experts
 from mergepipe.snapshots.parts import CONTENT_IDS, PLANNING, Claim, Claimant, PartsJob, PartsPlace, index_of
@@ -298,7 +298,7 @@ class MadeParts(MergeProgress):
 
     def __init__(self, parts: PartsPlace, plan: Plan, output: OutputPlan, ledger: Ledger) -> None:
         """Raises NotFoundError, `parts.missing`, if a shard is not made."""
-        super().__init__("", output, plan, ledger, Resume.NEVER)
+        super().__init__("", output, plan, ledger, resume=False)
         _made_shards(parts)
         self._parts = parts
         self._account = account = parts.account()
@@ -313,7 +313,7 @@ class MadeParts(MergeProgress):
         self._ledger.add(usage)
         for shard in range(len(work.output.shards)):
             self._parts.give(shard, digests_of[shard], directory)
-            observer.on_progress(None)
+            observer.on_progress()
         sync_directory(directory)
         return PartResult(digests_of, usage)
 

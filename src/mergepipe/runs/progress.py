@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -46,14 +45,6 @@ READS_KEPT: Final = (
 _EARLIER: Final = "(earlier runs)"
 
 
-class Resume(StrEnum):
-    """Whether to resume an interrupted run."""
-
-    AUTO = "auto"  # resume the same merge, else start over
-    REQUIRED = "required"  # resume, or refuse
-    NEVER = "never"  # start over, and forget what earlier runs have read
-
-
 def run_key(inputs: Inputs, plan: Plan | None, output: OutputPlan, seed: int) -> str:
     """Digest everything that must be equal for one run to resume another."""
     return digest_of({
@@ -79,11 +70,14 @@ class MergeProgress:
         output: OutputPlan,
         plan: Plan | None,
         ledger: Ledger,
-        resume: Resume,
         *,
+        resume: bool | None = None,
         is_strict: bool = False,
     ) -> None:
-        """`is_strict` refuses to go beyond the budget."""
+        """`resume` an interrupted run: if it is the same merge (None), or refuse (True); False forgets what it read.
+
+        `is_strict` refuses to go beyond the budget.
+        """
         self._key = key
         self._output = output
         self._plan = plan
@@ -109,7 +103,7 @@ class MergeProgress:
     @classmethod
     def of_part(cls, key: str, output: OutputPlan, plan: Plan, ledger: Ledger, share_bytes: int) -> MergeProgress:
         """Return the progress of a part, which has a share of the plan; what `ledger` has counted is of others."""
-        progress = cls(key, output, plan, ledger, Resume.AUTO)
+        progress = cls(key, output, plan, ledger)
         progress._before = ledger.usage()
         progress._share_bytes = progress._most_expert_bytes = share_bytes
         return progress
@@ -122,7 +116,7 @@ class MergeProgress:
         `is_sent` tells whether a shard of some digest is where it was sent to. What earlier runs of this
         merge read is charged to the ledger, whether their work is resumed or not.
         """
-        logged = None if self._resume is Resume.NEVER else read_work_log(directory)
+        logged = None if self._resume is False else read_work_log(directory)
         state = None if logged is None or logged.key != self._key else merge_state(logged)
         if logged is None:
             refusal = "there is no interrupted run"
@@ -130,7 +124,7 @@ class MergeProgress:
             refusal = "the interrupted run was another merge, or its inputs have changed"
         else:
             refusal = self._refusal(directory, logged, state.digests) or self._unsent(state, is_sent)
-        if refusal and self._resume is Resume.REQUIRED:
+        if refusal and self._resume:
             hint = "run without --resume to start over"
             raise NotFoundError.of("resume.nothing", directory, f"nothing to resume: {refusal}", hint)
         self._directory = directory

@@ -104,17 +104,12 @@ def open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
         for model, checkpoint in zip(plan.models, inputs.checkpoints, strict=True)
         for name in changed_files(model.files, checkpoint.files, by_version=True)
     ]
-    if vocabulary_of(inputs) != plan.vocabulary:
+    if inputs.vocabulary != plan.vocabulary:
         message = "the tokenizers of its models are not those that it was made for"
         problems.append(Problem("input.changed", "tokenizer", message, "make the plan again"))
     if problems:
         raise ConflictError(*problems)
     return replace(inputs, notices=plan.recipe_notices)  # of the recipe as it was written
-
-
-def vocabulary_of(inputs: Inputs) -> str | None:
-    """Return the digest of how tokens are aligned; None where a recipe asks for no tokenizer."""
-    return None if inputs.alignment is None else inputs.alignment.digest
 
 
 def changed_files(then: Iterable[FileId], now: Iterable[FileId], *, by_version: bool) -> list[str]:

@@ -34,12 +34,12 @@ from mergepipe.operators.base import MagnitudeCut, is_calibrated
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, catalog_home, engine_options, home_of
+from mergepipe.planning.budget import OnOmit
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.reports import KeptShare, ProgressCallback
 from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.model_card import BaseModelIds, parse_base_model_ids
-from mergepipe.runs.progress import Resume
 from mergepipe.snapshots.manifest import BESIDE, FILE_SUFFIXES
 from mergepipe.snapshots.shards import SINGLE_NAME, SUFFIX, index_name
 from mergepipe.storage.contract import STATISTICS_BYTES, Store, is_file
@@ -76,11 +76,6 @@ class MergeSettings:
     def home(self) -> Path | None:
         """The catalog's directory; None runs without a catalog."""
         return catalog_home(self.options)
-
-    @property
-    def resume(self) -> Resume:
-        """What to do about an interrupted run: resume it if there is one, require one, or begin anew."""
-        return {None: Resume.AUTO, True: Resume.REQUIRED, False: Resume.NEVER}[self.options.resume]
 
     @property
     def begun_anew(self) -> MergeSettings:
@@ -205,7 +200,6 @@ class KnownStatistics:
         return self._files[place]
 
 
-ON_OMIT_RENORMALIZE = "renormalize"
 _ONE_FILE = 1 << 62
 
 
@@ -229,10 +223,11 @@ def merge_work(
         _content_ids(inputs, plan, paths, checkpoints, store, known),
         pin_files(store, paths, checkpoints),
         inputs.repeats,
-        access=planned_access(plan),
-        renormalize=renormalizes(plan),
     )
-    return work if plan is not None else replace(work, recorded=_recorded(work, inputs, known))
+    if plan is None:
+        return replace(work, recorded=_recorded(work, inputs, known))
+    access = PlannedAccess({tensor.name: tensor for tensor in plan.tensors}, plan.block_elements)
+    return replace(work, access=access, renormalize=plan.on_omit == OnOmit.RENORMALIZE)
 
 
 def output_of(inputs: Inputs, shard_bytes: int | None, file: str = "") -> OutputPlan:
@@ -245,18 +240,6 @@ def output_of(inputs: Inputs, shard_bytes: int | None, file: str = "") -> Output
     if file or (shard_bytes is None and base.path != base.root):
         return plan_output(inputs.resolution.tasks, _ONE_FILE, single=file if file.endswith(SUFFIX) else SINGLE_NAME)
     return plan_output(inputs.resolution.tasks, shard_bytes or DEFAULT_SHARD_BYTES, base.components)
-
-
-def planned_access(plan: Plan | None) -> PlannedAccess | None:
-    """Return a plan's accesses as the engine takes them."""
-    if plan is None:
-        return None
-    return PlannedAccess({tensor.name: tensor for tensor in plan.tensors}, plan.block_elements)
-
-
-def renormalizes(plan: Plan | None) -> bool:
-    """Whether a plan divides weights by the sum of those of the selected experts."""
-    return plan is not None and plan.on_omit == ON_OMIT_RENORMALIZE
 
 
 def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Location]:
@@ -341,11 +324,6 @@ def spectral_cost(tasks: Sequence[MergeTask]) -> str:
     time, memory = format_seconds(flop / measured_flop_per_second()), format_bytes(nbytes)
     matrices = f"spectral step on {len(costs)} of {len(tasks)} tensors"
     return f"{matrices}: at most {flop:.2g} FLOP, about {time} here, {memory} for the largest beside --memory"
-
-
-def kept_facts(kept: Sequence[KeptShare]) -> dict[str, str]:
-    """Return the manifest's fact on what was kept of each expert, in the recipe's order."""
-    return {"kept_elements": ",".join(f"{one.kept_elements}/{one.elements}" for one in kept)} if kept else {}
 
 
 def requantisation_error(inputs: Inputs) -> float | None:

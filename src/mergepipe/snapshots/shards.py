@@ -272,15 +272,6 @@ def file_digest_of(shard: ShardLayout, root_of: Mapping[str, str]) -> str:
     return digest_of([[s.name, s.dtype.name, list(s.shape), root_of[s.name]] for s in shard.tensors])
 
 
-@dataclass(frozen=True, slots=True)
-class ShardProgress:
-    """The bytes of one output file that are written, its header included."""
-
-    name: str
-    written_bytes: int
-    file_bytes: int
-
-
 class DurableProgress(Protocol):
     """The durable part of an interrupted output, and the recording of further progress."""
 
@@ -312,8 +303,6 @@ class ShardWriter:
         self._ledger = ledger
         self._shards = iter(shards)
         self._progress = progress
-        self._shard: ShardLayout | None = None
-        self.progress: ShardProgress | None = None  # replaced as a whole: read from any thread
         self._specs: deque[TensorSpec] = deque()
         self._file: OutputFile | None = None
         self._hasher = _BlockHasher()
@@ -327,12 +316,11 @@ class ShardWriter:
     def append(self, content: NDArray[np.uint8]) -> None:
         """Write the next bytes (uint8) of the current tensor; they may not reach into the next one."""
         self._skip_empty()
-        if not self._specs or self._file is None or self._shard is None:
+        if not self._specs or self._file is None:
             raise ValueError("more bytes than the layout has tensors")
         self._hasher.begin(self._specs[0])
         self._file.append(content)
         self._position += len(content)
-        self.progress = ShardProgress(self._shard.name, self._position, self._shard.file_bytes)
         self._hasher.update(content)
         if self._hasher.complete:
             self._end_tensor()
@@ -371,7 +359,6 @@ class ShardWriter:
             if self._position < shard.file_bytes:
                 break
             shard = next(self._shards, None)
-        self._shard = shard
         if shard is None:
             return
         path = self._directory / shard.name

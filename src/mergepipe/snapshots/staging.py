@@ -177,14 +177,15 @@ def check_free_space(out: Path, needed_bytes: int) -> None:
     parent = out.absolute().parent
     while not parent.exists():
         parent = parent.parent
-    held = _allocated_bytes(staging_directory(out.absolute()))  # left by a dead run, to be resumed or removed
+    held = allocated_bytes(staging_directory(out.absolute()))  # left by a dead run, to be resumed or removed
     free = shutil.disk_usage(parent).free + held
     if free < needed_bytes:
         message = f"needs {format_bytes(needed_bytes)}, {format_bytes(free)} are free"
         raise StorageError.of("storage.no-space", out, message, "free some space and run again")
 
 
-def _allocated_bytes(directory: Path) -> int:
+def allocated_bytes(directory: Path) -> int:
+    """Sum the space of the files in a directory; what goes meanwhile counts as nothing."""
     total = 0
     for folder, _, names in () if directory.is_symlink() else os.walk(directory):
         for name in names:
