@@ -31,7 +31,7 @@ def test_make_part__reports_while_it_writes(tmp_path: Path, monkeypatch: pytest.
     models = [{"model": expert, "parameters": {"weight": 0.4}} for expert in experts]
     recipe, out, store = tmp_path / "recipe.yml", tmp_path / "out", LocalStore()
     recipe.write_text(yaml.safe_dump({"merge_method": "linear", "base_model": base, "models": models}))
-    inputs = open_inputs(Location.local(recipe), store, ("*",))
+    inputs = open_inputs(Location.local(recipe), store)
     output = plan_output(inputs.resolution.tasks, 30_000)
     work, part = merge_work(inputs, output, None, 5, store, CatalogLink(None)), split(output, 2)[1]
     reports: list[set[str]] = []

@@ -117,11 +117,13 @@ def hidden(place: Path) -> list[str]:
 
 
 def test_merge__on_ray_makes_what_one_machine_makes(
-    cluster: FakeCluster, recipe: Path, whole: str, tmp_path: Path
+    cluster: FakeCluster, recipe: Path, family: DiskFamily, whole: str, tmp_path: Path
 ) -> None:
     told: list[Progress] = []
-    report = mergepipe.merge(recipe, tmp_path / "out", options=merge_options("ray"), on_progress=told.append)
+    options = replace(merge_options("ray"), paths="absolute")
+    report = mergepipe.merge(recipe, tmp_path / "out", options=options, on_progress=told.append)
     assert weights_digest(tmp_path / "out") == whole
+    assert str(family.places[1]) in parse_manifest((tmp_path / "out" / MANIFEST_NAME).read_bytes()).recipe
     assert hidden(tmp_path) == []
     on_ray = [progress for progress in told if progress.total_bytes == told[0].total_bytes]
     assert report.base_bytes + report.expert_bytes <= on_ray[-1].done_bytes <= on_ray[-1].total_bytes

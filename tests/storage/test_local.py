@@ -228,7 +228,7 @@ ALLOWED = {
     "runs/remote_output.py": ("read_bytes", OWN),
     "runs/progress.py": ("is_dir is_file stat", OWN),
     "recipes/references.py": ("os.path.realpath", "the folder that paths are written relative to"),
-    "jobs/snapshots.py": ("exists glob is_dir is_file is_symlink os.walk rglob stat", OWN),
+    "jobs/snapshots.py": ("exists glob is_dir is_file is_symlink os.walk stat", OWN),
     "snapshots/object_upload.py": ("stat", OWN),
     "snapshots/parts_places.py": ("lstat", OWN),
     "snapshots/manifest.py": ("os.path.realpath", "the folder that paths are written relative to"),

@@ -16,7 +16,7 @@ from mergepipe.checkpoints.open_files import open_files, read_elements
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value
 from mergepipe.reports import ByteProgress, ProgressCallback, SnapshotDiff, TensorChange
-from mergepipe.snapshots.manifest import Coverage, InputRecord, Manifest, OutputTensor
+from mergepipe.snapshots.manifest import InputRecord, Manifest, OutputTensor
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -68,8 +68,8 @@ def _settings(a: Manifest, b: Manifest) -> Iterator[str]:
 
 
 def _facts(manifest: Manifest) -> dict[str, str]:
-    plan = manifest.plan or {}
-    facts = {
+    plan, coverage = manifest.plan or {}, manifest.coverage
+    return {
         "version": manifest.version,
         "operator": manifest.operator,
         "seed": str(manifest.seed),
@@ -77,16 +77,8 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         "budget": str(plan.get("budget_bytes", "none")),
         "policy": str(plan.get("policy", "none")),
         "expert bytes read": str(manifest.realized.expert),
-    }
-    return facts | _coverage_facts(manifest.coverage)
-
-
-def _coverage_facts(coverage: Coverage | None) -> dict[str, str]:
-    if coverage is None:
-        return {"blocks touched": "all", "blocks read by expert": "all"}
-    return {
-        "blocks touched": f"{coverage.touched} of {coverage.blocks}",
-        "blocks read by expert": ", ".join(map(str, coverage.read)),
+        "blocks touched": "all" if coverage is None else f"{coverage.touched} of {coverage.blocks}",
+        "blocks read by expert": "all" if coverage is None else ", ".join(map(str, coverage.read)),
     }
 
 

@@ -212,17 +212,18 @@ def write_text_importance(base: Path, experts: Sequence[str | Path], text: Locat
     replace_durably(out, canonical_json(totals) + b"\n", Ledger())
 
 
-def text_loss(folder: Path, text: str) -> float:
-    """Return the mean loss of a causal model, in nats for each token that it predicts, in float32 and on a GPU if any.
+def loss_on_text(folder: Path, text: str) -> dict[str, float]:
+    """Measure the mean loss of a causal model on a file, in nats for each token that it predicts.
 
-    The text is cut into windows of `WINDOW_TOKENS` tokens, each of which is predicted from its own beginning on.
+    In float32, and on a GPU if there is one. The text is cut into windows of `WINDOW_TOKENS` tokens, each of which is
+    predicted from its own beginning on.
     """
-    torch, model, windows = _model_and_windows(folder, text)
+    torch, model, windows = _model_and_windows(folder, Path(text).read_bytes().decode("utf-8", "replace"))
     if torch.cuda.is_available():
         model, windows = model.cuda(), [window.cuda() for window in windows]
     with torch.no_grad():
         losses = [float(model(input_ids=window, labels=window).loss) * (window.shape[1] - 1) for window in windows]
-    return fsum(losses) / sum(int(window.shape[1]) - 1 for window in windows)
+    return {"loss": fsum(losses) / sum(int(window.shape[1]) - 1 for window in windows)}
 
 
 def _gradients(base: Path, text: str) -> Mapping[str, Any]:
@@ -251,11 +252,6 @@ def _model_and_windows(base: Path, text: str, most_windows: int | None = None) -
 
 def _refusal(base: Path, message: str) -> MergePipeError:
     return UnsupportedError.of("importance.text", base, message, "name a folder of a causal language model")
-
-
-def loss_on_text(folder: Path, text: str) -> dict[str, float]:
-    """Measure `text_loss` on a file."""
-    return {"loss": text_loss(folder, Path(text).read_bytes().decode("utf-8", "replace"))}
 
 
 def retrieval_on_pairs(folder: Path, pairs: str) -> dict[str, float]:

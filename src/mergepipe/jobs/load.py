@@ -29,7 +29,7 @@ from mergepipe.engine.work import EngineOptions, MergeWork
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError, library
 from mergepipe.jobs.merge import intermediate_writer
 from mergepipe.jobs.plan import make_plan, plan_request
-from mergepipe.options import MergeOptions, OutputOptions, threads_of
+from mergepipe.options import MergeOptions, OutputOptions, PathStyle, threads_of
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.runs.inputs import Inputs, open_inputs, open_path, recipe_of, with_known_digests, with_parameters
@@ -223,10 +223,8 @@ class OpenedMerge:
             self._settings = settings = replace(settings, out=self.folder / "merge")
             link = CatalogLink(settings.home)
             write_intermediate = stack.enter_context(intermediate_writer(settings, store))
-            inputs = open_inputs(
-                recipe, store, options.allow_dropped, write_intermediate, options.strictness,
-                keeps_absolute_paths=True,
-            )  # fmt: skip
+            absolute = replace(options, paths=PathStyle.ABSOLUTE.value)  # no folder is there to be relative to
+            inputs = open_inputs(recipe, store, absolute, write_intermediate)
             self._plan = None
             if options.budget is not None:
                 self._plan = make_plan(store, inputs, plan_request(options.budget, options), link)

@@ -152,10 +152,7 @@ def run_merge(recipe: Location | RecipeText, settings: MergeSettings) -> MergeRe
     store = Stores(settings.engine.connections)
     link = CatalogLink(settings.home)
     with intermediate_writer(settings, store) as write_intermediate:
-        inputs = open_inputs(
-            recipe, store, settings.options.allow_dropped, write_intermediate, settings.options.strictness,
-            keeps_absolute_paths=settings.options.paths == PathStyle.ABSOLUTE,
-        )  # fmt: skip
+        inputs = open_inputs(recipe, store, settings.options, write_intermediate)
         return MergeRun(inputs, None, settings, store, link).publish()
 
 
@@ -169,10 +166,7 @@ def run_budgeted(
     from mergepipe.jobs.plan import make_plan  # a full merge needs no planner
 
     store = Stores(settings.engine.connections)
-    inputs = open_inputs(
-        recipe, store, settings.options.allow_dropped, strictness=settings.options.strictness,
-        keeps_absolute_paths=settings.options.paths == PathStyle.ABSOLUTE,
-    )  # fmt: skip
+    inputs = open_inputs(recipe, store, settings.options)
     settings = replace(settings, plan_key=plan_key(inputs, repr(request)))
     follows = settings.options.resume is not False
     plan = stored_plan(staging_directory(settings.out.absolute()), settings.plan_key) if follows else None

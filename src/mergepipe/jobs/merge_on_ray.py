@@ -90,18 +90,14 @@ def run_merge_on_ray(
 ) -> MergeReport:
     """Plan a recipe, and make the plan's output on a cluster; an unfinished merge of this very request is resumed."""
     store = Stores(settings.engine.connections)
-    inputs = open_inputs(recipe, store, request.options.allow_dropped, strictness=settings.options.strictness)
-    place, key = _absolute(settings.place), plan_key(inputs, repr(request))
+    inputs = open_inputs(recipe, store, settings.options)
+    place, key = settings.place.absolute(), plan_key(inputs, repr(request))
     check_output(place, inputs, force=settings.options.force)
     digests = () if settings.options.resume is False else plan_digests_at(place)
     plan = next(filter(None, (_plan_of_parts(place, digest, key) for digest in digests)), None)
     if plan is None:
         plan = make_plan(store, inputs, request, CatalogLink(settings.home))
-    return _publish(plan, key, (inputs, store.ledger.usage()), cluster, settings)
-
-
-def _absolute(place: Path | Location) -> Path | Location:
-    return place.absolute() if isinstance(place, Path) else place
+    return run_plan_on_ray(plan, cluster, settings, key, (inputs, store.ledger.usage()))
 
 
 def _plan_of_parts(out: Path | Location, plan_digest: str, key: str | None = None) -> Plan | None:
@@ -115,20 +111,18 @@ def _plan_of_parts(out: Path | Location, plan_digest: str, key: str | None = Non
     return None
 
 
-def run_plan_on_ray(plan: Plan, cluster: OutputOptions, settings: MergeSettings) -> MergeReport:
-    """Make the output of a plan as tasks of a cluster, and publish it. If that fails, what is made is kept."""
-    return _publish(plan, "", None, cluster, settings)
-
-
-def _publish(
+def run_plan_on_ray(
     plan: Plan,
-    key: str,
-    planning: tuple[Inputs, Usage] | None,
     cluster: OutputOptions,
     settings: MergeSettings,
+    key: str = "",
+    planning: tuple[Inputs, Usage] | None = None,
 ) -> MergeReport:
-    """Make the parts of a plan, and publish its output. `planning`: what was read of the inputs to make the plan."""
-    place = _absolute(settings.place)
+    """Make the output of a plan as tasks of a cluster, and publish it. If that fails, what is made is kept.
+
+    `key` is that of the request that the plan answers, and `planning` what was read of the inputs to make it.
+    """
+    place = settings.place.absolute()
     planned = open_output(plan, settings.options.shard_bytes, Stores(settings.engine.connections))
     settings.base_model_ids.check_names(planned.inputs.leaf_models)
     check_output(place, planned.inputs, force=settings.options.force)

@@ -79,7 +79,7 @@ def plan(
     made = PlanOptions.of(options, fields)
     request = plan_request(budget, made, everything=everything)
     store = Stores()
-    inputs = open_inputs(recipe_of(recipe), store, made.allow_dropped, strictness=made.strictness)
+    inputs = open_inputs(recipe_of(recipe), store, made)
     return make_plan(store, inputs, request, CatalogLink(home_of(made.home), required=True))
 
 
@@ -267,9 +267,8 @@ def _lookup_known(known: KnownStatistics, inputs: Inputs) -> tuple[tuple[Plannin
                 by_model[model][task.name] = statistics
                 content_ids[model], content_ids[task.base_model] = file.expert.content_id, file.base.content_id
     named = zip(inputs.recipe.inputs(), inputs.checkpoints, content_ids, strict=True)
-    return tuple(PlanningModel(model.text, checkpoint, content_id) for model, checkpoint, content_id in named), tuple(
-        by_model.values()
-    )
+    models_known = tuple(PlanningModel(model.text, checkpoint, content_id) for model, checkpoint, content_id in named)
+    return models_known, tuple(by_model.values())
 
 
 # --- report what a merge would do, without reading tensor data ---
@@ -281,7 +280,7 @@ def check(
     """Validate a recipe and its inputs without reading any tensor data."""
     made = CheckOptions.of(options, fields)
     store = Stores()
-    inputs = open_inputs(recipe_of(recipe), store, made.allow_dropped, strictness=made.strictness)
+    inputs = open_inputs(recipe_of(recipe), store, made)
     opened, output, merged = inputs.recipe, output_of(inputs, made.shard_bytes), inputs.plain or inputs
     resolution, staged_bytes = merged.resolution, merged.resolution.output_bytes if inputs.plain else 0
     return CheckReport(

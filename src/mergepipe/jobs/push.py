@@ -32,12 +32,6 @@ from mergepipe.storage.remote.objects import BucketFolder
 from mergepipe.storage.stores import Stores
 
 
-def _destination(text: str) -> Location:
-    """Read where to push to: `org/name` is a repository of the Hub unless there is such a path."""
-    name = resolve_model_name(text, lambda path: Path(path).exists())
-    return name.remote if name.remote is not None and name.is_hub_id else Location.parse(text)
-
-
 def push(
     snapshot: str | Path,
     destination: str,
@@ -55,7 +49,9 @@ def push(
         destination: `hf://org/name[@branch][/folder]`, `s3://bucket/prefix`, `gs://` or `az://`; `org/name` is one of
             the Hub unless there is such a path.
     """
-    started, made, target = time.perf_counter(), PushOptions.of(options, fields), _destination(destination)
+    started, made = time.perf_counter(), PushOptions.of(options, fields)
+    name = resolve_model_name(destination, lambda path: Path(path).exists())
+    target = name.remote if name.remote is not None and name.is_hub_id else Location.parse(destination)
     if target.scheme not in (*OBJECT_SCHEMES, HUB_SCHEME):
         hint = "push to org/name on the Hub, hf://org/name, s3://, gs:// or az://"
         raise OutputError.of("output.place", target, "no snapshot can be pushed there", hint)

@@ -27,7 +27,7 @@ from mergepipe.runs.model_card import BaseModelIds
 from mergepipe.runs.stored_plan import changed_files, plan_of
 from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings, merge_work
 from mergepipe.snapshots.layout import layout_of
-from mergepipe.snapshots.manifest import NOTICES_KEY, InputRecord, Manifest
+from mergepipe.snapshots.manifest import NOTICES_KEY, Manifest
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
@@ -167,8 +167,11 @@ def _check_same(recorded: Manifest, made: Manifest, out: Path | Location) -> Non
     shown = ", ".join(different[:_MOST_NAMED]) or "no tensor, but how they are cut into files"
     message = f"{len(different)} tensors are not what was recorded ({shown}): nothing was published"
     problems = [Problem("input.changed", str(out), message, cause_of_change(recorded))]
-    pairs = zip(recorded.inputs, made.inputs, strict=True)
-    problems.extend(problem for before, after in pairs for problem in _touched(before, after))
+    for before, after in zip(recorded.inputs, made.inputs, strict=True):
+        versions = {file.name: file.version for file in before.files}
+        touched = [file for file in after.files if versions.get(file.name) != file.version]
+        message = "was written to since the snapshot was made"
+        problems += [Problem("input.changed", f"{after.path}/{file.name}", message) for file in touched]
     raise ConflictError(*problems)
 
 
@@ -177,13 +180,3 @@ def cause_of_change(recorded: Manifest) -> str:
     if recorded.version != mergepipe.__version__:
         return f"it was made by version {recorded.version}, this is {mergepipe.__version__}"
     return "the values of an input have changed"
-
-
-def _touched(before: InputRecord, after: InputRecord) -> list[Problem]:
-    """List the files of an input that were modified since."""
-    versions = {file.name: file.version for file in before.files}
-    return [
-        Problem("input.changed", f"{after.path}/{file.name}", "was written to since the snapshot was made")
-        for file in after.files
-        if versions.get(file.name) != file.version
-    ]

@@ -460,7 +460,7 @@ def _swept(
         total_bytes = sum(checkpoint.tensor_bytes for checkpoint in checkpoints)
         return ByteProgress(on_progress, f"{label}: measure", total_bytes).add
 
-    inputs = open_inputs(recipe, store, options.allow_dropped, strictness=options.strictness)
+    inputs = open_inputs(recipe, store, options)
     requests = [budget for _, budget in budgets]
     some = next((one for one in requests if not one.is_zero and one != ShareBudget(Fraction(1))), requests[0])
     first_plan = make_plan(store, inputs, replace(request, budget=some), link)  # decides the policy, or what is refused

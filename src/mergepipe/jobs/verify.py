@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -63,7 +63,7 @@ from mergepipe.snapshots.staging import Staging, check_free_space, temporary_fol
 from mergepipe.storage import owned
 from mergepipe.storage.contract import CONFIG_BYTES, MANIFEST_BYTES, Digested, Store, files_below
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import os_error, read_descriptor_range
+from mergepipe.storage.ranges import os_errors, read_descriptor_range
 from mergepipe.storage.stores import Stores
 
 
@@ -356,15 +356,8 @@ _COPY_BYTES = 8 << 20
 _STAGED_NAME = "mended"
 
 
-@dataclass(frozen=True, slots=True)
-class _Patch:
-    """Bytes to write at `offset` of a file."""
-
-    file: PlacedFile
-    offset: int
-    source: RebuiltTensor | bytes
-    source_offset: int
-    nbytes: int
+_Patch = tuple[str, int, int, Iterable[bytes]]
+"""The name of a file, the offset at which bytes are to be written there, how many, and the bytes."""
 
 
 def repair(
@@ -428,7 +421,7 @@ def _header_patches(examination: Examination) -> Iterator[_Patch]:
         ):
             message = "its header was written by another version, and cannot be made again"
             raise CorruptError.of("snapshot.unrepairable", examination.path / file.name, message, _HINT)
-        yield _Patch(file, 0, header, 0, len(header))
+        yield file.name, 0, len(header), [header]
 
 
 def _specs(manifest: Manifest, file: str) -> tuple[TensorSpec, ...]:
@@ -445,10 +438,17 @@ def _block_patches(examination: Examination, rebuilt: Mapping[str, RebuiltTensor
     for damage in examination.damages:
         if damage.kind == "block" and damage.stop > damage.start:
             file, tensor = placed[damage.tensor]
-            made = rebuilt[damage.tensor]
-            yield _Patch(
-                file, damage.start, made, made.offset + damage.start - tensor.offset, damage.stop - damage.start
-            )
+            nbytes = damage.stop - damage.start
+            parts = _rebuilt_parts(rebuilt[damage.tensor], damage.start - tensor.offset, nbytes)
+            yield file.name, damage.start, nbytes, parts
+
+
+def _rebuilt_parts(made: RebuiltTensor, start: int, nbytes: int) -> Iterator[bytes]:
+    """Read bytes of a recomputed tensor, from its byte `start` on."""
+    with made.file.open("rb", buffering=0) as stream:
+        for done in range(0, nbytes, _COPY_BYTES):
+            count = min(_COPY_BYTES, nbytes - done)
+            yield read_descriptor_range(stream.fileno(), made.file, made.offset + start + done, count)
 
 
 def _small_files(store: Store, examination: Examination) -> dict[str, bytes]:
@@ -480,15 +480,13 @@ def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], s
     """Make every damaged weight file anew, durably, from its sound bytes and the patches; return the patched bytes."""
     for file in layout.files:
         path = Path(os.path.normpath(directory / file.name))  # which may lie beside the folder
-        of_file = [patch for patch in patches if patch.file.name == file.name]
+        of_file = [patch for patch in patches if patch[0] == file.name]
         if of_file or not path.is_file() or path.stat().st_size != file.size_bytes:
             check_free_space(directory, file.size_bytes)
-            try:
+            with os_errors(path, "repairing it"):
                 _make_anew(path, file, of_file, staging / _STAGED_NAME)
                 _move(staging / _STAGED_NAME, path)
-            except OSError as error:
-                raise os_error(error, path, "repairing it") from error
-    return sum(patch.nbytes for patch in patches)
+    return sum(nbytes for _, _, nbytes, _ in patches)
 
 
 def _make_anew(path: Path, file: PlacedFile, patches: Sequence[_Patch], staged: Path) -> None:
@@ -500,10 +498,13 @@ def _make_anew(path: Path, file: PlacedFile, patches: Sequence[_Patch], staged: 
                 times = os.fstat(source.fileno())
                 copied = 0
                 while part := source.read(min(_COPY_BYTES, file.size_bytes - copied)):
-                    copied += _write_all(descriptor, part, copied)
+                    owned.write_at(descriptor, part, copied)
+                    copied += len(part)
         os.ftruncate(descriptor, file.size_bytes)
-        for patch in patches:
-            _write_patch(descriptor, patch)
+        for _, offset, _, parts in patches:
+            for part in parts:
+                owned.write_at(descriptor, part, offset)
+                offset += len(part)
         if times is not None:
             os.utime(descriptor, ns=(times.st_atime_ns, times.st_mtime_ns))
         owned.sync_file(descriptor)
@@ -521,33 +522,13 @@ def _move(staged: Path, path: Path) -> None:
     owned.sync_folder(path.parent)
 
 
-def _write_patch(descriptor: int, patch: _Patch) -> None:
-    if isinstance(patch.source, bytes):
-        _write_all(descriptor, patch.source, patch.offset)
-        return
-    with patch.source.file.open("rb", buffering=0) as stream:
-        for done in range(0, patch.nbytes, _COPY_BYTES):
-            nbytes = min(_COPY_BYTES, patch.nbytes - done)
-            part = read_descriptor_range(stream.fileno(), patch.source.file, patch.source_offset + done, nbytes)
-            _write_all(descriptor, part, patch.offset + done)
-
-
-def _write_all(descriptor: int, content: bytes, offset: int) -> int:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(descriptor, content[done:], offset + done)
-    return done
-
-
 def _write_small(directory: Path, contents: Mapping[str, bytes], staging: Path) -> int:
     """Replace small files, each atomically; a link is replaced itself, not its target."""
     for name, content in contents.items():
         path, staged = directory / name, staging / _STAGED_NAME
-        try:
+        with os_errors(path, "repairing it"):
             owned.write_file(staged, content)
             _move(staged, path)
-        except OSError as error:
-            raise os_error(error, path, "repairing it") from error
     return sum(map(len, contents.values()))
 
 

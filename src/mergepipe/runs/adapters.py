@@ -51,7 +51,7 @@ class AdapterWriter:
 
     def append(self, name: str, values: NDArray[Any], shape: Sequence[int], dtype: str = F32.name) -> None:
         """Write one tensor behind those before it; the name of its dtype is no longer than that of float32."""
-        content = memoryview(np.ascontiguousarray(values).tobytes())
+        content = np.ascontiguousarray(values).tobytes()
         start = self._written_bytes
         self._write(content, _LENGTH_BYTES + self._header_bytes + start)
         self._written_bytes += len(content)
@@ -64,7 +64,7 @@ class AdapterWriter:
     def finish(self) -> int:
         """Write the header, make the file durable, and return its size."""
         header = _header(self._rows).ljust(self._header_bytes)
-        self._write(memoryview(len(header).to_bytes(_LENGTH_BYTES, "little") + header), 0)
+        self._write(len(header).to_bytes(_LENGTH_BYTES, "little") + header, 0)
         with os_errors(self._path, "making it durable"):
             owned.sync_file(self._descriptor)
         return _LENGTH_BYTES + self._header_bytes + self._written_bytes
@@ -75,11 +75,9 @@ class AdapterWriter:
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
-    def _write(self, content: memoryview, offset: int) -> None:
-        done = 0
+    def _write(self, content: bytes, offset: int) -> None:
         with os_errors(self._path, f"writing at byte {offset}"):
-            while done < len(content):
-                done += os.pwrite(self._descriptor, content[done:], offset + done)
+            owned.write_at(self._descriptor, content, offset)
         self._ledger.charge(str(self._path), Purpose.OUTPUT, len(content))
 
 

@@ -31,6 +31,7 @@ from mergepipe.core.blocks import DTypeKind, element_count
 from mergepipe.core.outcome import DroppedTensor, Notice, notice_at, told_once
 from mergepipe.core.units import plural
 from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
+from mergepipe.options import OutputOptions, PathStyle, RecipeOptions
 from mergepipe.recipes.fields import USUAL, Strictness, refuse_notices
 from mergepipe.recipes.output_tensors import weights_needed
 from mergepipe.recipes.recipe import ModelInput, ModelKey, Recipe, with_named_weights
@@ -137,6 +138,7 @@ def _is_same(store: Store, path: Location, base: Checkpoint) -> bool:
 
 
 DOCUMENT_MARK = "\n---\n"
+_USUAL_OPTIONS = RecipeOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,22 +274,16 @@ def recipe_of(recipe: str | Path | Mapping[str, object]) -> Location | RecipeTex
 
 
 def open_inputs(
-    path: Location | RecipeText,
-    store: Store,
-    allow_dropped: Sequence[str] = (),
-    stage: Stage | None = None,
-    strictness: Strictness = USUAL,
-    *,
-    keeps_absolute_paths: bool = False,
+    path: Location | RecipeText, store: Store, options: RecipeOptions = _USUAL_OPTIONS, stage: Stage | None = None
 ) -> Inputs:
     """Load a recipe, open what it names, pair the tensors. See `open_recipes`.
 
-    From here on models go by names relative to the recipe's folder, unless the recipe `keeps_absolute_paths`.
+    From here on models go by names relative to the recipe's folder, unless the output is to have absolute paths.
     """
-    recipes = load_recipes(path, store, strictness)
-    if not keeps_absolute_paths:
+    recipes = load_recipes(path, store, options.strictness)
+    if not isinstance(options, OutputOptions) or options.paths != PathStyle.ABSOLUTE:
         recipes = tuple(map(with_relative_paths, recipes))
-    return open_recipes(recipes, store, allow_dropped, stage, strictness)
+    return open_recipes(recipes, store, options.allow_dropped, stage, options.strictness)
 
 
 def open_recipes(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import mergepipe
-from mergepipe.checkpoints.contract import LeveledTensor
+from mergepipe.checkpoints.contract import LeveledTensor, PackedIndex
 from mergepipe.core.records import Size, decode, encode
 from mergepipe.core.strict_json import canonical_json, digest_of
 from mergepipe.engine.make_part import make_part
@@ -127,31 +127,26 @@ class PartsWorker:
             inputs = self.with_shared_facts(read_missing=True)
             plan, output = self._planned.plan, self._planned.output
             work = merge_work(inputs, output, plan, plan.seed, self._store, CatalogLink(None))
-            shared = _sample_cost(self._planned.inputs, plan) + sum(self._index_costs().values())
+            sides = _encoded_sides(self._planned.inputs, plan)
+            shared = _sample_cost(self._planned.inputs, plan) + sum(side.cost_bytes for side in sides.values())
             self._shares, self._work = shard_shares(plan, work, shared), work
         return self._work
-
-    def _index_costs(self) -> dict[int, int]:
-        return _index_costs(self._planned.inputs, self._planned.plan)
 
     def with_shared_facts(self, *, read_missing: bool) -> Inputs:
         """Return the inputs with indices and content ids that a worker has read; read those that none has."""
         inputs = self._planned.inputs
-        for model, cost_bytes in self._index_costs().items():
-            side = inputs.checkpoints[model].encoded
-            if side is not None and not side.is_read:
-                self._adopt_index(model, cost_bytes, read_missing=read_missing)
+        for model, side in _encoded_sides(inputs, self._planned.plan).items():
+            if not side.is_read:
+                self._adopt_index(model, side, read_missing=read_missing)
         if not _unidentified(inputs, self._planned.plan):
             return inputs
         share = _sample_cost(inputs, self._planned.plan)
         raw = self._shared(CONTENT_IDS, _IDS_NAME, share, lambda: self._content_ids(inputs), read_missing=read_missing)
         return inputs if raw is None else _with_content_ids(inputs, raw)
 
-    def _adopt_index(self, model: int, cost_bytes: int, *, read_missing: bool) -> None:
-        side = self._planned.inputs.checkpoints[model].encoded
-        assert side is not None
+    def _adopt_index(self, model: int, side: PackedIndex, *, read_missing: bool) -> None:
         content = self._shared(
-            index_of(model), _index_name(model), cost_bytes, lambda: side.content, read_missing=read_missing
+            index_of(model), _index_name(model), side.cost_bytes, lambda: side.content, read_missing=read_missing
         )
         if content is not None and not side.is_read:
             side.adopt(content)
@@ -218,21 +213,19 @@ def record_planning(parts: PartsPlace, plan: Plan, inputs: Inputs, usage: Usage)
     """Record what was read of `inputs` to make a plan, and leave indices of packed experts to the workers."""
     if not usage.expert_bytes:
         return
-    costs = _index_costs(inputs, plan)
-    sides = {model: inputs.checkpoints[model].encoded for model in costs}
-    contents = {model: side.content for model, side in sides.items() if side is not None and side.is_read}
-    claim = Claimant(parts, "").claim(PLANNING, sum(costs[model] for model in contents))
+    read = {model: side for model, side in _encoded_sides(inputs, plan).items() if side.is_read}
+    claim = Claimant(parts, "").claim(PLANNING, sum(side.cost_bytes for side in read.values()))
     assert claim is not None  # without a budget a claim excludes nobody
     parts.spend(claim, usage)
-    for model, content in contents.items():
-        parts.create(_index_name(model), content)
+    for model, side in read.items():
+        parts.create(_index_name(model), side.content)
 
 
-def _index_costs(inputs: Inputs, plan: Plan) -> dict[int, int]:
-    """Return the cost of the index of each packed model that the plan uses."""
+def _encoded_sides(inputs: Inputs, plan: Plan) -> dict[int, PackedIndex]:
+    """Return the index of each packed model that the plan uses."""
     models = [inputs.expert_models[e] for e in sorted(used_experts(plan))]
     sides = {model: inputs.checkpoints[model].encoded for model in models}
-    return {model: side.cost_bytes for model, side in sides.items() if side is not None}
+    return {model: side for model, side in sides.items() if side is not None}
 
 
 def _index_name(model: int) -> str:

@@ -123,7 +123,7 @@ class MergeProgress:
         elif state is None:
             refusal = "the interrupted run was another merge, or its inputs have changed"
         else:
-            refusal = self._refusal(directory, logged, state.digests) or self._unsent(state, is_sent)
+            refusal = self._refusal(directory, logged, state, is_sent)
         if refusal and self._resume:
             hint = "run without --resume to start over"
             raise NotFoundError.of("resume.nothing", directory, f"nothing to resume: {refusal}", hint)
@@ -153,8 +153,11 @@ class MergeProgress:
         )
         return True
 
-    def _refusal(self, directory: Path, logged: LoggedWork, digests: Sequence[TensorDigest]) -> str:
+    def _refusal(
+        self, directory: Path, logged: LoggedWork, state: MergeState, is_sent: Callable[[str, str], bool] | None
+    ) -> str:
         """Return the reason why logged work cannot be resumed; empty if it can."""
+        digests = state.digests
         names = [task.name for task in self._output.tasks[: len(digests)]]
         if not digests or [digest.name for digest in digests] != names:
             return "it was stopped before any of its tensors was durable"
@@ -164,6 +167,9 @@ class MergeProgress:
             path = directory / CONTENT_NAME / name
             if not path.is_file() or path.stat().st_size < nbytes:
                 return f"{name} is shorter than it was"
+        for name, digest in state.sent.items():
+            if is_sent is None or not is_sent(name, digest):
+                return f"{name} is not where it was uploaded any more"
         return ""
 
     def remove_undurable(self) -> None:
@@ -180,11 +186,6 @@ class MergeProgress:
             n_tensors -= len(durable_tensors)
             sizes[shard.name] = len(shard.header) + sum(spec.nbytes for spec in durable_tensors)
         return sizes
-
-    def _unsent(self, state: MergeState, is_sent: Callable[[str, str], bool] | None) -> str:
-        """Return which shard that was sent to a bucket is not there, as a reason; empty if all are."""
-        missing = [name for name, digest in state.sent.items() if is_sent is None or not is_sent(name, digest)]
-        return f"{missing[0]} is not where it was uploaded any more" if missing else ""
 
     def _check_budget(self, directory: Path, earlier_bytes: int, n_durable: int) -> None:
         """Refuse, if the merge is strict, what all runs together would read beyond the budget."""

@@ -60,7 +60,7 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
         parse_config(contents[CONFIG_NAME], models[0].root / CONFIG_NAME)
     if alignment is not None:
         contents |= alignment.files
-        _align_configuration(contents, alignment, lender, store)
+        _align_configuration(contents, alignment, lent)
     if recipe.chat_template is not None:
         template = chosen_template(recipe.chat_template, models, store, where=recipe.path)
         contents = contents if template is None else with_chat_template(contents, template)
@@ -174,12 +174,11 @@ def _is_tokenizers(name: str) -> bool:
     return name in TOKENIZER_NAMES or "chat_template" in name or name.endswith(".tiktoken")
 
 
-def _align_configuration(contents: dict[str, bytes], alignment: Alignment, lender: Checkpoint, store: Store) -> None:
+def _align_configuration(contents: dict[str, bytes], alignment: Alignment, lent: Mapping[str, bytes]) -> None:
     """Set the vocabulary size to the number of rows, and token ids to those of the model whose tokenizer is used."""
     if CONFIG_NAME in contents:
         contents[CONFIG_NAME] = with_vocab_size(contents[CONFIG_NAME], alignment.n_rows)
     if alignment.lender != 0:
-        lent = read_sidecars(lender, store)
         for name in (CONFIG_NAME, GENERATION_NAME):
             stated = lent.get(name, lent.get(CONFIG_NAME))
             if name in contents and stated is not None:

@@ -21,7 +21,7 @@ from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage import owned
 from mergepipe.storage.contract import PLAN_BYTES, FileId, Store
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import os_error
+from mergepipe.storage.ranges import os_errors
 from mergepipe.storage.stores import Stores
 
 STORED_PLAN_NAME = "plan"
@@ -75,10 +75,8 @@ def plan_in_record(raw: bytes | None, key: str | None, where: Location) -> Plan 
 def store_plan(directory: Path, key: str, plan: Plan) -> None:
     """Write the plan durably into the staging directory of its output; the seal of the record covers paths too."""
     place = directory / STORED_PLAN_NAME
-    try:
+    with os_errors(place, "writing it"):
         owned.replace_file(place, plan_record(plan, key))
-    except OSError as error:
-        raise os_error(error, place, "writing it") from error
 
 
 def stored_plan(directory: Path, key: str) -> Plan | None:

@@ -214,7 +214,8 @@ def merge_work(
     A plan's seed overrides `seed`. What `link` has on record of the experts is not read or reduced again.
     """
     checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
-    paths = _paths(inputs, output.tasks)
+    encoded = (t for checkpoint in checkpoints for t in checkpoint.tensors.values() if isinstance(t, LeveledTensor))
+    paths = files_of(source for task in output.tasks for source in (task.base, *task.experts)) | files_of(encoded)
     known = KnownStatistics(store, link.home, link.notices, beside=False)
     work = MergeWork(
         output,
@@ -240,12 +241,6 @@ def output_of(inputs: Inputs, shard_bytes: int | None, file: str = "") -> Output
     if file or (shard_bytes is None and base.path != base.root):
         return plan_output(inputs.resolution.tasks, _ONE_FILE, single=file if file.endswith(SUFFIX) else SINGLE_NAME)
     return plan_output(inputs.resolution.tasks, shard_bytes or DEFAULT_SHARD_BYTES, base.components)
-
-
-def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Location]:
-    """Collect the files that the tasks read."""
-    encoded = (t for _, _, c in inputs.leaves() for t in c.tensors.values() if isinstance(t, LeveledTensor))
-    return files_of(source for task in tasks for source in (task.base, *task.experts)) | files_of(encoded)
 
 
 def _content_ids(

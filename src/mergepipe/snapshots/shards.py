@@ -223,7 +223,13 @@ def index_files(shards: Sequence[ShardLayout]) -> dict[str, bytes]:
     for shard in shards:
         if index_name(shard.name):
             sharded.setdefault(index_name(shard.name), []).append(shard)
-    return {name: _index_json(of_index) for name, of_index in sharded.items()}
+    files = {}
+    for name, of_index in sharded.items():
+        specs = [(spec, shard.name) for shard in of_index for spec in shard.tensors]
+        weight_map = index_map((spec.name, file) for spec, file in specs)
+        content = {"metadata": {"total_size": sum(spec.nbytes for spec, _ in specs)}, "weight_map": weight_map}
+        files[name] = (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
+    return files
 
 
 def index_name(file: str) -> str:
@@ -235,13 +241,6 @@ def index_name(file: str) -> str:
 def index_map(tensors: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Return the weight map of an index, of pairs (tensor, file): both lose the folder of a component."""
     return {stored_name(tensor, file): file.rpartition("/")[2] for tensor, file in sorted(tensors)}
-
-
-def _index_json(shards: Sequence[ShardLayout]) -> bytes:
-    total = sum(spec.nbytes for shard in shards for spec in shard.tensors)
-    weight_map = index_map((spec.name, shard.name) for shard in shards for spec in shard.tensors)
-    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from mergepipe.storage.contract import WORK_LOG_BYTES
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owned import LOG_NAME
-from mergepipe.storage.ranges import os_error
+from mergepipe.storage.ranges import os_errors
 
 _CHECK_DIGITS: Final = 16
 
@@ -113,7 +113,7 @@ class WorkLog:
 
     def append(self, record: Record, *, is_durable: bool) -> None:
         """Append a record, which has a `kind`."""
-        try:
+        with os_errors(self._directory / LOG_NAME, _DOING):
             with self._lock:
                 if self._descriptor < 0:
                     self._open()
@@ -124,18 +124,14 @@ class WorkLog:
                     sync_directory(self._directory)
                     sync_directory(self._directory.parent)
                     self._has_durable_name = True
-        except OSError as error:
-            raise os_error(error, self._directory / LOG_NAME, _DOING) from error
 
     def restart(self) -> None:
         """Record durably that what earlier runs made is given up, before it is removed."""
         self._is_resumed = False
-        try:
+        with os_errors(self._directory / LOG_NAME, _DOING):
             self._descriptor = self._descriptor_of_file()
             self._write({"kind": "restart"})
             owned.sync_file(self._descriptor)
-        except OSError as error:
-            raise os_error(error, self._directory / LOG_NAME, _DOING) from error
         self.close()  # a record of a new content follows once there is one
 
     def close(self) -> None:

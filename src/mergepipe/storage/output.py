@@ -257,9 +257,7 @@ class SpilledFiles(Mapping[Location, RangeFile]):
                 self._descriptor = owned.create_unnamed_file(self._folder)
             place, self._end = self._end, self._end + len(content)
         with os_errors(self._folder, "keeping what was read of experts"):
-            done = 0
-            while done < len(content):
-                done += os.pwrite(self._descriptor, content[done:], place + done)
+            owned.write_at(self._descriptor, content, place)
         return place
 
     def _read_again(self, place: int, nbytes: int, buffer: memoryview) -> None:

@@ -145,6 +145,14 @@ def write_all(descriptor: int, content: bytes | bytearray) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
+def write_at(descriptor: int, content: bytes | memoryview, offset: int) -> None:
+    """Write at an offset of an open file."""
+    rest = memoryview(content)
+    while rest:
+        count = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[count:], offset + count
+
+
 def sync_file(descriptor: int) -> None:
     """Make an open file durable; on macOS, `fsync` leaves bytes in the disk's cache, and another call does not."""
     if sys.platform == "darwin":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,9 +12,9 @@ import typer
 
 import mergepipe
 from mergepipe.cli.app import OutPath, SnapshotName, Without, command
-from mergepipe.cli.printing import PrintOptions, ReportOptions, print_report, report_json
+from mergepipe.cli.printing import PrintOptions, ReportOptions, columns_text, print_report, report_json
 from mergepipe.cli.progress import OnProgress
-from mergepipe.core.display import Displayed, Table, printable, printable_lines, text_of, told
+from mergepipe.core.display import Displayed, Table, printable, printable_lines, text_of
 from mergepipe.core.flags import Flag
 from mergepipe.core.outcome import note_committed
 from mergepipe.core.units import format_bytes
@@ -23,36 +23,9 @@ from mergepipe.options import FORCE, HOME, PushOptions, RunOptions, VerifyOption
 
 if TYPE_CHECKING:
     from mergepipe.catalog.snapshots import LineageNode
-    from mergepipe.reports import SnapshotReport
 
 DAMAGED_EXIT_CODE = 4
 SHORT_SID = 12
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class SnapshotList(Displayed):
-    """Snapshots that the catalog knows."""
-
-    snapshots: tuple[SnapshotReport, ...]
-
-    @property
-    @told()
-    def table(self) -> Table | str:
-        """A line for each snapshot."""
-        rows = tuple(
-            (
-                snapshot.sid[:SHORT_SID],
-                text_of("created", snapshot.created),
-                snapshot.operator,
-                snapshot.place,
-                str(sum(source.role == "expert" for source in snapshot.inputs)),
-                format_bytes(snapshot.expert_bytes + snapshot.analysis_bytes),
-                text_of("budget", snapshot.plan_digest is not None),
-            )
-            for snapshot in self.snapshots
-        )
-        head = ("sid", "made (UTC)", "operator", "path", "experts", "read of them", "budget")
-        return Table(head, rows) if rows else "no snapshots"
 
 
 def _day(text: str, name: str) -> date:
@@ -83,7 +56,23 @@ def list_snapshots(
 ) -> None:
     """List the snapshots that the catalog knows, newest first."""
     snapshots = mergepipe.list_snapshots(contained=contained, operator=operator, since=since, home=home)
-    print_report(SnapshotList(snapshots), printing)
+    if printing.as_json:
+        print(report_json({"snapshots": snapshots}))
+        return
+    rows = tuple(
+        (
+            snapshot.sid[:SHORT_SID],
+            text_of("created", snapshot.created),
+            snapshot.operator,
+            snapshot.place,
+            str(sum(source.role == "expert" for source in snapshot.inputs)),
+            format_bytes(snapshot.expert_bytes + snapshot.analysis_bytes),
+            text_of("budget", snapshot.plan_digest is not None),
+        )
+        for snapshot in snapshots
+    )
+    head = ("sid", "made (UTC)", "operator", "path", "experts", "read of them", "budget")
+    print(printable_lines(columns_text(Table(head, rows))) if rows else "no snapshots")
 
 
 @command("mergepipe show merged/", "mergepipe show 7b3a2e50")
@@ -115,11 +104,7 @@ def lineage(
 
 def lineage_dot(nodes: Sequence[LineageNode], *, down: bool = False) -> str:
     """The lineage as a graph in the DOT language: every input points to what was made from it."""
-    lines = _dot_lines(nodes, down=down)
-    return "\n".join(["digraph lineage {", "  rankdir=LR;", "  node [shape=box];", *lines, "}"])
-
-
-def _dot_lines(nodes: Sequence[LineageNode], *, down: bool) -> Iterator[str]:
+    lines = ["digraph lineage {", "  rankdir=LR;", "  node [shape=box];"]
     parents: list[str] = []
     labelled: set[str] = set()
     for node in nodes:
@@ -127,12 +112,13 @@ def _dot_lines(nodes: Sequence[LineageNode], *, down: bool) -> Iterator[str]:
         if name not in labelled:
             labelled.add(name)
             made = [f"{node.operator} {node.sid[:SHORT_SID]}"] if node.operator and node.sid else []
-            yield f"  {name} [label={_quoted(node.model if node.depth else str(node.path), *made)}];"
+            lines.append(f"  {name} [label={_quoted(node.model if node.depth else str(node.path), *made)}];")
         del parents[node.depth :]
         if parents:
             start, end = (parents[-1], name) if down else (name, parents[-1])
-            yield f"  {start} -> {end} [label={_quoted(node.role)}];"
+            lines.append(f"  {start} -> {end} [label={_quoted(node.role)}];")
         parents.append(name)
+    return "\n".join([*lines, "}"])
 
 
 def _quoted(*lines: str) -> str:
