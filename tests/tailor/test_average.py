@@ -279,6 +279,8 @@ def test_average__refuses_options_by_name(
         ("weights: [true, false, 1]", "recipe.value", "needs the name of a scheme or a list of numbers"),
         ("weights: []", "recipe.value", "needs the name of a scheme or a list of numbers"),
         ("optimizer: [1]", "recipe.value", "needs text, found a list"),
+        ("optimizer: lats", "recipe.unknown-name", "average.yml:3 average.optimizer: 'lats' is not known; did you"),
+        ("weights: best", "option.invalid", "average.yml:3 average.weights: 'best' is neither a scheme nor numbers"),
         ("colour: blue", "recipe.unknown-name", "unknown key 'colour'"),
         ("weights: sma\ndefault: x", "recipe.unknown-name", "unknown key 'default'"),
     ],

@@ -125,11 +125,15 @@ def test_compose__keeps_what_stage_3_does_not_train(tmp_path: Path, options: Com
 
 
 def test_compose__exports_no_count_as_a_master(tmp_path: Path) -> None:
-    """A buffer of integers, which stages 1 and 2 keep among the module's weights."""
-    seen = {"model.seen": np.array([3])}
+    """A buffer of integers and a frozen weight, which stages 1 and 2 keep among the module's weights."""
+    seen = {"model.seen": np.array([3]), "projector.weight": np.ones((2, 3), np.float32)}
     pair = make_pair(tmp_path, lambda f, known: write_zero12(f, known, decay_groups(known.shapes), 2, buffers=seen))
     pair.compose("default: new\n", UNIVERSAL)
     assert not (pair.out / "zero" / "model.seen").exists()
+    assert (checkpoint_at(pair.out).states["projector.weight", FP32].shape, checkpoint_at(pair.out).missing) == (
+        (2, 3),
+        (),
+    )
     api.export(pair.out, tmp_path / "model")
     assert np.array_equal(model_values(tmp_path / "model")["model.seen"], seen["model.seen"])
     (other,) = (unit for unit in api.diff(tmp_path / "old", tmp_path / "new").units if unit.unit == "other:model")

@@ -50,7 +50,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice, assign
-from mergepipe.tailor.checkpoint import FP32, StoredState, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import FP32, WEIGHT, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition_plan import CompositionPlan, plan_composition, plan_universal, unpacked
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal
 from mergepipe.tailor.copy_writer import write_files
@@ -191,7 +191,8 @@ def compose(
         return CompositionReport(plan, None, None, time.perf_counter() - started)
 
     def sources(name: str, kind: str) -> tuple[StoredState, ...]:
-        stored = assignment.find_state(name, kind)
+        is_frozen = kind == FP32 and (name, kind) not in assignment.skeleton.states  # an export's own
+        stored = assignment.find_state(name, WEIGHT if is_frozen else kind)
         if stored is None:
             raise _failed(out, f"{kind} of {name} has no source")
         return (unpacked(store, stored),)

@@ -361,15 +361,15 @@ def out_dtype(name: str | None, where: str) -> DType | None:
     return None if name is None else DTYPES_BY_RECIPE_NAME[name]
 
 
-def weights_of(text: str) -> str | tuple[float, ...]:
-    """Read `--weights`: a scheme's name, or numbers separated by commas."""
+def weights_of(text: str, where: str = "--weights") -> str | tuple[float, ...]:
+    """Read a scheme's name, or numbers separated by commas."""
     if text in SCHEMES:
         return text
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         message = f"'{text[:80]}' is neither a scheme nor numbers"
-        raise invalid_option("--weights", message, did_you_mean(text, list(SCHEMES))) from None
+        raise invalid_option(where, message, did_you_mean(text, list(SCHEMES))) from None
 
 
 def load_average(path: Location, store: Store) -> AverageRequest | None:
@@ -393,14 +393,14 @@ def load_average(path: Location, store: Store) -> AverageRequest | None:
     alpha = _number(entry.get("alpha"))
     if alpha is None and entry.get("alpha") is not None:
         reader.wrong_kind(entry["alpha"], (AVERAGE_KEY, "alpha"), "a number")
-    keys = (key for key in ("optimizer", "dtype") if entry.get(key) is not None)
-    texts = {key: reader.text(entry[key], (AVERAGE_KEY, key)) for key in keys}
+    optimizer = _one_of(reader, entry, "optimizer", [state.value for state in OptimizerState])
+    dtype = _one_of(reader, entry, "dtype", [dtype.recipe_name for dtype in _OUT_DTYPES])
     request = AverageRequest(
         tuple(reference.path.normal() for reference in references if reference is not None),
         _weights(reader, entry.get("weights")),
         alpha,
-        optimizer_state(texts.get("optimizer") or OptimizerState.NONE.value),
-        out_dtype(texts.get("dtype"), "dtype"),
+        OptimizerState(optimizer or OptimizerState.NONE),
+        None if dtype is None else DTYPES_BY_RECIPE_NAME[dtype],
         None if config is None else config.path.normal(),
     )
     reader.findings.raise_any()
@@ -411,7 +411,7 @@ def _weights(reader: DocumentReader, value: Value) -> str | tuple[float, ...]:
     if value is None:
         return "sma"
     if isinstance(value, str):
-        return weights_of(value)
+        return weights_of(value, reader.source.where(AVERAGE_KEY, "weights"))
     numbers = [_number(n) for n in value] if isinstance(value, list) else []
     known = [n for n in numbers if n is not None]
     if not numbers or len(known) < len(numbers):
@@ -423,9 +423,11 @@ def _number(value: Value) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def optimizer_state(text: str) -> OptimizerState:
-    """Read `--optimizer`."""
-    names: Sequence[str] = [state.value for state in OptimizerState]
-    if text not in names:
-        raise invalid_option("--optimizer", f"'{text}' is not known", did_you_mean(text, names))
-    return OptimizerState(text)
+def _one_of(reader: DocumentReader, entry: dict[str, Value], key: str, names: Sequence[str]) -> str | None:
+    """Return the name that a recipe gives for a key; None where there is none, or one that is reported."""
+    at = (AVERAGE_KEY, key)
+    text = None if entry.get(key) is None else reader.text(entry[key], at)
+    if text is None or text in names:
+        return text
+    reader.refuse("recipe.unknown-name", at, f"'{shortened(text)}' is not known", did_you_mean(shortened(text), names))
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mergepipe.checkpoints.contract import TensorEntry
@@ -90,6 +90,14 @@ def recorded_step(root: object, keys: Sequence[str]) -> int | None:
     """Return the first count that a pickle records under one of the keys."""
     recorded = (root.get(key) for key in keys) if isinstance(root, dict) else ()
     return next((step for step in recorded if type(step) is int and step >= 0), None)
+
+
+def tied_by_place(places: Mapping[str, object]) -> dict[str, str]:
+    """Map names of weights to the first one that lies in the same place, where that is another."""
+    owners: dict[object, str] = {}
+    for name, place in places.items():
+        owners.setdefault(place, name)
+    return {name: owners[place] for name, place in places.items() if owners[place] != name}
 
 
 # --- what optimizers keep

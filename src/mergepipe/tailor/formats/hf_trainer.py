@@ -29,6 +29,7 @@ from mergepipe.tailor.formats.contract import (
     recorded_step,
     refuse_foreign_states,
     step_of_name,
+    tied_by_place,
 )
 from mergepipe.tailor.selection import model_units
 
@@ -353,10 +354,8 @@ def read_one_file(store: Store, path: Location, home: Location) -> TrainingCheck
     entries = read_torch_weights(store, path).entries
     named = {entry.name: entry for entry in entries}
     in_order = [named[name] for name in model_units(named).names]  # embeddings own what a head is tied to
-    owners = {(entry.offset, entry.nbytes): entry.name for entry in reversed(in_order) if entry.nbytes}
-    owner_of = {entry.name: owners.get((entry.offset, entry.nbytes), entry.name) for entry in in_order}
-    parameters = {name: named[name].shape for name, owner in owner_of.items() if owner == name}
-    tied = {name: owner for name, owner in owner_of.items() if owner != name}
+    tied = tied_by_place({entry.name: (entry.offset, entry.nbytes) for entry in in_order if entry.nbytes})
+    parameters = {entry.name: entry.shape for entry in in_order if entry.name not in tied}
     recorded = recorded_step(read_torch_zip(store, path).root, _STEPS)
     named_step = step_of_name(home.name.rpartition(".")[0] or home.name) or 0
     return TrainingCheckpoint(

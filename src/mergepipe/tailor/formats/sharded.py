@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import Span, element_count
@@ -37,6 +36,7 @@ from mergepipe.tailor.formats.contract import (
     refuse_foreign_states,
     root_of,
     step_of_name,
+    tied_by_place,
 )
 from mergepipe.tailor.formats.dcp import METADATA_NAME, count_writers, dcp_checkpoint, read_tensors, tensor_state
 from mergepipe.tailor.formats.deepspeed import with_export
@@ -88,7 +88,7 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
     unknown = next((name for name in entries if name not in weights), None)
     if unknown is not None:
         raise damaged(folder, f"{unknown[:80]!r} of the optimizer is not among the weights")
-    tied = dict(_aliases(weights, entries))
+    tied = tied_by_place({name: weights[name].offset for name in (*entries, *weights) if weights[name].n_elements})
     parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}
     states = {(n, WEIGHT): StoredState.whole(n, WEIGHT, weights[n]) for n in parameters}  # aliases have their owner's
     steps = []
@@ -109,15 +109,6 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
         steps=tuple(steps),
         missing=tuple(f"optimizer state of {name}" for name in parameters if name in trained and name not in entries),
     )
-
-
-def _aliases(weights: dict[str, TensorEntry], trained: dict[str, Node]) -> Iterator[tuple[str, str]]:
-    """Weights that share their bytes with one that is trained, as (alias, owner)."""
-    owners = {weights[name].offset: name for name in trained}
-    for name, tensor in weights.items():
-        owner = owners.get(tensor.offset)
-        if name not in trained and owner is not None and tensor.n_elements:
-            yield name, owner
 
 
 def _recognise(store: Store, path: Location) -> bool:
@@ -253,9 +244,8 @@ def read_verl(store: Store, folder: Location, home: Location) -> TrainingCheckpo
     ranks = _open_ranks(store, folder, "model")
     names = list(dict(root_of(ranks[0]).named_items()))
     weights = {name: _joined(ranks, (name,), name, WEIGHT) for name in names if _value(ranks[0], name)}
-    places = {name: (state.pieces[0].file, state.pieces[0].offset) for name, state in weights.items() if state.pieces}
-    owners = {place: name for name, place in reversed(places.items())}
-    tied = {name: owners[place] for name, place in places.items() if owners[place] != name}
+    firsts = {name: state.pieces[0] for name, state in weights.items() if state.pieces}
+    tied = tied_by_place({name: (piece.file, piece.offset) for name, piece in firsts.items()})
     cut = {name for name in weights if isinstance(_value(ranks[0], name), Record)} or weights.keys()
     parameters = {name: state.shape for name, state in weights.items() if name in cut and name not in tied}
     states, steps = _optimizer(store, folder, ranks, parameters)
