@@ -44,7 +44,6 @@ def test_diff__is_the_relative_change_of_every_unit(tmp_path: Path, kind: str) -
         names = [n for n in pair.old.shapes if ".layers.1." in n]
         a = np.concatenate([pair.old.arrays[n, state].ravel() for n in names]).astype(np.float64)
         b = np.concatenate([pair.new.arrays[n, state].ravel() for n in names]).astype(np.float64)
-        assert found is not None
         assert found == pytest.approx(float(np.linalg.norm(b - a) / np.linalg.norm(a)), rel=1e-12)
 
 

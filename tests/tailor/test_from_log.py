@@ -57,13 +57,10 @@ def test_composition_from_log_file__sees_which_saves_hold_tensors_alone(tmp_path
         (tmp_path / name / "mergepipe-partial.json").touch()
     (tmp_path / "partial-20" / "trainer_state.json").touch()
     (tmp_path / "log").write_text(LOG)
-    assert composition_from_log_file(
-        LocalStore(), Location.local(tmp_path / "log"), Location.local(tmp_path), 30
-    ).state_from == Location.local(tmp_path / "partial-20")
+    log, run = Location.local(tmp_path / "log"), Location.local(tmp_path)
+    assert composition_from_log_file(LocalStore(), log, run, 30).state_from == run / "partial-20"
     (tmp_path / "partial-30" / ".metadata").touch()
-    assert composition_from_log_file(
-        LocalStore(), Location.local(tmp_path / "log"), Location.local(tmp_path), 30
-    ).state_from == Location.local(tmp_path / "partial-30")
+    assert composition_from_log_file(LocalStore(), log, run, 30).state_from == run / "partial-30"
 
 
 @pytest.mark.parametrize(("folder", "run"), [("", "run"), ("recipes", "../run")])
