@@ -323,8 +323,7 @@ def _model_card(averaging: Averaging, dtypes: Sequence[str]) -> bytes:
 def made_states(averaging: Averaging, made: Location, home: Location) -> Mapping[tuple[str, str], StoredState]:
     """Open what was written."""
     if averaging.request.is_model:
-        entries = open_checkpoint(averaging.store, made).tensors.values()
-        return {(e.name, WEIGHT): StoredState.whole(e.name, WEIGHT, e) for t in entries for e in t.stored}
+        return StoredState.of_model(open_checkpoint(averaging.store, made), WEIGHT)
     opened = open_training_checkpoint(averaging.store, made, home)
     if opened.missing or opened.step != averaging.newest.step:
         raise CorruptError.of("output.damaged", home.name, f"is at step {opened.step}, lacks {opened.missing[:1]}")

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.errors import damaged, unsupported
 from mergepipe.storage.contract import RangeFile, Store
@@ -151,6 +151,12 @@ class StoredState:
         piece = Piece(stored.file, stored.offset, stored.nbytes, Span(0, stored.n_elements))
         shape = stored.shape if shape is None else shape
         return cls(parameter, kind, stored.dtype, shape, (piece,) if stored.n_elements else ())
+
+    @classmethod
+    def of_model(cls, model: Checkpoint, kind: str) -> dict[tuple[str, str], StoredState]:
+        """Return the stored tensors of a model as states of one kind."""
+        entries = (entry for tensor in model.tensors.values() for entry in tensor.stored)
+        return {(entry.name, kind): cls.whole(entry.name, kind, entry) for entry in entries}
 
     @classmethod
     def planned(cls, parameter: str, kind: str, dtype: DType, shape: tuple[int, ...]) -> StoredState:

@@ -203,25 +203,21 @@ class Node:
         return None if value is None else self._child(key, value)
 
     def get(self, key: object) -> Node:
-        """The value under `key`, which must be there."""
-        if key not in self.mapping():
+        """The value under `key`, or of a list at this place, which must be there."""
+        if isinstance(key, int) and isinstance(self.value, list | tuple):
+            values: Mapping[object, object] = dict(enumerate(self.value))
+        else:
+            values = self.mapping()
+        if key not in values:
             raise self.error(f"{str(key)!r} is missing")
-        return self._child(key, self.mapping()[key])
+        return self._child(key, values[key])
 
     def at(self, path: PicklePath) -> Node:
         """The value at a path, which must be there."""
         node = self
         for step in path:
-            node = (
-                node._item(step) if isinstance(step, int) and isinstance(node.value, list | tuple) else node.get(step)
-            )
+            node = node.get(step)
         return node
-
-    def _item(self, index: int) -> Node:
-        items = self.elements()
-        if index >= len(items):
-            raise self.error(f"{len(items)} items, number {index} is needed")
-        return items[index]
 
     def items(self) -> Iterator[tuple[object, Node]]:
         """The entries of a mapping."""

@@ -194,16 +194,14 @@ def dcp_checkpoint(
     steps = tuple(map_at_once(store, [folder], lambda counter: _step(store, *counter), counters))
     tied = dict(_aliases(store, weights, frozenset(name for name, _ in optimizer)))
     parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}
-    chunks = sorted((c for t in tensors.values() for c in t.chunks), key=lambda c: (c.file, c.offset + c.nbytes))
-    ends = {chunk.file: chunk.offset + chunk.nbytes for chunk in chunks}
-    missing = [f"file {file.name}" for file, end in ends.items() if not _is_whole(store, file, end)]
+    world_size, missing = find_files(store, tensors.values())
     missing += [f"part of {kind} of {name}" for (name, kind), state in states.items() if state.gaps]
     missing += [] if optimizer else [NO_OPTIMIZER]
     return TrainingCheckpoint(
         path=folder,
         root=folder,
         format=DCP_FORMAT,
-        world_size=count_writers(ends),
+        world_size=world_size,
         step=int(max((s.value for s in steps), default=step_of_name((home or folder).name) or 0)),
         units=model_units(parameters, tied),
         parameters=parameters,
@@ -213,19 +211,22 @@ def dcp_checkpoint(
     )
 
 
-def _is_whole(store: Store, file: Location, end: int) -> bool:
-    """Whether a file is there; one that ends before its chunks do is damaged."""
-    status = store.stat(file)
-    if status is None or not status.is_file:
-        return False
-    if status.size_bytes < end:
-        raise damaged(file, f"has {status.size_bytes} bytes, {METADATA_NAME} needs {end}: it was cut off")
-    return True
+def find_files(store: Store, tensors: Iterable[DcpTensor]) -> tuple[int, list[str]]:
+    """Count the ranks that wrote the files of some tensors, one at least; list the files that are not there.
 
-
-def count_writers(files: Iterable[Location]) -> int:
-    """Count the ranks that wrote some files, one at least."""
-    return len({match[1] for file in files if (match := _FILE_NAME.fullmatch(file.name))}) or 1
+    Raises:
+        CorruptError: one ends before its chunks do.
+    """
+    chunks = sorted((c for t in tensors for c in t.chunks), key=lambda c: (c.file, c.offset + c.nbytes))
+    missing = []
+    ends = {chunk.file: chunk.offset + chunk.nbytes for chunk in chunks}
+    for file, end in ends.items():
+        status = store.stat(file)
+        if status is None or not status.is_file:
+            missing.append(f"file {file.name}")
+        elif status.size_bytes < end:
+            raise damaged(file, f"has {status.size_bytes} bytes, {METADATA_NAME} needs {end}: it was cut off")
+    return len({match[1] for file in ends if (match := _FILE_NAME.fullmatch(file.name))}) or 1, missing
 
 
 def unpack_piece(store: Store, piece: Piece, dtype: DType) -> Piece:

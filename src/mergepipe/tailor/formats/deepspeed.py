@@ -135,7 +135,7 @@ def _checkpoint(
     parameters = {**grouped, **ungrouped}
     states = {(s.parameter, s.kind): s for s in read_states(parameters)}
     kinds = dict.fromkeys(kind for name, kind in states if name in grouped) or (FP32,)
-    checkpoint = TrainingCheckpoint(
+    return TrainingCheckpoint(
         path=folder,
         root=folder,
         format=ZERO_FORMAT,
@@ -153,8 +153,8 @@ def _checkpoint(
             for kind in kinds
             if (state := states.get((name, kind))) is None or state.gaps
         ),
+        untrained={n: s for n, s in _untrained(archives) if n not in parameters} if stage == 3 else {},
     )
-    return with_untrained(checkpoint, archives)
 
 
 def base_optimizer_path(stage: int | None) -> tuple[str, str]:
@@ -245,23 +245,19 @@ def module_weights(model: Node, archive: TorchArchive) -> Iterator[tuple[str, St
             yield name, StoredState.whole(name, WEIGHT, located(archive, node))
 
 
-def with_untrained(checkpoint: TrainingCheckpoint, archives: Mapping[int, TorchArchive]) -> TrainingCheckpoint:
-    """Add what the model files of stage 3, by rank, hold: buffers, whole in each, and frozen weights, in parts.
+def _untrained(archives: Mapping[int, TorchArchive]) -> Iterator[tuple[str, StoredState]]:
+    """Yield what the model files of stage 3, by rank, hold: buffers, whole in each, and frozen weights, in parts.
 
     Source: `parse_model_states` and `_zero3_merge_frozen_params` of DeepSpeed's `zero_to_fp32`.
     """
-    if checkpoint.stage != 3:
-        return checkpoint
     first = next(iter(archives.values()))
-    stored = {name: state for name, state in module_weights(root_of(first), first) if state.n_elements}
+    yield from ((name, state) for name, state in module_weights(root_of(first), first) if state.n_elements)
     shapes = root_of(first).find("frozen_param_shapes")
     for name, node in shapes.named_items() if shapes is not None else ():
         tensors = {}
         for rank, archive in archives.items():
             tensors[rank] = located(archive, root_of(archive).get("frozen_param_fragments").get(name))
-        stored[name] = _frozen(name, node.shape(), tensors)
-    untrained = {name: state for name, state in stored.items() if name not in checkpoint.parameters}
-    return replace(checkpoint, untrained=MappingProxyType(untrained))
+        yield name, _frozen(name, node.shape(), tensors)
 
 
 def _frozen(name: str, shape: tuple[int, ...], parts: Mapping[int, TensorEntry]) -> StoredState:
@@ -363,31 +359,28 @@ def _recognise(store: Store, path: Location) -> bool:
 
 def _open(store: Store, path: Location, _home: Location) -> TrainingCheckpoint:
     """Open a tag directory, a save directory with its `latest`, or a Trainer's with one inside; see `read_zero`."""
-    if is_file(store, path / TRAINER_STATE_NAME):
-        zero = replace(read_zero(store, read_latest(store, path)), path=path, framework=Framework.TRANSFORMERS)
-        check_trainer_step(store, zero)
-        return with_export(store, zero)
-    if list_zero_files(store, path) is not None:
-        return read_zero(store, path)
-    return replace(read_zero(store, read_latest(store, path)), path=path)
+    is_tag = not is_file(store, path / TRAINER_STATE_NAME) and list_zero_files(store, path) is not None
+    return read_zero(store, path) if is_tag else _open_save(store, path, LATEST_NAME, read_zero)
 
 
-def check_trainer_step(store: Store, checkpoint: TrainingCheckpoint) -> None:
-    """Check that the Trainer's state and the engine's are of one step."""
-    step = read_global_step(store, checkpoint.path)
-    if checkpoint.step != step:
-        message = f"the Trainer is at step {step}, DeepSpeed at step {checkpoint.step}"
-        raise damaged(checkpoint.path, message)
+def _open_save(
+    store: Store, path: Location, name: str, read: Callable[[Store, Location], TrainingCheckpoint]
+) -> TrainingCheckpoint:
+    """Open the tag that the file `name` of a save directory names; in a Trainer's both must be of one step."""
+    opened = replace(read(store, _read_latest(store, path / name)), path=path)
+    if not is_file(store, path / TRAINER_STATE_NAME):
+        return opened
+    step = read_global_step(store, path)
+    if opened.step != step:
+        raise damaged(path, f"the Trainer is at step {step}, DeepSpeed at step {opened.step}")
+    return with_export(store, replace(opened, framework=Framework.TRANSFORMERS))
 
 
 def with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpoint:
     """Add the safetensors copy of the weights, where the Trainer wrote one."""
     if not any(entry.name.endswith(".safetensors") for entry in store.list(checkpoint.path)):
         return checkpoint
-    model = open_checkpoint(store, checkpoint.path)
-    exported = {
-        (e.name, EXPORT): StoredState.whole(e.name, EXPORT, e) for t in model.tensors.values() for e in t.stored
-    }
+    exported = StoredState.of_model(open_checkpoint(store, checkpoint.path), EXPORT)
     wrong = [
         name
         for (name, _), state in exported.items()
@@ -398,15 +391,14 @@ def with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpo
     return replace(checkpoint, states=MappingProxyType({**checkpoint.states, **exported}))
 
 
-def read_latest(store: Store, path: Location, name: str = LATEST_NAME) -> Location:
-    """Return the tag directory that `latest`, or another file of this `name`, names."""
-    raw = store.read_small(path / name, LATEST_BYTES)
-    tag = raw.decode("utf-8", "replace").strip()
+def _read_latest(store: Store, file: Location) -> Location:
+    """Return the tag directory that `latest`, or a file like it, names."""
+    tag = store.read_small(file, LATEST_BYTES).decode("utf-8", "replace").strip()
     if not is_plain_name(tag):
-        raise damaged(path / name, "does not name a directory in the same folder")
-    if not is_folder(store, path / tag):
-        raise NotFoundError.of("checkpoint.incomplete", path / name, f"names {tag!r}, which is not there")
-    return path / tag
+        raise damaged(file, "does not name a directory in the same folder")
+    if not is_folder(store, file.parent / tag):
+        raise NotFoundError.of("checkpoint.incomplete", file, f"names {tag!r}, which is not there")
+    return file.parent / tag
 
 
 ZERO = TrainingFormat(
@@ -499,13 +491,8 @@ def _is_universal(store: Store, path: Location) -> bool:
 
 def _open_universal(store: Store, path: Location, _home: Location) -> TrainingCheckpoint:
     """Open a tag directory, a save directory with its `latest_universal`, or a Trainer's; see `read_universal`."""
-    if not is_file(store, path / LATEST_UNIVERSAL_NAME):
-        return read_universal(store, path)
-    opened = replace(read_universal(store, read_latest(store, path, LATEST_UNIVERSAL_NAME)), path=path)
-    if not is_file(store, path / TRAINER_STATE_NAME):
-        return opened
-    check_trainer_step(store, opened)
-    return with_export(store, replace(opened, framework=Framework.TRANSFORMERS))
+    is_save = is_file(store, path / LATEST_UNIVERSAL_NAME)
+    return _open_save(store, path, LATEST_UNIVERSAL_NAME, read_universal) if is_save else read_universal(store, path)
 
 
 UNIVERSAL = TrainingFormat(

@@ -184,8 +184,7 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
     model = open_checkpoint(store, folder)
     archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
     optimizer, config = Node(archive.root, OPTIMIZER_NAME), read_json(store, folder / CONFIG_NAME)
-    entries = {entry.name: entry for tensor in model.tensors.values() for entry in tensor.stored}
-    weights = {t.name: StoredState.whole(t.name, WEIGHT, t) for t in entries.values()}
+    weights = StoredState.of_model(model, WEIGHT)
     states: dict[tuple[str, str], StoredState] = {}
     steps: list[AdamStep] = []
     missing: list[str] = []
@@ -194,7 +193,7 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
         for number, name in enumerate(names):
             entry = optimizer.get("state").find(number)
             if entry is not None:
-                held, counters = parameter_states(archive, entry, ("state", number), weights[name])
+                held, counters = parameter_states(archive, entry, ("state", number), weights[name, WEIGHT])
                 states |= held
                 steps += counters
         kinds = {kind for _, kind in states}
@@ -213,7 +212,7 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
         step=read_global_step(store, folder),
         units=model_units(parameters, tied_aliases(config, parameters)),
         parameters=parameters,
-        states={**{(name, WEIGHT): state for name, state in weights.items()}, **states},
+        states=weights | states,
         steps=tuple(steps),
         missing=tuple(missing),
     )
@@ -305,8 +304,8 @@ def _read_weights(store: Store, path: Location, home: Location) -> TrainingCheck
     refuse_quantised(store, model)
     if model.kind is not CheckpointKind.FULL:
         raise unsupported(path, "holds differences from a base, not weights", "name weights")
-    entries = [entry for tensor in model.tensors.values() for entry in tensor.stored]
-    parameters = {entry.name: entry.shape for entry in entries}
+    states = StoredState.of_model(model, WEIGHT)
+    parameters = {name: state.shape for (name, _), state in states.items()}
     return TrainingCheckpoint(
         path=path,
         root=path,
@@ -315,7 +314,7 @@ def _read_weights(store: Store, path: Location, home: Location) -> TrainingCheck
         step=_step_of_folder(store, path, home),
         units=model_units(parameters, tied_aliases(read_config(store, path), parameters)),
         parameters=parameters,
-        states={(entry.name, WEIGHT): StoredState.whole(entry.name, WEIGHT, entry) for entry in entries},
+        states=states,
         missing=(NO_OPTIMIZER,),
     )
 

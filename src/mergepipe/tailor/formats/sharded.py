@@ -38,7 +38,7 @@ from mergepipe.tailor.formats.contract import (
     step_of_name,
     tied_by_place,
 )
-from mergepipe.tailor.formats.dcp import METADATA_NAME, count_writers, dcp_checkpoint, read_tensors, tensor_state
+from mergepipe.tailor.formats.dcp import METADATA_NAME, dcp_checkpoint, find_files, read_tensors, tensor_state
 from mergepipe.tailor.formats.deepspeed import with_export
 from mergepipe.tailor.formats.hf_trainer import (
     TRAINER_STATE_NAME,
@@ -178,20 +178,20 @@ def read_megatron(store: Store, path: Location, home: Location) -> TrainingCheck
         if kind is not None and name in weights and tensor.shape == weights[name].shape:
             states[name, kind] = tensor_state(tensor, name, kind)
     parameters = {name: tensor.shape for name, tensor in weights.items()}
-    files = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
+    world_size, missing = find_files(store, tensors.values())
     recorded = recorded_step(read_torch_zip(store, folder / _COMMON_NAME).root, _STEPS)
     named = step_of_name(folder.name) or step_of_name(home.name) or 0
     return TrainingCheckpoint(
         path=path,
         root=folder,
         format=MEGATRON_FORMAT,
-        world_size=count_writers(files),
+        world_size=world_size,
         step=named if recorded is None else recorded,
         units=model_units(parameters),
         parameters=parameters,
         states=states,
         missing=(
-            *(f"file {file.name}" for file in sorted(files) if not is_file(store, file)),
+            *missing,
             *(f"part of {kind} of {name}" for (name, kind), state in states.items() if state.gaps),
             "step counters by parameter, which Megatron does not keep",
         ),
