@@ -294,7 +294,7 @@ def _cut_file(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Any, str]] = {
     "rank": (lambda folder: (folder / "__0_0.distcp").unlink(), "lacks file __0_0.distcp"),
-    "cut": (_cut_file, "__0_0.distcp"),
+    "cut": (_cut_file, "__0_0.distcp: has 400 bytes, .metadata needs"),
     "common": (lambda folder: (folder / "common.pt").unlink(), "there is no common.pt"),
     "backend": (
         lambda folder: (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}'),

@@ -115,7 +115,7 @@ def check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
             hint += "; without --optimizer it takes weights alone" if source.format == WEIGHTS_FORMAT else ""
             raise mismatched(source.path, f"lacks {source.missing[0]}", hint)
         return
-    weights = {name: averaging.stored_value(source, name, WEIGHT) for name in averaging.shapes}
+    weights = {name: averaging.stored_value(source, name, WEIGHT) for name in averaging.newest.weight_shapes}
     cut = next((name for name, state in weights.items() if state is None or state.gaps), None)
     pieces = (piece for state in weights.values() if state is not None for piece in state.pieces)
     files = dict.fromkeys(file for piece in pieces for file in piece.files)
@@ -144,11 +144,6 @@ class Averaging:
     @property
     def newest(self) -> TrainingCheckpoint:
         return self.sources[-1]
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of a model's tensors, by their stored names."""
-        return stored_shapes(self.newest)
 
     @property
     def record(self) -> AverageRecord:
@@ -268,7 +263,7 @@ class Averaging:
 
     def _specs(self) -> list[TensorSpec]:
         """The model's tensors: parameters in the dtype of the request, else in that of the stored weights."""
-        shapes = self.shapes
+        shapes = self.newest.weight_shapes
         views = self.views.items()
         return [TensorSpec(name, self._dtype(view.stored), view.shape or shapes[view.stored]) for name, view in views]
 
@@ -289,13 +284,7 @@ class Averaging:
 
 def views_of(store: Store, newest: TrainingCheckpoint, config: Location | None) -> tuple[Views, str]:
     """Find a model's tensors in the stored ones by the configuration; return them, and a notice if there is one."""
-    return tensor_views(stored_shapes(newest), read_config(store, config or newest.lender or newest.path))
-
-
-def stored_shapes(checkpoint: TrainingCheckpoint) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all weights by their stored names."""
-    untrained = {name: state.shape for name, state in checkpoint.untrained.items()}
-    return {**checkpoint.parameters, **untrained}
+    return tensor_views(newest.weight_shapes, read_config(store, config or newest.lender or newest.path))
 
 
 def _model_card(averaging: Averaging, dtypes: Sequence[str]) -> bytes:
@@ -483,9 +472,10 @@ class Averager:
     def _running(self, averaging: Averaging, step: int) -> TrainingCheckpoint:
         """Open the average so far as a checkpoint with the model's names."""
         newest, tensors = averaging.newest, open_checkpoint(averaging.store, self._out).tensors
+        shapes = newest.weight_shapes
         states = {}
         for name, view in averaging.views.items():
-            tensor, shape = tensors.get(name), view.shape or averaging.shapes[view.stored]
+            tensor, shape = tensors.get(name), view.shape or shapes[view.stored]
             if tensor is None or len(tensors) != len(averaging.views) or tensor.shape != shape:
                 held = f"shape {tensor.shape}" if tensor is not None else f"not among the {len(tensors)} averaged"
                 message = f"{name} has shape {shape}, in {self._out}: {held}"

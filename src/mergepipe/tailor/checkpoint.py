@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from threading import Lock
@@ -74,16 +74,12 @@ class Piece:
         """Return the files that hold its elements."""
         return tuple(strip.file for strip in self.strips) or (self.file,)
 
-    def moved(self, elements: int) -> Piece:
-        """Return the piece as that many elements further on."""
-        return replace(self, span=Span(self.span.start + elements, self.span.stop + elements))
-
-    def part(self, span: Span, dtype: DType) -> Piece:
-        """Return some of the elements of a raw piece; of strips, whole rows."""
-        done = span.start - self.span.start
+    def part(self, span: Span, dtype: DType, start: int) -> Piece:
+        """Return some of the elements of a raw piece as those from `start` on; of strips, whole rows."""
+        done, moved = span.start - self.span.start, Span(start, start + span.n_elements)
         if not self.strips:
             itemsize = dtype.itemsize
-            return Piece(self.file, self.offset + done * itemsize, span.n_elements * itemsize, span)
+            return Piece(self.file, self.offset + done * itemsize, span.n_elements * itemsize, moved)
         row = sum(strip.width for strip in self.strips)
         if done % row or span.n_elements % row:
             raise unsupported(self.file, "is cut along columns, not into whole rows")
@@ -92,7 +88,7 @@ class Piece:
             Strip(s.file, s.offset + above * s.width * dtype.itemsize, rows * s.width * dtype.itemsize, s.width)
             for s in self.strips
         )
-        return Piece(strips[0].file, strips[0].offset, strips[0].nbytes, span, strips=strips)
+        return Piece(strips[0].file, strips[0].offset, strips[0].nbytes, moved, strips=strips)
 
 
 def gather_strips(
@@ -232,6 +228,11 @@ class TrainingCheckpoint:
     is_partial: bool = False
     untrained: Mapping[str, StoredState] = field(default_factory=dict)
     lender: Location | None = None
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all weights by their stored names."""
+        return {**self.parameters, **{name: state.shape for name, state in self.untrained.items()}}
 
     @property
     def kinds(self) -> tuple[str, ...]:

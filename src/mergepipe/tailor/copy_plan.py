@@ -135,25 +135,19 @@ class FilePlan:
     @property
     def source_files(self) -> frozenset[Location]:
         """Return the files that its segments read."""
-        return frozenset(file for segment in self.segments for file in _files_of(segment))
+        return frozenset(file for segment in self.segments for file, *_ in _reads_of(segment))
 
     @property
     def read_bytes(self) -> int:
         """Bytes that its segments read from files."""
-        return sum(source_bytes(segment) for segment in self.segments)
+        return sum(nbytes for segment in self.segments for *_, nbytes in _reads_of(segment))
 
 
-def _files_of(segment: Segment) -> tuple[Location, ...]:
+def _reads_of(segment: Segment) -> tuple[tuple[Location, int, int], ...]:
+    """List what a segment reads: file, offset, bytes."""
     if isinstance(segment, AverageRange):
-        return tuple(file for part in segment.parts for file, _, _ in part.reads(1))
-    return (segment.file,) if isinstance(segment, CopyRange) else ()
-
-
-def source_bytes(segment: Segment) -> int:
-    """Return the bytes that a segment reads."""
-    if isinstance(segment, AverageRange):
-        return segment.n_elements * sum(part.dtype.itemsize for part in segment.parts)
-    return segment.nbytes if isinstance(segment, CopyRange) else 0
+        return tuple(read for part in segment.parts for read in part.reads(segment.n_elements))
+    return ((segment.file, segment.offset, segment.nbytes),) if isinstance(segment, CopyRange) else ()
 
 
 def patch_states(

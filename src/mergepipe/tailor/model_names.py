@@ -29,7 +29,7 @@ class TensorView:
             return state
         pieces, end = [], 0
         for run in self.runs():
-            pieces += [piece.part(held, state.dtype).moved(end - run.start) for piece, held in state.within(run)]
+            pieces += [piece.part(held, state.dtype, end + held.start - run.start) for piece, held in state.within(run)]
             end += run.n_elements
         return replace(state, shape=state.shape if self.shape is None else self.shape, pieces=tuple(pieces))
 

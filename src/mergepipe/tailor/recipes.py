@@ -76,10 +76,7 @@ def load_composition(path: Location, store: Store) -> CompositionRecipe:
 def _read_short(reader: DocumentReader, root: dict[str, Value]) -> CompositionRecipe:
     reader.refuse_unknown_keys(root, SHORT_KEYS, ())
     default = _optional_source(reader, root, "default")
-    value = root.get("take")
-    entries = value if isinstance(value, list) else []
-    if value is not None and not isinstance(value, list):
-        reader.wrong_kind(value, ("take",), "a list", "write '- {from: PATH, units: [layers even, embed]}'")
+    entries = _entries(reader, root, "take", "write '- {from: PATH, units: [layers even, embed]}'")
     takes = [take for index, entry in enumerate(entries) if (take := _take(reader, entry, ("take", index)))]
     if default is None and not entries and "default" not in root:
         reader.refuse(
@@ -132,22 +129,16 @@ def _take(reader: DocumentReader, value: Value, at: KeyPath) -> Take | None:
             "recipe.incomplete", (*at, "units"), "names no units", "write for example units: [layers even, embed]"
         )
         return None
-    choices = []
+    choices: list[Choice] = []
     for index, value in enumerate(texts):
         place = (*at, "units", index) if isinstance(units, list) else (*at, "units")
         text = reader.text(value, place)
-        choice = _selector(reader, text, place) if text is not None else None
-        choices += [choice] if choice is not None else []
+        try:
+            choices += [] if text is None else [parse_selector(text, reader.source.where(*place))]
+        except RecipeError as error:
+            for problem in error.problems:
+                reader.findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
     return Take(source, tuple(choices), reader.source.where(*at)) if source is not None else None
-
-
-def _selector(reader: DocumentReader, text: str, at: KeyPath) -> Choice | None:
-    try:
-        return parse_selector(text, reader.source.where(*at))
-    except RecipeError as error:
-        for problem in error.problems:
-            reader.findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
-        return None
 
 
 def _named_source(reader: DocumentReader, entry: dict[str, Value], key: str, at: KeyPath) -> Location | None:
@@ -183,11 +174,11 @@ def _read_slices(reader: DocumentReader, root: dict[str, Value]) -> CompositionR
     return replace(_recipe(reader, root, _optional_source(reader, root, "base_model"), takes), n_sliced=n_sliced)
 
 
-def _entries(reader: DocumentReader, root: dict[str, Value], key: str) -> list[Value]:
+def _entries(reader: DocumentReader, root: dict[str, Value], key: str, hint: str = "") -> list[Value]:
     value = root.get(key)
     if value is None or isinstance(value, list):
         return value or []
-    reader.wrong_kind(value, (key,), "a list")
+    reader.wrong_kind(value, (key,), "a list", hint)
     return []
 
 
