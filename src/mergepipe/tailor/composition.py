@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias
 
 from blake3 import blake3
 
@@ -289,28 +288,27 @@ def _fill(
         owners = {(name, kind): (tied.get(name, name), FP32) for name, kind in made if kind in DERIVED_KINDS}
         masters = {copy: made[owner] for copy, owner in owners.items() if owner in made}
     checked = check.compare(made, lambda: on_progress("check", done_bytes, plan.output_bytes), masters)
-    for _, path, file in inputs:
+    for path, file in (pair for files in inputs for pair in files.items()):
         status = store.stat(path)
         if status is None or (status.size_bytes, status.version) != (file.size_bytes, file.version):
             raise ConflictError.of("input.changed", path, "changed while it was being composed", "run again")
     return _manifest(store, job, inputs, written, checked)
 
 
-_InputFile: TypeAlias = tuple[int, Location, FileId]
-"""A file that is read, with the place of the source that it belongs to."""
-
-
 def _manifest(
-    store: Store, job: Job, inputs: Sequence[_InputFile], written: tuple[Digested, ...], checked: SelfCheck
+    store: Store,
+    job: Job,
+    inputs: list[dict[Location, FileId]],
+    written: tuple[Digested, ...],
+    checked: SelfCheck,
 ) -> CompositeManifest:
     usage = store.ledger.usage()
     moved = {path: n for (path, purpose), n in usage.by_file.items() if purpose in (Purpose.BASE, Purpose.EXPERT)}
     assignment = job.plan.assignment
     skeleton, state = assignment.skeleton, assignment.state
     sources = []
-    for index, source in enumerate(assignment.sources):
-        role = "skeleton" if index == assignment.skeleton_index else "part"
-        files = {path: file for place, path, file in inputs if place == index}
+    for source, files in zip(assignment.sources, inputs, strict=True):
+        role = "skeleton" if source is skeleton else "part"
         read_bytes = sum(moved.get(str(path), 0) for path in files)
         sources.append(CompositeInput(str(source.path), source.step, role, tuple(files.values()), read_bytes))
     return CompositeManifest(
@@ -377,14 +375,14 @@ def _with_last_names(value: JsonValue, key: str = "") -> JsonValue:
     return f"../{PurePosixPath(str(value)).name}" if is_path else value
 
 
-def _identify(store: Store, plan: CompositionPlan) -> list[_InputFile]:
-    """Identify every file that is read, by its version and a digest of its first 4 KiB and its last 64 KiB.
+def _identify(store: Store, plan: CompositionPlan) -> list[dict[Location, FileId]]:
+    """Identify the files that are read of each source, by version and a digest of the first 4 KiB and the last 64 KiB.
 
     In torch.save archives these hold the checksum of every tensor. It belongs to the source in the deepest directory
     around it.
     """
-    inputs = []
     sources = plan.assignment.sources
+    inputs: list[dict[Location, FileId]] = [{} for _ in sources]
     for path in sorted({path for file in plan.files for path in file.source_files}):
         around = [(len(s.path.path.parts), i) for i, s in enumerate(sources) if path.is_relative_to(s.path)]
         index = max(around)[1] if around else plan.assignment.skeleton_index
@@ -396,7 +394,7 @@ def _identify(store: Store, plan: CompositionPlan) -> list[_InputFile]:
             digest.update(store.read_metadata(path, max(_HEAD_BYTES, status.size_bytes - _TAIL_BYTES), _TAIL_BYTES))
         base = sources[index].path
         name = path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
-        inputs.append((index, path, FileId(name, status.size_bytes, status.version, digest.hexdigest(16))))
+        inputs[index][path] = FileId(name, status.size_bytes, status.version, digest.hexdigest(16))
     return inputs
 
 

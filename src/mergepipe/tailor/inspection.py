@@ -220,6 +220,8 @@ def diff_checkpoints(
                     on_bytes(span.n_elements * (a.dtype.itemsize + b.dtype.itemsize))
             if not whole or difference == 0:
                 return 0.0 if whole else None
+            if not math.isfinite(difference):
+                return math.nan
             return math.sqrt(difference / before) if before else math.inf
 
         units = []

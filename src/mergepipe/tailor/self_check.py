@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -67,7 +66,7 @@ class ResultCheck:
             return
         n_elements = 0
         for batch in self._batches(planned):
-            n_elements += sum(compared.n_elements for compared in batch)
+            n_elements += _count(batch)
             if n_elements > _MOST_AHEAD:
                 return
             self._ahead[_identity(batch)] = self._pool.submit(self._wanted, batch)
@@ -87,45 +86,45 @@ class ResultCheck:
             advance()
         return SelfCheck(self._thoroughness, len(states), n_elements, sum(key in masters for key in states))
 
-    def _batches(self, states: Mapping[StateKey, StoredState]) -> Iterator[list[_Compared]]:
+    def _batches(self, states: Mapping[StateKey, StoredState]) -> Iterator[Sequence[_Compared]]:
         """Yield what is compared at once: samples of some states, which lie beside one another, or one block."""
         batch: list[_Compared] = []
-        for key in sorted(states, key=lambda key: key[1]):
-            state = states[key]
+        for state in sorted(states.values(), key=lambda state: state.kind):
             pieces = [piece.span for piece in state.pieces]
             if self._thoroughness is Thoroughness.FULL:
                 blocks = (range(span.start, span.stop, _BLOCK_ELEMENTS) for span in pieces)
                 for span, starts in zip(pieces, blocks, strict=True):
                     ends = (min(start + _BLOCK_ELEMENTS, span.stop) for start in starts)
-                    yield from ([_Compared(key, state, (Span(a, b),))] for a, b in zip(starts, ends, strict=True))
+                    yield from ([(state, (Span(a, b),))] for a, b in zip(starts, ends, strict=True))
             elif pieces:
-                batch.append(_Compared(key, state, tuple(end for span in pieces for end in _both_ends(span))))
+                batch.append((state, tuple(end for span in pieces for end in _both_ends(span))))
             if len(batch) == _STATES_AT_ONCE:
                 yield batch
                 batch = []
         if batch:
             yield batch
 
-    def _compare(self, masters: Mapping[StateKey, StoredState], batch: list[_Compared]) -> int:
+    def _compare(self, masters: Mapping[StateKey, StoredState], batch: Sequence[_Compared]) -> int:
         """Compare states, from any thread; return how many elements were compared."""
         ahead = self._ahead.pop(_identity(batch), None)
         wanted = self._wanted(batch) if ahead is None else ahead.result()
-        made = self._reader.read_many([(unpacked(self._store, c.state), c.spans) for c in batch])
+        made = self._reader.read_many([(unpacked(self._store, state), spans) for state, spans in batch])
         for compared, values, raw in zip(batch, wanted, made, strict=True):
             _require_same(compared, values, raw)
-            master = masters.get(compared.key)
+            state, spans = compared
+            master = masters.get((state.parameter, state.kind))
             if master is not None:
-                stored = self._reader.read(unpacked(self._store, master), *compared.spans)
+                stored = self._reader.read(unpacked(self._store, master), *spans)
                 _require_same(compared, _average(compared, [(stored, master)], (1.0,)), raw)
-        return sum(compared.n_elements for compared in batch)
+        return _count(batch)
 
-    def _wanted(self, batch: list[_Compared]) -> list[_Wanted]:
+    def _wanted(self, batch: Sequence[_Compared]) -> list[_Wanted]:
         """Read what elements of states of the result must be."""
-        summands = [self._summands(*compared.key) for compared in batch]
-        for place, compared in enumerate(batch):
-            if compared.state.dtype.kind is not DTypeKind.FLOAT:
-                summands[place] = summands[place][-1:]
-        requests = [(state, c.spans) for c, states in zip(batch, summands, strict=True) for state in states]
+        summands = []
+        for state, _ in batch:
+            states = self._summands(state.parameter, state.kind)
+            summands.append(states if state.dtype.kind is DTypeKind.FLOAT else states[-1:])
+        requests = [(state, spans) for (_, spans), states in zip(batch, summands, strict=True) for state in states]
         read = iter(self._reader.read_many(requests))
         return [
             _average(compared, [(next(read), state) for state in states], self._weights)
@@ -133,18 +132,8 @@ class ResultCheck:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """A state of the result, and the elements of it that are compared."""
-
-    key: StateKey
-    state: StoredState
-    spans: tuple[Span, ...]
-
-    @property
-    def n_elements(self) -> int:
-        return sum(span.n_elements for span in self.spans)
-
+_Compared: TypeAlias = tuple[StoredState, tuple[Span, ...]]
+"""A state of the result, and the elements of it that are compared."""
 
 _Wanted: TypeAlias = tuple[NDArray[Any], NDArray[np.float64] | None]
 """Expected elements: averages in float64 with their largest distances, or bytes a row and None."""
@@ -152,7 +141,11 @@ _Wanted: TypeAlias = tuple[NDArray[Any], NDArray[np.float64] | None]
 
 def _identity(batch: Sequence[_Compared]) -> object:
     """Identify what is compared, wherever it lies."""
-    return tuple((compared.key, compared.state.dtype, compared.spans) for compared in batch)
+    return tuple((state.parameter, state.kind, state.dtype, spans) for state, spans in batch)
+
+
+def _count(batch: Sequence[_Compared]) -> int:
+    return sum(span.n_elements for _, spans in batch for span in spans)
 
 
 def _both_ends(span: Span) -> Iterator[Span]:
@@ -166,11 +159,11 @@ def _average(
     compared: _Compared, summands: Sequence[tuple[NDArray[np.uint8], StoredState]], weights: Sequence[float]
 ) -> _Wanted:
     """Average the elements of several states, or cast those of one."""
-    dtype = compared.state.dtype
+    dtype = compared[0].dtype
     if len(summands) == 1:
         ((raw, state),) = summands
         return cast_bytes(raw, state.dtype, dtype, state.parameter).reshape(-1, dtype.itemsize), None
-    averages, largest = np.zeros(compared.n_elements), np.zeros(compared.n_elements)
+    averages, largest = np.zeros(_count([compared])), np.zeros(_count([compared]))
     with np.errstate(invalid="ignore"):
         for weight, (raw, state) in zip(weights, summands, strict=True):
             summand = values_of(raw, state.dtype, state.parameter).astype(np.float64)
@@ -185,7 +178,7 @@ def _require_same(compared: _Compared, wanted: _Wanted, raw: NDArray[np.uint8]) 
     Raises:
         CorruptError: they differ.
     """
-    (values, distances), state = wanted, compared.state
+    (values, distances), (state, spans) = wanted, compared
     if distances is not None:
         made = values_of(raw, state.dtype, state.parameter).astype(np.float64)
         with np.errstate(invalid="ignore"):
@@ -198,8 +191,8 @@ def _require_same(compared: _Compared, wanted: _Wanted, raw: NDArray[np.uint8]) 
             is_same |= is_nan[0] & is_nan[1]
     if is_same.all():
         return
-    ends = np.cumsum([span.n_elements for span in compared.spans])
-    span = compared.spans[int(np.searchsorted(ends, int(np.argmin(is_same)), side="right"))]
+    ends = np.cumsum([span.n_elements for span in spans])
+    span = spans[int(np.searchsorted(ends, int(np.argmin(is_same)), side="right"))]
     message = f"{state.kind} differs from its sources in elements [{span.start}, {span.stop})"
     hint = "nothing was published; check the sources, then report it"
     raise CorruptError.of("output.damaged", state.parameter, message, hint)
