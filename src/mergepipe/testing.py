@@ -88,18 +88,15 @@ class StoredTensor:
 def run_reduction(reduction: Reduction, blocks: Sequence[RawBlock], sample: Sequence[RawBlock] = ()) -> Reduced:
     """Drive a reduction as the engine does; with a `sample`, as it does where the tensor is not kept in memory."""
     if sample:
-        for block in sample:
-            reduction.survey(block)
+        reduction.survey(sample)
         reduction.narrow()
-    for block in blocks:
-        reduction.accumulate(block)
+    reduction.accumulate(blocks)
     looks = 0
     while not reduction.finish():
         looks += 1
         if looks > MOST_LOOKS:
             raise AssertionError("a reduction that does not come to an end")
-        for block in blocks:
-            reduction.refine(block)
+        reduction.refine(blocks)
     return reduction.result()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ class Looks(OnePass):
     def __init__(self, looks: int) -> None:
         self._left = looks
 
-    def accumulate(self, block: RawBlock) -> None:
+    def accumulate(self, blocks: Sequence[RawBlock]) -> None:
         """Nothing is shown."""
 
     def finish(self) -> bool:

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, BlockGrid, RawBlock, Span
+from mergepipe.core.blocks import BF16, F32, GRAIN_ELEMENTS, BlockGrid, RawBlock, Span
 from mergepipe.engine import block_reductions, order_statistics
 from mergepipe.engine.analysis import FINE_SHARE, FineMagnitudes, TensorSummary
 from mergepipe.engine.block_reductions import MagnitudeCuts, ScoreRanks, inner_products, scores_of
 from mergepipe.engine.order_statistics import RankSearch
-from mergepipe.kernels.reduce import find_rank
+from mergepipe.kernels.reduce import COARSE_BINS, DeltaStretches, count_magnitudes, find_rank
 from mergepipe.operators.statistics import rank_of_density
 from mergepipe.testing import Family, StoredTensor, make_family, run_reduction
 from support.oracle import order_of_ranks, reaching
@@ -70,16 +70,16 @@ def _drive_counting_refinements(
     tensor = StoredTensor(family, F32)
     selection = MagnitudeCuts((kept,), len(family.base))
     for span in sample:
-        selection.survey(tensor.block(span))
+        selection.survey([tensor.block(span)])
     selection.narrow()
     for span in pieces:
-        selection.accumulate(tensor.block(span))
+        selection.accumulate([tensor.block(span)])
     refinements = 0
     while not selection.finish():
         refinements += 1
         assert refinements <= 2
         for span in pieces:
-            selection.refine(tensor.block(span))
+            selection.refine([tensor.block(span)])
     cuts_E3 = selection.result().cuts_E3
     assert_cuts(family, (kept,), cuts_E3)
     assert cuts_E3 is not None
@@ -127,15 +127,32 @@ def test_magnitude_cuts__among_the_largest_bits_look_once(surveyed: int, monkeyp
     magnitudes = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
     magnitudes[::2] = np.uint32(0x7FFFFFFF).view(np.float32)  # a NaN as of memory that nobody wrote
     search = order_statistics.BracketedRanks({30_000}, 100_000)
-    tensor = StoredTensor(_one_expert(magnitudes), F32)
+    block = StoredTensor(_one_expert(magnitudes), F32).block(Span(0, 100_000))
+    deltas = DeltaStretches.by_expert([block])[0]
     for _ in range(surveyed):
-        search.survey(tensor.block(Span(0, 100_000)), 0)
+        search.survey(deltas)
     search.narrow()
-    search.accumulate(tensor.block(Span(0, 100_000)), 0)
+    search.accumulate(deltas)
     while not search.decide():
-        search.refine(tensor.block(Span(0, 100_000)), 0)
+        search.refine(deltas)
     assert search.cut(30_000).bits == 0x7FFFFFFF
     assert search.cut(30_000).is_tied
+
+
+@given(cuts=st.lists(st.integers(1, 99_999), max_size=5), n_runs=st.integers(1, 8), run_elements=st.integers(1, 9000))
+def test_runs__of_stretches_are_spread_over_all_of_them(cuts: list[int], n_runs: int, run_elements: int) -> None:
+    family = make_family(np.random.default_rng(0), 100_000, BF16, (F32,), 0.0)
+    tensor = StoredTensor(family, F32)
+    shown = tensor.spans(cuts)[::2]  # with gaps between them
+    n_shown = sum(span.n_elements for span in shown)
+    runs = DeltaStretches.by_expert([tensor.block(span) for span in shown])[0].runs(n_runs, run_elements)
+    elements = [np.arange(first, first + n) for first, n, *_ in runs.stretches_S5.tolist()]
+    assert np.isin(np.concatenate(elements), np.concatenate([np.arange(span.start, span.stop) for span in shown])).all()
+    assert runs.n_elements == n_shown if n_shown <= n_runs * run_elements else n_runs <= len(elements) <= 2 * n_runs
+    counts_B = np.zeros(COARSE_BINS, np.int64)
+    count_magnitudes(runs, counts_B)
+    deltas = (family.experts_EN[0] - family.base_N)[np.concatenate(elements)]
+    assert np.array_equal(counts_B, np.bincount((deltas.view(np.uint32) & 0x7FFFFFFF) >> 16, minlength=COARSE_BINS))
 
 
 def test_magnitude_cuts__of_an_expert_that_is_not_read_need_no_look() -> None:
@@ -144,7 +161,7 @@ def test_magnitude_cuts__of_an_expert_that_is_not_read_need_no_look() -> None:
     block = StoredTensor(family, F32).block(Span(0, len(deltas)))
     present = block._replace(present_E=block.present_E[:1], offsets_E=block.offsets_E[:1], codes_E=block.codes_E[:1])
     selection = MagnitudeCuts((len(deltas), 1_000), len(deltas))
-    selection.accumulate(present)
+    selection.accumulate([present])
     assert selection.finish()
     cuts_E3 = selection.result().cuts_E3
     assert cuts_E3 is not None
@@ -233,11 +250,11 @@ def test_score_ranks__equal_a_sort_whether_or_not_the_first_block_misleads(
     ranks = (1, 15_000, n // 2, n // 2 + 5_000) if share is None else ()
     reduction, n_looks = ScoreRanks(StoredScore(), n, ranks, share), 1
     for block in blocks:
-        reduction.accumulate(block)
+        reduction.accumulate([block])
     while not reduction.finish():
         n_looks += 1
         for block in blocks:
-            reduction.refine(block)
+            reduction.refine([block])
     n_nonzero = int(np.count_nonzero(scores_N))
     result = reduction.result()
     assert result.score_cuts_R3 is not None
@@ -269,7 +286,7 @@ def test_rank_search__decides_by_fine_magnitudes_as_by_a_second_look(data: st.Da
     ranks = range(1, len(bits) + 1)
     search = RankSearch(ranks, len(bits), orders_ties=False)
     block = stored_block(bits.astype(np.uint32).view(np.uint8), 0, len(bits))
-    search.count_coarse(next(scores_of(StoredScore(), block)), 0)
+    search.count_coarse(next(scores_of(StoredScore(), [block])))
     assert search.decide(np.sort(bits[bits & 0xFFFF != 0].astype(np.uint32)))
     ordered = np.sort(bits)[::-1]
     places = search.places

@@ -25,6 +25,7 @@ COUNTS = np.zeros(1, np.int64)
 DOUBLES, DOUBLES_2N, FLOATS_2N = np.zeros(N), np.zeros((2, N)), np.zeros((2, N), np.float32)
 BOUNDS, ROWS_3N = np.zeros(16, np.uint64), np.zeros((3, N), np.uint32)
 BLOCK = RawBlock(BYTES, 0, 3, COUNTS, COUNTS, COUNTS, COUNTS, 0, 1, BYTES, 0, 3)
+DELTAS = reduce.DeltaStretches(BYTES, 3, np.zeros((1, 5), np.int64))
 RULE = merge.Rule(
     FLOATS, FLOATS, 0, ROWS_3N, ROWS_3N, BOUNDS, BOUNDS, FLOATS, np.zeros((1, 1), np.uint8), True, True, ONE, ONE, ONE
 )
@@ -50,8 +51,8 @@ LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
         10,  # one more with AVX-512: a table is looked up
     ),
     (reduce.count_nonzero, (FLOATS,), 1),
-    (reduce.collect_ties, (BLOCK, 0, ROWS_3N, ROWS_3N, np.zeros((3, 2), np.int64)), 14),
-    (reduce.count_watched, (BLOCK, 0, reduce.Watched.of({1}, {1})), 17),
+    (reduce.collect_ties, (DELTAS, ROWS_3N, ROWS_3N, np.zeros((3, 2), np.int64)), 14),
+    (reduce.count_watched, (DELTAS, reduce.Watched.of({1}, {1})), 17),
 ]
 PACKING = {"_split_steps": 10, "_encode_pieces": 1, "_decode_tiles": 4}
 """Loops of the kernels that encode a block and decode it to verify it."""

@@ -25,7 +25,7 @@ from mergepipe.engine.segments import (
     uncut_blocks,
 )
 from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, OnStatistics
-from mergepipe.kernels.reduce import COARSE_BINS, sum_squares, summarize_block
+from mergepipe.kernels.reduce import COARSE_BINS, DeltaStretches, sum_squares, summarize_block
 from mergepipe.operators.base import NOTHING_REDUCED, Reduced
 from mergepipe.operators.statistics import (
     BLOCK_RECORD,
@@ -173,21 +173,22 @@ class TensorSummary:
         self._summaries_E = [BlockSummaries(grid.n_blocks) for _ in range(n_experts)]
         self._fine_E = [FineMagnitudes(grid.n_elements) for _ in range(n_experts)]
 
-    def survey(self, block: RawBlock) -> None:
+    def survey(self, blocks: Sequence[RawBlock]) -> None:
         """Ignore samples: what one pass cannot decide, a second one decides."""
 
     def narrow(self) -> None:
         """See `survey`."""
 
-    def accumulate(self, block: RawBlock) -> None:
-        sum_squares(block, self._base_C[block.first_element // GRAIN_ELEMENTS :])
-        for index in range(block.first_element // self._grid.block_elements, self._grid.n_blocks):
-            span = self._grid.span(index)
-            if span.start >= block.first_element + block.n_elements:
-                break
-            part = block.part(span.start - block.first_element, span.n_elements)
-            for place, e in enumerate(block.present_E):
-                self._summarize(part, place, int(e), index)
+    def accumulate(self, blocks: Sequence[RawBlock]) -> None:
+        for block in blocks:
+            sum_squares(block, self._base_C[block.first_element // GRAIN_ELEMENTS :])
+            for index in range(block.first_element // self._grid.block_elements, self._grid.n_blocks):
+                span = self._grid.span(index)
+                if span.start >= block.first_element + block.n_elements:
+                    break
+                part = block.part(span.start - block.first_element, span.n_elements)
+                for place, e in enumerate(block.present_E):
+                    self._summarize(part, place, int(e), index)
 
     def _summarize(self, block: RawBlock, place: int, e: int, index: int) -> None:
         """Summarize the delta of a grid's block."""
@@ -204,10 +205,10 @@ class TensorSummary:
         self._search_E[e].move_counts(counts_2B[0])
         self._fine_E[e].add(fine_N[: extremes_3[FINE]])
 
-    def refine(self, block: RawBlock) -> None:
-        for place, e in enumerate(block.present_E):
-            if self._search_E[int(e)].is_open:
-                self._search_E[int(e)].count_fine(block, place)
+    def refine(self, blocks: Sequence[RawBlock]) -> None:
+        for e, deltas in DeltaStretches.by_expert(blocks).items():
+            if self._search_E[e].is_open:
+                self._search_E[e].count_fine(deltas)
 
     def finish(self) -> bool:
         searches = zip(self._search_E, self._fine_E, strict=True)

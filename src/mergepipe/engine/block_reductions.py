@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from mergepipe.engine.jobs import Reduction
 from mergepipe.engine.order_statistics import BRACKET_ELEMENTS, BracketedRanks, BracketedScores, RankSearch
 from mergepipe.kernels.merge import MARK_BYTES, MARK_ELEMENTS
 from mergepipe.kernels.products import add_column_grams, add_row_grams, count_atoms, join_atoms
-from mergepipe.kernels.reduce import count_nonzero, sum_products, sum_squares
+from mergepipe.kernels.reduce import DeltaStretches, count_nonzero, sum_products, sum_squares
 from mergepipe.kernels.select import add_divergences
 from mergepipe.operators.base import (
     NUMBERS_OF,
@@ -71,18 +71,18 @@ class MagnitudeCuts:
         ranks = zip(self._kept_E, self._dropped_E or self._kept_E, strict=True)
         self._search_E = [BracketedRanks(set(both), n_elements) for both in ranks]
 
-    def survey(self, block: RawBlock) -> None:
-        _look(self._search_E, block, BracketedRanks.survey)
+    def survey(self, blocks: Sequence[RawBlock]) -> None:
+        _look(self._search_E, blocks, BracketedRanks.survey)
 
     def narrow(self) -> None:
         for search in self._search_E:
             search.narrow()
 
-    def accumulate(self, block: RawBlock) -> None:
-        _look(self._search_E, block, BracketedRanks.accumulate)
+    def accumulate(self, blocks: Sequence[RawBlock]) -> None:
+        _look(self._search_E, blocks, BracketedRanks.accumulate)
 
-    def refine(self, block: RawBlock) -> None:
-        _look(self._search_E, block, BracketedRanks.refine)
+    def refine(self, blocks: Sequence[RawBlock]) -> None:
+        _look(self._search_E, blocks, BracketedRanks.refine)
 
     def finish(self) -> bool:
         decided = [search.decide() for search in self._search_E]  # each one, so that all open ones start refining
@@ -98,22 +98,22 @@ class MagnitudeCuts:
 
 
 def _look(
-    search_E: Sequence[BracketedRanks], block: RawBlock, step: Callable[[BracketedRanks, RawBlock, int], None]
+    search_E: Sequence[BracketedRanks],
+    blocks: Sequence[RawBlock],
+    step: Callable[[BracketedRanks, DeltaStretches], None],
 ) -> None:
-    """Run a step for every open expert, starting at another one for each block: threads seldom contend."""
-    shift = block.first_element // GRAIN_ELEMENTS
-    n = len(block.present_E)
-    for i in range(n):
-        place = (i + shift) % n
-        search = search_E[int(block.present_E[place])]
-        if search.is_open:
-            step(search, block, place)
+    """Run a step for every open expert, starting at another one for each buffer: threads seldom contend."""
+    stretches = list(DeltaStretches.by_expert(blocks).items())
+    shift = blocks[0].first_element // GRAIN_ELEMENTS % len(stretches) if stretches else 0
+    for e, deltas in (*stretches[shift:], *stretches[:shift]):
+        if search_E[e].is_open:
+            step(search_E[e], deltas)
 
 
 class OnePass:
     """Base of reductions that need no sample and each block once."""
 
-    def survey(self, block: RawBlock) -> None:
+    def survey(self, blocks: Sequence[RawBlock]) -> None:
         """Nothing to learn from a sample."""
 
     def narrow(self) -> None:
@@ -123,7 +123,7 @@ class OnePass:
         """One pass is enough."""
         return True
 
-    def refine(self, block: RawBlock) -> None:
+    def refine(self, blocks: Sequence[RawBlock]) -> None:
         """Called only beside other reductions; does nothing."""
 
 
@@ -133,8 +133,9 @@ class Summed(OnePass):
     def __init__(self, add: Callable[[RawBlock], None], answer: Callable[[], Reduced]) -> None:
         self._add, self._answer = add, answer
 
-    def accumulate(self, block: RawBlock) -> None:
-        self._add(block)
+    def accumulate(self, blocks: Sequence[RawBlock]) -> None:
+        for block in blocks:
+            self._add(block)
 
     def result(self) -> Reduced:
         return self._answer()
@@ -221,20 +222,20 @@ class ScoreRanks:
         self._n_nonzero = 0
         self._lock = threading.Lock()
 
-    def survey(self, block: RawBlock) -> None:
+    def survey(self, blocks: Sequence[RawBlock]) -> None:
         if self._share is None:
-            for scores in scores_of(self._score, block):
-                self._search.count_coarse(scores, 0)
+            for scores in scores_of(self._score, blocks):
+                self._search.count_coarse(scores)
 
     def narrow(self) -> None:
         if self._share is None:
             self._brackets = None
             self._search.narrow()
 
-    def accumulate(self, block: RawBlock) -> None:
+    def accumulate(self, blocks: Sequence[RawBlock]) -> None:
         if self._share is None and not self._search.is_open:
             return
-        for scores in scores_of(self._score, block):
+        for scores in scores_of(self._score, blocks):
             if self._share is not None:
                 n_nonzero = int(count_nonzero(values_of(scores)))
                 with self._lock:
@@ -246,15 +247,15 @@ class ScoreRanks:
                         self._brackets.place(values_of(scores), shares, self._share)
                 self._brackets.accumulate(values_of(scores))
             else:
-                self._search.count_coarse(scores, 0)
-                self._search.count_fine(scores, 0)
+                self._search.count_coarse(scores)
+                self._search.count_fine(scores)
 
-    def refine(self, block: RawBlock) -> None:
-        for scores in scores_of(self._score, block):
+    def refine(self, blocks: Sequence[RawBlock]) -> None:
+        for scores in scores_of(self._score, blocks):
             if self._has_missed:
-                self._search.count_coarse(scores, 0)
+                self._search.count_coarse(scores)
             else:
-                self._search.count_fine(scores, 0)
+                self._search.count_fine(scores)
 
     def finish(self) -> bool:
         if self._share is not None and not self._ranks:
@@ -275,19 +276,20 @@ class ScoreRanks:
         return Reduced(sums=counts, score_cuts_R3=np.array(cuts, np.uint32))
 
 
-def scores_of(score: Score, block: RawBlock) -> Iterator[RawBlock]:
-    """Yield the scores of a block in pieces, each in the place of the one before, as stored deltas of one expert."""
-    room_N = scratch("scores", min(SCORED_ELEMENTS, block.n_elements), np.float32)
-    first, code = np.zeros(1, np.int64), np.full(1, F32.kernel_code | DELTA_FLAG, np.int64)
-    for skip in range(0, block.n_elements, SCORED_ELEMENTS):
-        part = block.part(skip, min(SCORED_ELEMENTS, block.n_elements - skip))
-        scores_N = room_N[: part.n_elements]
-        score(part, scores_N)
-        yield part._replace(raw=scores_N.view(np.uint8), present_E=first, offsets_E=first, codes_E=code)
+def scores_of(score: Score, blocks: Iterable[RawBlock]) -> Iterator[DeltaStretches]:
+    """Yield the scores of blocks in pieces, each in the place of the one before, as stored deltas of one expert."""
+    for block in blocks:
+        room_N = scratch("scores", min(SCORED_ELEMENTS, block.n_elements), np.float32)
+        for skip in range(0, block.n_elements, SCORED_ELEMENTS):
+            part = block.part(skip, min(SCORED_ELEMENTS, block.n_elements - skip))
+            scores_N = room_N[: part.n_elements]
+            score(part, scores_N)
+            stretch = part.first_element, part.n_elements, 0, 0, F32.kernel_code | DELTA_FLAG
+            yield DeltaStretches(scores_N.view(np.uint8), F32.kernel_code, np.array([stretch], np.int64), None)
 
 
-def values_of(scores: RawBlock) -> NDArray[np.float32]:
-    """Return the scores of a block of them."""
+def values_of(scores: DeltaStretches) -> NDArray[np.float32]:
+    """Return the scores of a piece of them."""
     return scores.raw.view(np.float32)
 
 
@@ -306,11 +308,12 @@ class SoftmaxDivergences(OnePass):
         self._sums_A = np.zeros(n_atoms, np.float64)
         self._is_done_R = np.zeros(-(-n_elements // row_elements), np.uint8)
 
-    def accumulate(self, block: RawBlock) -> None:
-        add_divergences(block, self._row_elements, self._totals_R2, self._totals_A2, self._sums_A, self._is_done_R)
+    def accumulate(self, blocks: Sequence[RawBlock]) -> None:
+        for block in blocks:
+            add_divergences(block, self._row_elements, self._totals_R2, self._totals_A2, self._sums_A, self._is_done_R)
 
-    def refine(self, block: RawBlock) -> None:
-        self.accumulate(block)
+    def refine(self, blocks: Sequence[RawBlock]) -> None:
+        self.accumulate(blocks)
 
     def finish(self) -> bool:
         if self._is_done_R.all() or len(self._totals_R2):

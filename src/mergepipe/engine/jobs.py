@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -73,26 +74,26 @@ class Sample:
 
 
 class Reduction(Protocol):
-    """Computes one tensor-wide quantity from the blocks it is given."""
+    """Computes one tensor-wide quantity from the blocks it is given; those of one call lie in one buffer."""
 
-    def survey(self, block: RawBlock) -> None:
-        """Process a sample block, before any `accumulate`."""
+    def survey(self, blocks: Sequence[RawBlock]) -> None:
+        """Process sample blocks, before any `accumulate`."""
         ...
 
     def narrow(self) -> None:
         """Narrow the search by the surveyed sample."""
         ...
 
-    def accumulate(self, block: RawBlock) -> None:
-        """Add a block; every element is added exactly once."""
+    def accumulate(self, blocks: Sequence[RawBlock]) -> None:
+        """Add blocks; every element is added exactly once."""
         ...
 
     def finish(self) -> bool:
         """Whether the result is known; if not, pass every block to `refine`, then call `finish` again."""
         ...
 
-    def refine(self, block: RawBlock) -> None:
-        """Add a block a second time."""
+    def refine(self, blocks: Sequence[RawBlock]) -> None:
+        """Add blocks a second time."""
         ...
 
     def result(self) -> Reduced:
@@ -227,12 +228,9 @@ class Job:
         """Run `stage` on the filled `buffer`. Called from compute threads."""
         if stage is Stage.MERGE and not self._writes:
             return
-        for piece in layout.pieces:
-            if piece.run.span.n_elements:
-                task = self._works[piece.run.task_index].task
-                if self._tap is not None and stage is self._first_stage and task.name in self._tap.tensors:
-                    self._tap.look(task, piece, buffer)
-                self._compute_piece(stage, piece, buffer)
+        filled = (piece for piece in layout.pieces if piece.run.span.n_elements)
+        for index, pieces in groupby(filled, lambda piece: piece.run.task_index):
+            self._compute_pieces(stage, self._works[index], list(pieces), buffer)
 
     def results(self, layout: SegmentLayout) -> Iterator[Piece]:
         """Yield the pieces of a merged buffer; `out_offset` of a copy is where it was read."""
@@ -240,17 +238,23 @@ class Job:
             is_copy = self._works[piece.run.task_index].is_copy
             yield replace(piece, out_offset=piece.base_offset) if is_copy else piece
 
-    def _compute_piece(self, stage: Stage, piece: Piece, buffer: NDArray[np.uint8]) -> None:
-        work = self._works[piece.run.task_index]
-        if stage is Stage.MERGE:
-            merge_piece(work, piece, buffer)
-        elif work.reduction and (work.sample is None or piece.run.is_counted):
-            steps: dict[Stage, Callable[[RawBlock], None]] = {
+    def _compute_pieces(
+        self, stage: Stage, work: TensorWork, pieces: Sequence[Piece], buffer: NDArray[np.uint8]
+    ) -> None:
+        """Run `stage` on the pieces of one tensor."""
+        for piece in pieces:
+            if self._tap is not None and stage is self._first_stage and work.task.name in self._tap.tensors:
+                self._tap.look(work.task, piece, buffer)
+            if stage is Stage.MERGE:
+                merge_piece(work, piece, buffer)
+        if work.reduction:
+            steps: dict[Stage, Callable[[Sequence[RawBlock]], None]] = {
                 Stage.SURVEY: work.reduction.survey,
                 Stage.ACCUMULATE: work.reduction.accumulate,
                 Stage.REFINE: work.reduction.refine,
             }
-            steps[stage](_raw_block(work.task, piece, buffer))
+            counted = [piece for piece in pieces if work.sample is None or piece.run.is_counted]
+            steps[stage]([_raw_block(work.task, piece, buffer) for piece in counted])
 
 
 def _spread(segments: tuple[SegmentShape, ...], size: int) -> tuple[SegmentShape, ...]:

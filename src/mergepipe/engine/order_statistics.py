@@ -12,10 +12,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import ALL_TIES, TIE_RUN, RawBlock
+from mergepipe.core.blocks import ALL_TIES, TIE_RUN
 from mergepipe.kernels.reduce import (
     CHUNK,
     COARSE_BINS,
+    DeltaStretches,
     Watched,
     collect_between,
     collect_ties,
@@ -110,19 +111,18 @@ class RankSearch:
         with self._lock:
             move_counts(counts_B, self._coarse_B)
 
-    def count_coarse(self, block: RawBlock, place: int, elements: range | None = None) -> None:
-        """Add the coarse histogram of a block, or of some elements of it."""
-        shown = elements or range(block.n_elements)
+    def count_coarse(self, deltas: DeltaStretches) -> None:
+        """Add the coarse histogram of some stretches."""
         with self._lock:
-            count_magnitudes(block, place, shown.start, len(shown), self._coarse_B)
+            count_magnitudes(deltas, self._coarse_B)
 
-    def count_fine(self, block: RawBlock, place: int) -> None:
-        """Add what is watched of a block, or look at its ties."""
+    def count_fine(self, deltas: DeltaStretches) -> None:
+        """Add what is watched of some stretches, or look at their ties."""
         if self._ties is not None:
-            self._ties.count(block, place)
+            self._ties.count(deltas)
         elif self._watched is not None:
             with self._lock:
-                count_watched(block, place, self._watched)
+                count_watched(deltas, self._watched)
 
     def narrow(self, n_edges: int = 0) -> None:
         """Treat the counts so far as a sample: watch around the bins expected of the ranks, and restart."""
@@ -260,13 +260,13 @@ class TieSearch:
         """Whether some last hash is still unknown."""
         return bool(self._open)
 
-    def count(self, block: RawBlock, place: int) -> None:
-        """Look at a block of deltas."""
-        n_open = len(self._open)
-        for room in (min(TIES_ROOM // n_open, block.n_elements), block.n_elements):
+    def count(self, deltas: DeltaStretches) -> None:
+        """Look at some stretches."""
+        n_open, n_elements = len(self._open), deltas.n_elements
+        for room in (min(TIES_ROOM // n_open, n_elements), n_elements):
             hashes_RN = scratch("hashes", n_open * room, np.uint32).reshape(n_open, room)
             counts_R2 = np.zeros((n_open, 2), np.int64)
-            collect_ties(block, place, self._brackets_R4, hashes_RN, counts_R2)
+            collect_ties(deltas, self._brackets_R4, hashes_RN, counts_R2)
             counts = counts_R2.tolist()
             if all(n_inside <= room for _, n_inside in counts):
                 break
@@ -352,7 +352,7 @@ class Stage(Enum):
 class BracketedRanks:
     """Finds the cuts that the k largest |delta| reach, for some ranks k. Safe to feed from many threads.
 
-    A sample suggests a bracket for each rank: of runs of the first block, or what `survey` is shown. The first look at
+    A sample suggests a bracket for each rank: runs of what is seen first, or what `survey` is shown. The first look at
     the blocks counts the elements from each of its edges on, and all bit patterns in its middle; only a rank that lies
     between other edges needs a second one, of the bit patterns there. Both are vector code, while a histogram of all
     elements is not: that is made only where a bracket misses, by `RankSearch`.
@@ -377,31 +377,31 @@ class BracketedRanks:
         """The cut that exactly `rank` elements reach, after `decide` returned True."""
         return self._search.cut(rank)
 
-    def survey(self, block: RawBlock, place: int) -> None:
-        """Add a block of a sample."""
-        _count_runs(self._search, block, place)
+    def survey(self, deltas: DeltaStretches) -> None:
+        """Add stretches of a sample."""
+        self._search.count_coarse(deltas.runs(SAMPLE_RUNS, RUN_ELEMENTS))
 
     def narrow(self) -> None:
         """Narrow the search by the sample."""
         self._search.narrow(EDGES if self._stage is Stage.EDGES else 0)
 
-    def accumulate(self, block: RawBlock, place: int) -> None:
-        """Look at a block for the first time."""
+    def accumulate(self, deltas: DeltaStretches) -> None:
+        """Look at stretches for the first time."""
         self._is_shown = True
         if self._stage is Stage.EDGES:
             with self._lock:
                 if self._search.edges is None:
-                    self._suggest_edges(block, place)
+                    self._suggest_edges(deltas)
         else:
-            self._search.count_coarse(block, place)
-        self._search.count_fine(block, place)
+            self._search.count_coarse(deltas)
+        self._search.count_fine(deltas)
 
-    def refine(self, block: RawBlock, place: int) -> None:
-        """Look at a block once more."""
+    def refine(self, deltas: DeltaStretches) -> None:
+        """Look at stretches once more."""
         if self._stage is Stage.HISTOGRAM:
-            self._search.count_coarse(block, place)
+            self._search.count_coarse(deltas)
         else:
-            self._search.count_fine(block, place)
+            self._search.count_fine(deltas)
 
     def decide(self) -> bool:
         """Answer the ranks that are decided; return whether all cuts are known."""
@@ -421,12 +421,12 @@ class BracketedRanks:
                 return self._search.decide()
         return self._search.settle()
 
-    def _suggest_edges(self, block: RawBlock, place: int) -> None:
-        """Watch around the bins that the ranks have in runs of a block."""
+    def _suggest_edges(self, deltas: DeltaStretches) -> None:
+        """Watch around the bins that the ranks have in runs of some stretches."""
         sample = RankSearch(self._search.open_ranks, self._n_elements)
         sample._coarse_B = scratch("sample", COARSE_BINS, np.int64)
         sample._coarse_B[:] = 0
-        _count_runs(sample, block, place)
+        sample.count_coarse(deltas.runs(SAMPLE_RUNS, RUN_ELEMENTS))
         self._search.watch_around(sample.expected_bins(), EDGES)
 
     def _enclose(self) -> Stage:
@@ -446,15 +446,6 @@ class BracketedRanks:
                 self._intervals[rank] = bins, rank_inside
         self._search.watch({b for bins, _ in self._intervals.values() for b in bins})
         return Stage.INTERVALS
-
-
-def _count_runs(search: RankSearch, block: RawBlock, place: int) -> None:
-    """Show some runs of a block, spread over it; all of a small one."""
-    if block.n_elements <= SAMPLE_RUNS * RUN_ELEMENTS:
-        search.count_coarse(block, place)
-        return
-    for start in range(0, block.n_elements, block.n_elements // SAMPLE_RUNS):
-        search.count_coarse(block, place, range(start, min(start + RUN_ELEMENTS, block.n_elements)))
 
 
 # --- compute exact order statistics of the scores of one tensor in one look, in brackets that a sample suggests ---

@@ -396,23 +396,23 @@ class StagedReduction:
         """Whether the tensor has to be looked at."""
         return self._current is not None
 
-    def survey(self, block: RawBlock) -> None:
+    def survey(self, blocks: Sequence[RawBlock]) -> None:
         if self._current:
-            self._current.survey(block)
+            self._current.survey(blocks)
 
     def narrow(self) -> None:
         if self._current:
             self._current.narrow()
 
-    def accumulate(self, block: RawBlock) -> None:
+    def accumulate(self, blocks: Sequence[RawBlock]) -> None:
         if self._current:
-            self._current.accumulate(block)
+            self._current.accumulate(blocks)
 
-    def refine(self, block: RawBlock) -> None:
+    def refine(self, blocks: Sequence[RawBlock]) -> None:
         if self._current and self._is_new:
-            self._current.accumulate(block)
+            self._current.accumulate(blocks)
         elif self._current:
-            self._current.refine(block)
+            self._current.refine(blocks)
 
     def finish(self) -> bool:
         self._is_new = False

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import GRAIN_ELEMENTS, TIE_RUN, RawBlock
+from mergepipe.core.blocks import GRAIN_ELEMENTS, TIE_RUN, RawBlock, itemsize_of_code
+from mergepipe.kernels.codec import IS_DELTA, decode_tile, itemsize_of
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, compile_in_parallel, kernel
 from mergepipe.kernels.merge import (
     decode_against,
     decode_base,
-    decode_delta,
     merge_block,
     merge_nothing,
+    take_delta,
     tie_hash,
 )
 from mergepipe.kernels.products import fold
@@ -29,9 +30,69 @@ _MOVED = 32
 CHUNK = 256
 
 
+class DeltaStretches(NamedTuple):
+    """Stretches of one expert's tensor in one buffer, which a kernel looks at in one call; see `RawBlock`.
+
+    `stretches_S5` (int64) are first element, number of elements, byte offsets in `raw` of the base and of the expert,
+    and the expert's kernel code.
+    """
+
+    raw: Bytes
+    base_code: int
+    stretches_S5: Counts
+    rare: bool | None = True
+
+    @classmethod
+    def by_expert(cls, blocks: Sequence[RawBlock]) -> dict[int, DeltaStretches]:
+        """Return the stretches of each expert that is present in some of a tensor's blocks, which lie in one buffer."""
+        stretches: dict[int, list[tuple[int, ...]]] = {}
+        for block in blocks:
+            experts = zip(block.present_E.tolist(), block.offsets_E.tolist(), block.codes_E.tolist(), strict=True)
+            for e, offset, code in experts:
+                stretch = block.first_element, block.n_elements, block.base_offset, offset, code
+                stretches.setdefault(e, []).append(stretch)
+        rare = True if any(block.rare for block in blocks) else None
+        return {e: cls(blocks[0].raw, blocks[0].base_code, np.array(of, np.int64), rare) for e, of in stretches.items()}
+
+    @property
+    def n_elements(self) -> int:
+        return int(self.stretches_S5[:, 1].sum())
+
+    def runs(self, n_runs: int, run_elements: int) -> DeltaStretches:
+        """Return about so many runs of at most so many elements, spread evenly; all of what is not longer."""
+        stop_S, total = self.stretches_S5[:, 1].cumsum(), self.n_elements
+        if total <= n_runs * run_elements:
+            return self
+        first_R = np.arange(0, total, total // n_runs)
+        of_R = np.searchsorted(stop_S, first_R, side="right")
+        runs_R5 = self.stretches_S5[of_R]
+        skip_R = first_R - stop_S[of_R] + runs_R5[:, 1]
+        runs_R5[:, 0] += skip_R
+        runs_R5[:, 1] = np.minimum(runs_R5[:, 1] - skip_R, run_elements)
+        runs_R5[:, 2] += skip_R * itemsize_of_code(self.base_code)
+        runs_R5[:, 3] += skip_R * [itemsize_of_code(code) for code in runs_R5[:, 4].tolist()]
+        return self._replace(stretches_S5=runs_R5)
+
+
 @kernel
-def count_magnitudes(block: RawBlock, place: int, start: int, n: int, counts: Counts) -> None:
-    """Add to `counts` (int64, COARSE_BINS) the number of deltas by their upper 15 magnitude bits, `n` from `start` on.
+def _decode_stretch(
+    deltas: DeltaStretches, s: int, start: int, n: int, base: Floats, model: Floats, delta: Floats
+) -> None:
+    """Decode the delta of elements `start ... start + n` of a stretch; `base` and `model` are work arrays."""
+    base_offset, offset, code = deltas.stretches_S5[s, 2], deltas.stretches_S5[s, 3], deltas.stretches_S5[s, 4]
+    offset += start * itemsize_of(code)
+    if code & IS_DELTA:
+        decode_tile(deltas.raw, offset, code, n, delta, deltas.rare)
+    else:
+        base_offset += start * itemsize_of(deltas.base_code)
+        decode_tile(deltas.raw, base_offset, deltas.base_code, n, base, deltas.rare)
+        decode_tile(deltas.raw, offset, code, n, model, deltas.rare)
+        take_delta(model, base, n, delta)
+
+
+@kernel
+def count_magnitudes(deltas: DeltaStretches, counts: Counts) -> None:
+    """Add to `counts` (int64, COARSE_BINS) the number of deltas by their upper 15 magnitude bits.
 
     The bit pattern of a non-negative float32 orders as its value does, so a histogram of bits is one of values.
     """
@@ -39,11 +100,13 @@ def count_magnitudes(block: RawBlock, place: int, start: int, n: int, counts: Co
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
     bits = delta.view(np.uint32)
-    for first in range(start, start + n, _TILE):
-        m = min(_TILE, start + n - first)
-        decode_delta(block, place, first, m, base, model, delta)
-        for i in range(m):
-            counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
+    for s in range(deltas.stretches_S5.shape[0]):
+        n = deltas.stretches_S5[s, 1]
+        for start in range(0, n, _TILE):
+            m = min(_TILE, n - start)
+            _decode_stretch(deltas, s, start, m, base, model, delta)
+            for i in range(m):
+                counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
 
 
 compile_in_parallel(count_magnitudes, merge_block, merge_nothing)  # what is counted first is merged then, mostly
@@ -99,7 +162,7 @@ def collect_between(scores_N: Floats, edges_W: Bits32, counts_W: Counts) -> int:
 
 
 @kernel
-def collect_ties(block: RawBlock, place: int, ties_R4: Bits32, hashes_RN: Bits32, counts_R2: Counts) -> None:
+def collect_ties(deltas: DeltaStretches, ties_R4: Bits32, hashes_RN: Bits32, counts_R2: Counts) -> None:
     """Look at the hashes of the elements of at most 32 magnitudes: bits, key, and a first and last hash of each.
 
     Add to `counts_R2[r, 0]` the number of hashes below the first, to `counts_R2[r, 1]` that of those from the first to
@@ -113,44 +176,46 @@ def collect_ties(block: RawBlock, place: int, ties_R4: Bits32, hashes_RN: Bits32
     magnitudes = magnitudes_UR.reshape(-1)
     places = np.empty(TIE_RUN + 1, np.int64)
     hashes_U, wanted_U = np.empty(len(magnitudes_UR), np.uint32), np.empty(len(magnitudes_UR) + 1, np.int64)
-    for start in range(0, block.n_elements, _TILE):
-        m, element = min(_TILE, block.n_elements - start), block.first_element + start
-        decode_delta(block, place, start, m, base, model, delta)
-        lead = element % TIE_RUN
-        magnitudes[:] = np.uint32(0)
-        for i in range(m):
-            magnitudes[lead + i] = bits[i] & np.uint32(0x7FFFFFFF)
-        n_runs = (lead + m + TIE_RUN - 1) // TIE_RUN
-        for r in range(ties_R4.shape[0]):
-            tied, key, first, last = ties_R4[r, 0], ties_R4[r, 1], ties_R4[r, 2], ties_R4[r, 3]
-            for u in range(n_runs):
-                hashes_U[u] = tie_hash(element - lead + u * TIE_RUN, key)
-            n_wanted = 0  # without branches, which would be guessed wrong too often
-            for u in range(n_runs):
-                wanted_U[n_wanted] = u
-                n_wanted += int(hashes_U[u] <= last)
-            before = np.uint32(first - first % np.uint32(TIE_RUN))  # runs below are below the first hash as a whole
-            n_below = np.int64(0)
-            for w in range(n_wanted):
-                u, n_tied = wanted_U[w], np.uint32(0)
-                for i in range(TIE_RUN):
-                    n_tied = np.uint32(n_tied + np.uint32(magnitudes_UR[u, i] == tied))
-                if hashes_U[u] < before:
-                    n_below += np.int64(n_tied)
-                elif n_tied:
-                    n = np.int64(0)
+    for s in range(deltas.stretches_S5.shape[0]):
+        first_element, n_elements = deltas.stretches_S5[s, 0], deltas.stretches_S5[s, 1]
+        for start in range(0, n_elements, _TILE):
+            m, element = min(_TILE, n_elements - start), first_element + start
+            _decode_stretch(deltas, s, start, m, base, model, delta)
+            lead = element % TIE_RUN
+            magnitudes[:] = np.uint32(0)
+            for i in range(m):
+                magnitudes[lead + i] = bits[i] & np.uint32(0x7FFFFFFF)
+            n_runs = (lead + m + TIE_RUN - 1) // TIE_RUN
+            for r in range(ties_R4.shape[0]):
+                tied, key, first, last = ties_R4[r, 0], ties_R4[r, 1], ties_R4[r, 2], ties_R4[r, 3]
+                for u in range(n_runs):
+                    hashes_U[u] = tie_hash(element - lead + u * TIE_RUN, key)
+                n_wanted = 0  # without branches, which would be guessed wrong too often
+                for u in range(n_runs):
+                    wanted_U[n_wanted] = u
+                    n_wanted += int(hashes_U[u] <= last)
+                before = np.uint32(first - first % np.uint32(TIE_RUN))  # runs below are below the first hash as a whole
+                n_below = np.int64(0)
+                for w in range(n_wanted):
+                    u, n_tied = wanted_U[w], np.uint32(0)
                     for i in range(TIE_RUN):
-                        places[n] = i
-                        n += np.int64(magnitudes_UR[u, i] == tied)
-                    for p in range(n):
-                        h = np.uint32(hashes_U[u] + np.uint32(places[p]))
-                        if h < first:
-                            n_below += 1
-                        elif h <= last:
-                            if counts_R2[r, 1] < hashes_RN.shape[1]:
-                                hashes_RN[r, counts_R2[r, 1]] = h
-                            counts_R2[r, 1] += 1
-            counts_R2[r, 0] += n_below
+                        n_tied = np.uint32(n_tied + np.uint32(magnitudes_UR[u, i] == tied))
+                    if hashes_U[u] < before:
+                        n_below += np.int64(n_tied)
+                    elif n_tied:
+                        n = np.int64(0)
+                        for i in range(TIE_RUN):
+                            places[n] = i
+                            n += np.int64(magnitudes_UR[u, i] == tied)
+                        for p in range(n):
+                            h = np.uint32(hashes_U[u] + np.uint32(places[p]))
+                            if h < first:
+                                n_below += 1
+                            elif h <= last:
+                                if counts_R2[r, 1] < hashes_RN.shape[1]:
+                                    hashes_RN[r, counts_R2[r, 1]] = h
+                                counts_R2[r, 1] += 1
+                counts_R2[r, 0] += n_below
 
 
 class Watched(NamedTuple):
@@ -190,8 +255,8 @@ class Watched(NamedTuple):
 
 
 @kernel
-def count_watched(block: RawBlock, place: int, watched: Watched) -> None:
-    """Add what is watched of the magnitudes of a block."""
+def count_watched(deltas: DeltaStretches, watched: Watched) -> None:
+    """Add what is watched of the magnitudes of deltas."""
     edges_W, from_edge_W, bin_R, row_B, counts_RB, filled_RC, totals_R = watched
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
@@ -202,37 +267,39 @@ def count_watched(block: RawBlock, place: int, watched: Watched) -> None:
     words = hits.view(np.uint64)
     lowest = np.uint32(bin_R[0] << np.uint32(COARSE_SHIFT)) if len(bin_R) else np.uint32(0)
     span = np.uint32(((bin_R[-1] + np.uint32(1)) << np.uint32(COARSE_SHIFT)) - lowest) if len(bin_R) else np.uint32(0)
-    for start in range(0, block.n_elements, _TILE):
-        m = min(_TILE, block.n_elements - start)
-        decode_delta(block, place, start, m, base, model, delta)
-        for i in range(m):
-            upper[i] = np.uint16((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT))
-        for w in range(edges_W.shape[0]):
-            edge = edges_W[w]
-            count = np.uint16(0)  # of a tile: narrow lanes, so that more of them are in a vector
+    for s in range(deltas.stretches_S5.shape[0]):
+        n_elements = deltas.stretches_S5[s, 1]
+        for start in range(0, n_elements, _TILE):
+            m = min(_TILE, n_elements - start)
+            _decode_stretch(deltas, s, start, m, base, model, delta)
             for i in range(m):
-                count = np.uint16(count + np.uint16(upper[i] >= edge))
-            from_edge_W[w] += np.int64(count)
-        for r in range(bin_R.shape[0]):
-            wanted = np.uint16(bin_R[r])
-            count = np.uint16(0)
+                upper[i] = np.uint16((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT))
+            for w in range(edges_W.shape[0]):
+                edge = edges_W[w]
+                count = np.uint16(0)  # of a tile: narrow lanes, so that more of them are in a vector
+                for i in range(m):
+                    count = np.uint16(count + np.uint16(upper[i] >= edge))
+                from_edge_W[w] += np.int64(count)
+            for r in range(bin_R.shape[0]):
+                wanted = np.uint16(bin_R[r])
+                count = np.uint16(0)
+                for i in range(m):
+                    count = np.uint16(count + np.uint16(upper[i] == wanted))
+                totals_R[r] += np.int64(count)
+            hits[m:] = np.uint8(0)
             for i in range(m):
-                count = np.uint16(count + np.uint16(upper[i] == wanted))
-            totals_R[r] += np.int64(count)
-        hits[m:] = np.uint8(0)
-        for i in range(m):
-            is_between = np.uint32((bits[i] & np.uint32(0x7FFFFFFF)) - lowest) < span
-            hits[i] = np.uint8(is_between and (bits[i] & np.uint32(0xFFFF)) != np.uint32(0))
-        for w in range((m + 7) // 8):
-            if words[w] != np.uint64(0):
-                for i in range(8 * w, 8 * w + 8):
-                    if hits[i] and row_B[upper[i] - bin_R[0]] >= 0:
-                        row, lower = row_B[upper[i] - bin_R[0]], bits[i] & np.uint32(0xFFFF)
-                        chunk = lower // np.uint32(CHUNK)
-                        if not filled_RC[row, chunk]:
-                            counts_RB[row, chunk * np.uint32(CHUNK) : (chunk + np.uint32(1)) * np.uint32(CHUNK)] = 0
-                            filled_RC[row, chunk] = np.uint8(1)
-                        counts_RB[row, lower] += 1
+                is_between = np.uint32((bits[i] & np.uint32(0x7FFFFFFF)) - lowest) < span
+                hits[i] = np.uint8(is_between and (bits[i] & np.uint32(0xFFFF)) != np.uint32(0))
+            for w in range((m + 7) // 8):
+                if words[w] != np.uint64(0):
+                    for i in range(8 * w, 8 * w + 8):
+                        if hits[i] and row_B[upper[i] - bin_R[0]] >= 0:
+                            row, lower = row_B[upper[i] - bin_R[0]], bits[i] & np.uint32(0xFFFF)
+                            chunk = lower // np.uint32(CHUNK)
+                            if not filled_RC[row, chunk]:
+                                counts_RB[row, chunk * np.uint32(CHUNK) : (chunk + np.uint32(1)) * np.uint32(CHUNK)] = 0
+                                filled_RC[row, chunk] = np.uint8(1)
+                            counts_RB[row, lower] += 1
 
 
 @kernel
