@@ -69,17 +69,16 @@ def _drive_counting_refinements(
 ) -> tuple[int, np.uint32]:
     tensor = StoredTensor(family, F32)
     selection = MagnitudeCuts((kept,), len(family.base))
-    for span in sample:
-        selection.survey([tensor.block(span)])
+    selection.survey([tensor.block(span) for span in sample])
     selection.narrow()
-    for span in pieces:
-        selection.accumulate([tensor.block(span)])
+    blocks = [tensor.block(span) for span in pieces]
+    for block in blocks:
+        selection.accumulate([block])
     refinements = 0
     while not selection.finish():
         refinements += 1
         assert refinements <= 2
-        for span in pieces:
-            selection.refine([tensor.block(span)])
+        selection.refine(blocks)
     cuts_E3 = selection.result().cuts_E3
     assert_cuts(family, (kept,), cuts_E3)
     assert cuts_E3 is not None
@@ -249,12 +248,10 @@ def test_score_ranks__equal_a_sort_whether_or_not_the_first_block_misleads(
     blocks = [stored_block(raw, a, b) for a, b in spans]
     ranks = (1, 15_000, n // 2, n // 2 + 5_000) if share is None else ()
     reduction, n_looks = ScoreRanks(StoredScore(), n, ranks, share), 1
-    for block in blocks:
-        reduction.accumulate([block])
+    reduction.accumulate(blocks)
     while not reduction.finish():
         n_looks += 1
-        for block in blocks:
-            reduction.refine([block])
+        reduction.refine(blocks)
     n_nonzero = int(np.count_nonzero(scores_N))
     result = reduction.result()
     assert result.score_cuts_R3 is not None
