@@ -75,10 +75,12 @@ class DeltaStretches(NamedTuple):
 
 
 @kernel
-def _decode_stretch(
-    deltas: DeltaStretches, s: int, start: int, n: int, base: Floats, model: Floats, delta: Floats
-) -> None:
-    """Decode the delta of elements `start ... start + n` of a stretch; `base` and `model` are work arrays."""
+def _decode_stretch(deltas: DeltaStretches, s: int, start: int, n: int, tiles_3N: NDArray[np.float32]) -> None:
+    """Decode base, model and, in the last row, the delta of elements `start ... start + n` of a stretch.
+
+    Where deltas are stored, it alone.
+    """
+    base, model, delta = tiles_3N[0], tiles_3N[1], tiles_3N[2]
     base_offset, offset, code = deltas.stretches_S5[s, 2], deltas.stretches_S5[s, 3], deltas.stretches_S5[s, 4]
     offset += start * itemsize_of(code)
     if code & IS_DELTA:
@@ -96,15 +98,13 @@ def count_magnitudes(deltas: DeltaStretches, counts: Counts) -> None:
 
     The bit pattern of a non-negative float32 orders as its value does, so a histogram of bits is one of values.
     """
-    base = np.empty(_TILE, np.float32)
-    model = np.empty(_TILE, np.float32)
-    delta = np.empty(_TILE, np.float32)
-    bits = delta.view(np.uint32)
+    tiles_3N = np.empty((3, _TILE), np.float32)
+    bits = tiles_3N[2].view(np.uint32)
     for s in range(deltas.stretches_S5.shape[0]):
         n = deltas.stretches_S5[s, 1]
         for start in range(0, n, _TILE):
             m = min(_TILE, n - start)
-            _decode_stretch(deltas, s, start, m, base, model, delta)
+            _decode_stretch(deltas, s, start, m, tiles_3N)
             for i in range(m):
                 counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
 
@@ -168,10 +168,8 @@ def collect_ties(deltas: DeltaStretches, ties_R4: Bits32, hashes_RN: Bits32, cou
     Add to `counts_R2[r, 0]` the number of hashes below the first, to `counts_R2[r, 1]` that of those from the first to
     the last, and write these to `hashes_RN[r]`, as far as there is room.
     """
-    base = np.empty(_TILE, np.float32)
-    model = np.empty(_TILE, np.float32)
-    delta = np.empty(_TILE, np.float32)
-    bits = delta.view(np.uint32)
+    tiles_3N = np.empty((3, _TILE), np.float32)
+    bits = tiles_3N[2].view(np.uint32)
     magnitudes_UR = np.empty((_TILE // TIE_RUN + 1, TIE_RUN), np.uint32)  # whole runs: zeros are around the tile
     magnitudes = magnitudes_UR.reshape(-1)
     places = np.empty(TIE_RUN + 1, np.int64)
@@ -180,7 +178,7 @@ def collect_ties(deltas: DeltaStretches, ties_R4: Bits32, hashes_RN: Bits32, cou
         first_element, n_elements = deltas.stretches_S5[s, 0], deltas.stretches_S5[s, 1]
         for start in range(0, n_elements, _TILE):
             m, element = min(_TILE, n_elements - start), first_element + start
-            _decode_stretch(deltas, s, start, m, base, model, delta)
+            _decode_stretch(deltas, s, start, m, tiles_3N)
             lead = element % TIE_RUN
             magnitudes[:] = np.uint32(0)
             for i in range(m):
@@ -258,10 +256,8 @@ class Watched(NamedTuple):
 def count_watched(deltas: DeltaStretches, watched: Watched) -> None:
     """Add what is watched of the magnitudes of deltas."""
     edges_W, from_edge_W, bin_R, row_B, counts_RB, filled_RC, totals_R = watched
-    base = np.empty(_TILE, np.float32)
-    model = np.empty(_TILE, np.float32)
-    delta = np.empty(_TILE, np.float32)
-    bits = delta.view(np.uint32)
+    tiles_3N = np.empty((3, _TILE), np.float32)
+    bits = tiles_3N[2].view(np.uint32)
     upper = np.empty(_TILE, np.uint16)
     hits = np.zeros(_TILE, np.uint8)
     words = hits.view(np.uint64)
@@ -271,7 +267,7 @@ def count_watched(deltas: DeltaStretches, watched: Watched) -> None:
         n_elements = deltas.stretches_S5[s, 1]
         for start in range(0, n_elements, _TILE):
             m = min(_TILE, n_elements - start)
-            _decode_stretch(deltas, s, start, m, base, model, delta)
+            _decode_stretch(deltas, s, start, m, tiles_3N)
             for i in range(m):
                 upper[i] = np.uint16((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT))
             for w in range(edges_W.shape[0]):
