@@ -21,7 +21,6 @@ from mergepipe.engine.segments import (
     SHARE_READ_AGAIN,
     BufferSizes,
     HoldLimits,
-    JobShape,
     Run,
     SegmentShape,
 )
@@ -67,12 +66,12 @@ def task_of(n_elements: int, n_experts: int) -> MergeTask:
 def test_passes__see_every_segment_and_read_exactly_what_the_pass_before_does_not_hold(
     *, n_segments: int, looks: int, whole: int, left: int, writes: bool
 ) -> None:
-    segments = tuple(SegmentShape(i, (Run(0, Span(i, i + 1), (), ()),), 2) for i in range(n_segments))
+    segments = tuple(SegmentShape(i, (Run(0, Span(i, i + 1), (), ()),)) for i in range(n_segments))
     limits = HoldLimits(whole, max(0, whole - left))
     work = TensorWork(task_of(n_segments, 1), Looks(looks), lambda: None)
     held: frozenset[int] = frozenset()
     stages = []
-    for step in Job(JobShape((0,), segments), (work,), limits, writes=writes).passes():
+    for step in Job(segments, {0: work}, limits, writes=writes).passes():
         numbers = {segment.number for segment in step.segments}
         assert {segment.number for segment in step.unread} == numbers - held
         assert held <= numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 from hypothesis import given
@@ -14,9 +14,9 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BF16, F32, F64, GRAIN_ELEMENTS, DType, Span
 from mergepipe.engine.segments import (
     FEWEST_BUFFERS,
-    JobShape,
     Run,
     SegmentLayout,
+    Segments,
     choose_buffer_sizes,
     cut_everywhere,
     full_access,
@@ -86,10 +86,10 @@ def memories(draw: st.DrawFn, tasks: list[MergeTask], cut_elements: int = GRAIN_
 
 
 def check_jobs(
-    tasks: list[MergeTask], jobs: list[JobShape], wanted: dict[int, tuple[Run, ...]], cut_elements: int
+    tasks: list[MergeTask], jobs: list[Segments], wanted: dict[int, tuple[Run, ...]], cut_elements: int
 ) -> None:
     """Runs cover what was wanted in order, segments are numbered in order, cuts fall on the grid."""
-    segments = [segment for job in jobs for segment in job.segments]
+    segments = list(chain.from_iterable(jobs))
     assert [segment.number for segment in segments] == list(range(len(segments)))
     runs = [run for segment in segments for run in segment.runs]
     assert [run.task_index for run in runs] == sorted(run.task_index for run in runs)
@@ -106,8 +106,7 @@ def check_jobs(
         assert own
         assert position == task.base.n_elements
     for job in jobs:
-        assert job.task_indices == tuple(dict.fromkeys(r.task_index for s in job.segments for r in s.runs))
-        assert len(job.segments) == 1 or len(job.task_indices) == 1
+        assert len(job) == 1 or len({run.task_index for segment in job for run in segment.runs}) == 1
 
 
 def wanted_runs(data: st.DataObject, tasks: list[MergeTask]) -> dict[int, tuple[Run, ...]]:
@@ -139,11 +138,10 @@ def test_plan_jobs__covers_every_tensor_in_segments_that_fit(data: st.DataObject
         jobs.append(job)
         assert len(jobs) <= len(tasks)
     check_jobs(tasks, jobs, wanted, cut_elements)
-    for segment in (segment for job in jobs for segment in job.segments):
+    for segment in chain.from_iterable(jobs):
         need = sum(stored_bytes(tasks[r.task_index], r.span.n_elements, r.present) for r in segment.runs)
         assert need <= sizes.raw_bytes
         out = sum(r.span.n_elements * tasks[r.task_index].dtype.itemsize for r in segment.runs)
-        assert out == segment.out_bytes
         assert out <= sizes.out_bytes
 
 
@@ -169,7 +167,7 @@ def test_choose_buffer_sizes__cuts_what_hardly_reads_experts_into_few_segments_h
         task, cut_of = large_task(n_experts), cut_everywhere(GRAIN_ELEMENTS)
         sizes = choose_buffer_sizes([task], 1 << 30, cut_of, in_part=in_part)
         (job,) = plan_jobs([task], sizes, lambda index, _: (Run(index, Span(0, 1 << 20), ()),), cut_of)
-        return len(job.segments)
+        return len(job)
 
     assert n_segments(20, in_part=True) == n_segments(2, in_part=True) == 1
     assert n_segments(20, in_part=False) > n_segments(2, in_part=False)
@@ -242,11 +240,11 @@ def test_lay_out__reads_exactly_the_needed_pages_to_their_places(data: st.DataOb
     files = sorted({entry.file for source in sources for entry in source.stored})
     alignments = {file: data.draw(st.sampled_from([1, PAGE_BYTES])) for file in files}
     for job in plan_jobs(tasks, sizes, lambda index, _: wanted[index]):
-        for segment in job.segments:
+        for segment in job:
             layout = lay_out(segment, tasks, sizes.raw_bytes, alignments.__getitem__)
             check_reads(layout, tasks, sizes.raw_bytes, alignments)
             position = sizes.raw_bytes
             for piece, run in zip(layout.pieces, segment.runs, strict=True):
                 assert (piece.run, piece.out_offset) == (run, position)
                 position += run.span.n_elements * tasks[run.task_index].dtype.itemsize
-            assert position - sizes.raw_bytes == segment.out_bytes <= sizes.out_bytes
+            assert position - sizes.raw_bytes <= sizes.out_bytes

@@ -17,11 +17,12 @@ from mergepipe.engine.order_statistics import RankSearch
 from mergepipe.engine.pipeline import Pipeline
 from mergepipe.engine.segments import (
     HoldLimits,
-    JobShape,
+    Segments,
     choose_buffer_sizes,
     cut_everywhere,
     full_access,
     plan_jobs,
+    tasks_of,
     uncut_blocks,
 )
 from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, OnStatistics
@@ -63,14 +64,15 @@ def run_analysis(
     pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, full_access, cut_of), limits, observer))
 
 
-def _jobs(work: AnalysisWork, shapes: Iterator[JobShape], limits: HoldLimits, observer: Observer) -> Iterator[Job]:
-    for shape in shapes:
-        works = []
-        for task in (work.tasks[i] for i in shape.task_indices):
+def _jobs(work: AnalysisWork, cut: Iterator[Segments], limits: HoldLimits, observer: Observer) -> Iterator[Job]:
+    for segments in cut:
+        works = {}
+        for index in tasks_of(segments):
+            task = work.tasks[index]
             grid = BlockGrid(task.base.n_elements, work.block_elements)
             summary = TensorSummary(grid, len(task.experts), work.densities)
-            works.append(TensorWork(task, summary, partial(_report, task, summary, observer.on_statistics)))
-        yield Job(shape, works, limits, writes=False, tap=observer.tap)
+            works[index] = TensorWork(task, summary, partial(_report, task, summary, observer.on_statistics))
+        yield Job(segments, works, limits, writes=False, tap=observer.tap)
 
 
 def _report(task: MergeTask, summary: TensorSummary, on_statistics: OnStatistics) -> None:

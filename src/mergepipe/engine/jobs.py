@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import groupby
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, RawBlock, has_rare, itemsize_of_code
-from mergepipe.engine.segments import HoldLimits, JobShape, Piece, SegmentLayout, SegmentShape
+from mergepipe.engine.segments import HoldLimits, Piece, SegmentLayout, Segments, SegmentShape
 from mergepipe.operators.base import BlockFunction, Reduced
 from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.recipes.tasks import MergeTask
@@ -147,7 +147,7 @@ class Tap:
 
 
 class Job:
-    """Runs the passes of one `JobShape`. Used by the coordinating thread, but for `compute`.
+    """Runs the passes over segments; `works` are those of their tasks. On the coordinating thread, but for `compute`.
 
     A tensor that is reduced first is held, as far as `limits` allow; what is not held is read again by each pass.
     `writes` is False for an analysis: then the work ends with the reductions. `reads_once` keeps what a budget has been
@@ -156,27 +156,28 @@ class Job:
 
     def __init__(
         self,
-        shape: JobShape,
-        works: Sequence[TensorWork],
+        segments: Segments,
+        works: Mapping[int, TensorWork],
         limits: HoldLimits,
         *,
         writes: bool = True,
         reads_once: bool = False,
         tap: Tap | None = None,
     ) -> None:
-        self.shape = shape
-        self._works = dict(zip(shape.task_indices, works, strict=True))
+        self._segments = segments
+        self._works = works
         self._limits = limits
         self._writes = writes
         self._tap = tap
-        self._is_streamed = any(work.reduction for work in works) and len(shape.segments) > limits.whole_tensor
+        has_reductions = any(work.reduction for work in works.values())
+        self._is_streamed = has_reductions and len(segments) > limits.whole_tensor
         self.spills = reads_once and self._is_streamed
         # The first stage that sees every piece: a survey sees a sample, which is accumulated after it.
-        self._first_stage = Stage.ACCUMULATE if any(work.reduction for work in works) else Stage.MERGE
+        self._first_stage = Stage.ACCUMULATE if has_reductions else Stage.MERGE
 
     def passes(self) -> Iterator[Pass]:
         """Yield the passes in order; each may be computed only when the one before is complete."""
-        segments = self.shape.segments
+        segments = self._segments
         if not any(work.reduction for work in self._works.values()):
             self._conclude()
             if self._writes:
@@ -187,7 +188,7 @@ class Job:
             yield from self._passes_in_memory()
 
     def _passes_in_memory(self) -> Iterator[Pass]:
-        segments = self.shape.segments
+        segments = self._segments
         everything = _numbers(segments)
         yield Pass(Stage.ACCUMULATE, segments, segments, everything)
         while not self._finish_reductions():
@@ -196,7 +197,7 @@ class Job:
         yield Pass(Stage.MERGE, segments, (), writes=self._writes)
 
     def _passes_streaming(self) -> Iterator[Pass]:
-        segments = self.shape.segments
+        segments = self._segments
         sample = _spread(segments, min(SURVEY_SEGMENTS, self._limits.whole_tensor))
         sampled = _numbers(sample)
         rest = tuple(s for s in segments if s.number not in sampled)

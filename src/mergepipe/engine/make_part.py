@@ -22,13 +22,14 @@ from mergepipe.engine.segments import (
     BufferSizes,
     CutOf,
     HoldLimits,
-    JobShape,
     Piece,
     Run,
     RunsOf,
+    Segments,
     choose_buffer_sizes,
     full_access,
     plan_jobs,
+    tasks_of,
     uncut_blocks,
 )
 from mergepipe.engine.work import SILENT, EngineOptions, MergeWork, Observer, OutputPlan, Part, PartResult, tensor_work
@@ -121,10 +122,10 @@ def _layout(work: MergeWork, pool_bytes: int) -> _Layout:
     return _Layout(pool_bytes, sizes, _runs_of(work), cut_of)
 
 
-def _jobs(work: MergeWork, tasks: Sequence[MergeTask], shapes: Iterator[JobShape], limits: HoldLimits) -> Iterator[Job]:
-    for shape in shapes:
-        works = [tensor_work(work, tasks[i]) for i in shape.task_indices]
-        yield Job(shape, works, limits, reads_once=work.access is not None)
+def _jobs(work: MergeWork, tasks: Sequence[MergeTask], cut: Iterator[Segments], limits: HoldLimits) -> Iterator[Job]:
+    for segments in cut:
+        works = {i: tensor_work(work, tasks[i]) for i in tasks_of(segments)}
+        yield Job(segments, works, limits, reads_once=work.access is not None)
 
 
 def _cut_of(work: MergeWork) -> CutOf:

@@ -241,15 +241,15 @@ class SegmentShape:
 
     number: int
     runs: tuple[Run, ...]
-    out_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class JobShape:
-    """Segments that need one another: all of one large tensor, or one segment of small tensors."""
+Segments = tuple[SegmentShape, ...]
+"""Segments that need one another: all of one large tensor, or one segment of small tensors."""
 
-    task_indices: tuple[int, ...]
-    segments: tuple[SegmentShape, ...]
+
+def tasks_of(segments: Segments) -> Iterable[int]:
+    """Return the tasks that segments hold runs of, in order, by their indices."""
+    return dict.fromkeys(run.task_index for segment in segments for run in segment.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +369,7 @@ def plan_jobs(
     runs_of: RunsOf = full_access,
     cut_of: CutOf = CUT_AT_GRAINS,
     starts: Collection[int] = (),
-) -> Iterator[JobShape]:
+) -> Iterator[Segments]:
     """Cut `tasks` (in output order) into jobs, lazily. No job reaches across `starts`, the first tasks of shards.
 
     Laws: the runs of each task are disjoint, in order and cover its tensor; every segment fits its buffer; every cut
@@ -434,16 +434,15 @@ class _Packer:
         self._out += out
 
     def _segment(self) -> SegmentShape:
-        segment = SegmentShape(self._number, tuple(self.runs), self._out)
+        segment = SegmentShape(self._number, tuple(self.runs))
         self._number += 1
         self.runs, self._raw, self._out, self._counted = [], 0, 0, 0
         return segment
 
-    def close(self) -> JobShape:
-        tasks = tuple(dict.fromkeys(run.task_index for run in self.runs))
-        return JobShape(tasks, (self._segment(),))
+    def close(self) -> Segments:
+        return (self._segment(),)
 
-    def large(self, index: int, runs: Sequence[Run]) -> JobShape:
+    def large(self, index: int, runs: Sequence[Run]) -> Segments:
         segments = []
         for run in runs:
             start = run.span.start
@@ -458,7 +457,7 @@ class _Packer:
                 start = stop
         if self.runs:
             segments.append(self._segment())
-        return JobShape((index,), tuple(segments))
+        return tuple(segments)
 
     def _furthest(self, run: Run, start: int) -> int:
         """Return where a piece of `run` from `start` can end in this segment: its end, or a cut; `start` if nowhere."""
