@@ -80,7 +80,7 @@ def _blocks(pair: Pair) -> Iterator[tuple[Stored, BlockContext, float | None]]:
     for base, expert in pair.tensors:
         cut = None
         if base is not None and len(expert) and pair.dtype in BANDED_DTYPES:
-            cut = cut_of(sample_of(base, pair.dtype), sample_of(expert, pair.dtype))
+            cut = cut_of(sample_of(base, pair.dtype), sample_of(expert, pair.dtype), len(expert) // pair.dtype.itemsize)
         for start in range(0, len(expert), size):
             beside = None if base is None else base[start : start + size]
             yield expert[start : start + size], BlockContext(beside, pair.dtype, "benchmark"), cut

@@ -143,7 +143,7 @@ def test_encode_block__takes_the_smallest_near_and_far(dtype: DType) -> None:
             as_bytes(encode(values.astype(np.float32), dtype))
             for values in (base_N, base_N + rng.standard_normal(70_000) * 0.02 * step)
         )
-        cut = cut_of(sample_of(base, dtype), sample_of(expert, dtype))
+        cut = cut_of(sample_of(base, dtype), sample_of(expert, dtype), len(expert) // dtype.itemsize)
         block = encode_block(base, expert, dtype, cut)
         banded = encode_bands(base.view(np.uint16), expert.view(np.uint16), cut, dtype)
         assert banded is not None

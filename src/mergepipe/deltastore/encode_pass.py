@@ -13,19 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Readable, TensorEntry
-from mergepipe.checkpoints.open_files import read_elements
+from mergepipe.checkpoints.open_files import decoded, read_elements
 from mergepipe.core.blocks import DType, Span
 from mergepipe.deltastore.builder import Place, StoreBuilder
 from mergepipe.deltastore.codec import encode_block, encode_converted
 from mergepipe.deltastore.index import digest, make_row
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, HEAD_DENSITY, Codec, EncodedBlock, Piece, RawBytes
-from mergepipe.kernels.codec import decode_tile
 from mergepipe.kernels.compiled import Floats
 from mergepipe.kernels.merge import take_delta
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, read_exact, request_bytes, round_up, scratch
+from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, read_exact, request_bytes, round_up
 
 # --- the cut of a tensor, chosen from a sample of its deltas before the pass that encodes it ---
 
@@ -44,37 +43,24 @@ def sample_spans(n_elements: int) -> tuple[Span, ...]:
     return tuple(Span(i * step, i * step + _STRETCH_ELEMENTS) for i in range(_STRETCHES))
 
 
-def cut_of(base: Sample, expert: Sample) -> float:
-    """Choose the cut of a tensor from samples of it and of its base, which has the same dtype."""
-    deltas = scratch("cut-sample", sum(map(len, expert.stretches)) // expert.dtype.itemsize, np.float32)
-    start = 0
-    for stretch, other in zip(base.stretches, expert.stretches, strict=True):
-        stop = start + len(stretch) // expert.dtype.itemsize
-        _fill_deltas(stretch, other, expert.dtype, deltas[start:stop])
-        start = stop
-    return choose_cut(deltas, is_sample=expert.n_elements > READ_WHOLE_ELEMENTS)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The bytes at `sample_spans` of a tensor of `n_elements`."""
-
-    dtype: DType
-    n_elements: int
-    stretches: tuple[RawBytes, ...]
-
-
-def read_sample(tensor: Readable, files: Mapping[Location, RangeFile], purpose: Purpose) -> Sample:
-    """Read a sample of a tensor: of one that is stored at most 256 KiB, in whole pages."""
-    stretches = (read_elements(tensor, span, files, purpose) for span in sample_spans(tensor.n_elements))
-    return Sample(tensor.dtype, tensor.n_elements, tuple(stretches))
-
-
-def sample_of(content: RawBytes, dtype: DType) -> Sample:
-    """Take the sample of a tensor that is in memory as a whole; it consists of views."""
+def sample_of(content: RawBytes, dtype: DType) -> Floats:
+    """Sample a tensor that is in memory as a whole, in float32."""
     size = dtype.itemsize
-    n = len(content) // size
-    return Sample(dtype, n, tuple(content[span.start * size : span.stop * size] for span in sample_spans(n)))
+    parts = [content[span.start * size : span.stop * size] for span in sample_spans(len(content) // size)]
+    return decoded(np.concatenate(parts), dtype.kernel_code)
+
+
+def read_sample(tensor: Readable, files: Mapping[Location, RangeFile], purpose: Purpose) -> Floats:
+    """Read a sample of a tensor, in float32: of one that is stored at most 256 KiB, in whole pages."""
+    parts = [read_elements(tensor, span, files, purpose) for span in sample_spans(tensor.n_elements)]
+    return decoded(np.concatenate(parts), tensor.dtype.kernel_code)
+
+
+def cut_of(base: Floats, expert: Floats, n_elements: int) -> float:
+    """Choose the cut of a tensor of so many elements from samples of it and of its base, which has the same dtype."""
+    deltas = np.empty_like(expert)
+    take_delta(expert, base, len(expert), deltas)
+    return choose_cut(deltas, is_sample=len(expert) < n_elements)
 
 
 def choose_cut(deltas: Floats, *, is_sample: bool) -> float:
@@ -90,14 +76,6 @@ def choose_cut(deltas: Floats, *, is_sample: bool) -> float:
     rank = min(math.ceil((HEAD_DENSITY + margin) * n), n)
     magnitudes.sort()  # at 16 lanes a time faster than a partition
     return max(float(magnitudes[n - rank]), _SMALLEST)
-
-
-def _fill_deltas(base: RawBytes, expert: RawBytes, dtype: DType, deltas: Floats) -> None:
-    n = len(deltas)
-    base_values, expert_values = (scratch(f"cut-{name}", n, np.float32) for name in ("base", "expert"))
-    decode_tile(base, 0, dtype.kernel_code, n, base_values)
-    decode_tile(expert, 0, dtype.kernel_code, n, expert_values)
-    take_delta(expert_values, base_values, n, deltas)
 
 
 # --- read a base and the experts packed relative to it in one pass, and encode them in threads ---
@@ -131,7 +109,7 @@ def pack_all(
             buffer = pool.take()
             if buffer is None:
                 buffer = _finish(ahead.popleft(), on_bytes)
-            ahead.append(_Ahead(group, buffer, reader.submit(_read, group, buffer, files, encoders)))
+            ahead.append((group, buffer, reader.submit(_read, group, buffer, files, encoders)))
         while ahead:
             _finish(ahead.popleft(), on_bytes)
     finally:
@@ -207,32 +185,29 @@ class _Group:
             return
         base_sample = _sample(self.base, base, files, Purpose.BASE)
         for member, content in lacking:
-            expert_sample = _sample(member.place.entry, content, files, Purpose.ANALYSIS)
-            member.builder.set_cut(member.number, cut_of(base_sample, expert_sample))
+            entry = member.place.entry
+            expert_sample = _sample(entry, content, files, Purpose.ANALYSIS)
+            member.builder.set_cut(member.number, cut_of(base_sample, expert_sample, entry.n_elements))
 
 
-def _sample(entry: Readable, content: RawBytes, files: Mapping[Location, RangeFile], purpose: Purpose) -> Sample:
+def _sample(entry: Readable, content: RawBytes, files: Mapping[Location, RangeFile], purpose: Purpose) -> Floats:
     if len(content) == entry.n_elements * entry.dtype.itemsize:
         return sample_of(content, entry.dtype)
     return read_sample(entry, files, purpose)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """A group that is being read or encoded."""
-
-    group: _Group
-    buffer: NDArray[np.uint8]
-    read: Future[list[Future[list[Encoded]]]]
+_Ahead = tuple[_Group, NDArray[np.uint8], Future[list[Future[list[Encoded]]]]]
+"""A group that is being read into a buffer, or encoded."""
 
 
 def _finish(ahead: _Ahead, on_bytes: Callable[[int], None]) -> NDArray[np.uint8]:
     """Write the blocks of a group as they are encoded; return its buffer for reuse."""
-    for encoding in ahead.read.result():
+    group, buffer, read = ahead
+    for encoding in read.result():
         for builder, encoded, row in encoding.result():
             builder.append(encoded, row)
-    on_bytes(ahead.group.nbytes)
-    return ahead.buffer
+    on_bytes(group.nbytes)
+    return buffer
 
 
 def _groups(builders: Sequence[StoreBuilder]) -> Iterator[_Group]:
