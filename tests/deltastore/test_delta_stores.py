@@ -197,7 +197,7 @@ def test_packed_tensor__one_block_costs_its_own_pages(big: Packed) -> None:
     tensor = big_tensor(big)
     one = tensor.cost_bytes(tensor.block_span(1))
     assert one <= 0.25 * 2 * BLOCK_ELEMENTS
-    assert tensor.level_cost_bytes(tensor.block_span(1), Level.HEAD) < one
+    assert tensor.at_level(Level.HEAD).cost_bytes(tensor.block_span(1)) < one
 
 
 def test_verify_and_unpack__say_which_piece_is_damaged(big: Packed, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from mergepipe.deltastore.codec import BlockContext, decode_block, decode_deltas
 from mergepipe.deltastore.encode_pass import choose_cut
 from mergepipe.deltastore.index import HEADER_NAME, INDEX_NAME, PIECE_NAMES, ROW_BYTES, StoreIndex, index_digest
 from mergepipe.deltastore.pieces import BANDED_FROM_ELEMENTS, Codec, EncodedBlock, Level, Piece, RawBytes
-from mergepipe.deltastore.tensor import PackedTensor, StandaloneTensor
+from mergepipe.deltastore.tensor import EncodedTensor, PackedTensor
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
@@ -82,17 +82,15 @@ def _fetch_all(place: Path, base: Checkpoint) -> int:
     """Open a store and fetch every tensor at every level; the number of bytes."""
     store, fetched = LocalStore(), 0
     for tensor in open_store(store, Location.local(place), base).tensors.values():
-        if isinstance(tensor, StandaloneTensor):
-            out = np.zeros(tensor.n_elements * tensor.dtype.itemsize, np.uint8)
-            with open_files(store, {entry.file for entry in tensor.stored}) as files:
-                tensor.opened(files)(Span(0, tensor.n_elements), out, Purpose.EXPERT)
-            fetched += len(out)
-        if not isinstance(tensor, PackedTensor):
+        if not isinstance(tensor, EncodedTensor):
             continue
-        for level in (Level.HEAD, Level.LOSSLESS):
-            leveled = tensor.at_level(level)
+        levels: Sequence[EncodedTensor] = [tensor]
+        if isinstance(tensor, PackedTensor):
+            levels = [tensor.at_level(level) for level in (Level.HEAD, Level.LOSSLESS)]
+        for leveled in levels:
             out = np.zeros(leveled.n_elements * leveled.dtype.itemsize, np.uint8)
-            with open_files(store, {*(entry.file for entry in leveled.stored), leveled.base.file}) as files:
+            bases = [] if leveled.base is None else [leveled.base]
+            with open_files(store, {entry.file for entry in (*leveled.stored, *bases)}) as files:
                 leveled.opened(files)(Span(0, leveled.n_elements), out, Purpose.EXPERT)
             fetched += len(out)
     return fetched

@@ -27,7 +27,7 @@ from mergepipe.deltastore.index import (
     StoreIndexReader,
 )
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Piece, RawBytes, corrupt
-from mergepipe.deltastore.tensor import PackedTensor, PlainTensor, StandaloneTensor
+from mergepipe.deltastore.tensor import EncodedTensor, PackedTensor, PlainTensor
 from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError
 from mergepipe.snapshots.manifest import absolute_reference
 from mergepipe.storage.contract import STORE_HEADER_BYTES, FileId, RangeFile, Store
@@ -165,7 +165,7 @@ def open_store(store: Store, path: Location, base: Checkpoint | None) -> Checkpo
 def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint | None) -> Readable:
     index, first_row = opened.index_reader, entry.first_row
     if not entry.has_base:
-        kind = PlainTensor if entry.is_plain else StandaloneTensor
+        kind = PlainTensor if entry.is_plain else EncodedTensor
         return kind(entry.name, entry.dtype, entry.shape, opened.root, index, first_row)
     if base is None:
         message = f"tensor {shown(entry.name)} was packed relative to its base, which is not named"

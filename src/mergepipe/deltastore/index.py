@@ -258,10 +258,6 @@ class StoreIndex:
         """The byte range that holds a piece of the rows `[first, stop)` in its file."""
         return int(self.offsets_PR[piece, first]), int(self.offsets_PR[piece, stop])
 
-    def bytes_of(self, pieces: Sequence[Piece], first: int, stop: int) -> int:
-        """The total length of some pieces of the rows `[first, stop)`."""
-        return sum(high - low for low, high in (self.piece_range(piece, first, stop) for piece in pieces))
-
     def check_pieces(
         self, piece: Piece, first: int, offsets: Sequence[int], content: RawBytes, where: Callable[[int], str]
     ) -> None:

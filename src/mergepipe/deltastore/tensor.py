@@ -96,7 +96,7 @@ _BYTE = DTYPES["U8"]
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensor(ComputedTensor):
-    """One tensor of a delta store, decoded block by block.
+    """One tensor of a delta store, decoded block by block; of this class, one that its base lacks.
 
     Memory while fetching: the pieces and the elements of `GROUP_BLOCKS` blocks.
     """
@@ -107,6 +107,22 @@ class EncodedTensor(ComputedTensor):
     root: Location
     index_reader: StoreIndexReader
     first_row: int
+
+    @property
+    def base(self) -> TensorEntry | None:
+        return None
+
+    @property
+    def level(self) -> Level:
+        return Level.LOSSLESS
+
+    @property
+    def is_delta(self) -> bool:
+        return self.level is not Level.LOSSLESS
+
+    @property
+    def dtype(self) -> DType:
+        return F32 if self.is_delta else self.stored_dtype
 
     @property
     def index(self) -> StoreIndex:
@@ -121,67 +137,40 @@ class EncodedTensor(ComputedTensor):
     def n_blocks(self) -> int:
         return BlockGrid(self.n_elements, BLOCK_ELEMENTS).n_blocks
 
-    def level_ranges(self, level: Level) -> tuple[TensorEntry, ...]:
-        """The byte ranges of the store's files that a level reads; the base's file is not included."""
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """The byte ranges of the store's files that the level reads; the base's file is not included."""
         entries = []
         step = self.index_reader.granularity_bytes
-        for piece in PIECES_OF[level]:
+        for piece in PIECES_OF[self.level]:
             start, stop = self.index.piece_range(piece, self.first_row, self.first_row + self.n_blocks)
             if stop > start:
                 size, path = stop - start, self.index_reader.path_of(piece)
                 entries.append(TensorEntry(self.name, _BYTE, (size,), path, start, size, granularity_bytes=step))
         return tuple(entries)
 
-    def level_bytes(self, level: Level) -> int:
-        """The stored bytes that a level reads."""
-        return self.index.bytes_of(PIECES_OF[level], self.first_row, self.first_row + self.n_blocks)
-
-    def level_cost_bytes(self, span: Span, level: int) -> int:
-        """Bytes requested to fetch `span` on its own at a level, in whole pages, without the base's."""
+    def cost_bytes(self, span: Span) -> int:
+        """Bytes requested to fetch `span` on its own, in whole pages, without the base's."""
         step = self.index_reader.granularity_bytes
         return sum(
             range_cost_bytes(*self.index.piece_range(piece, self.first_row + first, self.first_row + stop), step)
             for first, stop in block_groups(span)
-            for piece in PIECES_OF[Level(level)]
+            for piece in PIECES_OF[self.level]
         )
-
-    def block_span(self, block: int) -> Span:
-        return BlockGrid(self.n_elements, BLOCK_ELEMENTS).span(block)
-
-
-class StandaloneTensor(EncodedTensor):
-    """One tensor of a delta store that its base lacks, with encoded blocks: the expert's tensor."""
-
-    level = Level.LOSSLESS
-    is_delta = False
-    base = None
-
-    @property
-    def dtype(self) -> DType:
-        return self.stored_dtype
-
-    @property
-    def stored(self) -> tuple[TensorEntry, ...]:
-        return self.level_ranges(self.level)
-
-    @property
-    def nbytes(self) -> int:
-        return self.level_bytes(self.level)
-
-    def cost_bytes(self, span: Span) -> int:
-        """Bytes requested to fetch `span` on its own, in whole pages."""
-        return self.level_cost_bytes(span, self.level)
 
     def opened(self, files: Mapping[Location, RangeFile]) -> PackedFetch:
         """Make the fetch over open files; it keeps nothing between calls."""
         return PackedFetch(self, files)
+
+    def block_span(self, block: int) -> Span:
+        return BlockGrid(self.n_elements, BLOCK_ELEMENTS).span(block)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor(EncodedTensor, LeveledTensor):
     """One tensor of a delta store at a level: the expert's tensor at LOSSLESS, float32 deltas below."""
 
-    base: TensorEntry
+    base: TensorEntry = field()
     level: Level = Level.LOSSLESS
     others: dict[Level, PackedTensor] = field(default_factory=dict, repr=False, compare=False)
 
@@ -191,23 +180,6 @@ class PackedTensor(EncodedTensor, LeveledTensor):
     @property
     def encoded_on(self) -> TensorEntry:
         return self.base
-
-    @property
-    def is_delta(self) -> bool:
-        return self.level is not Level.LOSSLESS
-
-    @property
-    def dtype(self) -> DType:
-        return F32 if self.is_delta else self.stored_dtype
-
-    @property
-    def stored(self) -> tuple[TensorEntry, ...]:
-        """The byte ranges of the store's files that this level reads; the base's file is not included."""
-        return self.level_ranges(self.level)
-
-    @property
-    def nbytes(self) -> int:
-        return self.level_bytes(self.level)
 
     def at_level(self, level: int) -> PackedTensor:
         """The same tensor read at another level; the same object for the same level."""
@@ -223,12 +195,8 @@ class PackedTensor(EncodedTensor, LeveledTensor):
         """See `LeveledTensor`."""
         return LADDERS[Level(top)]
 
-    def cost_bytes(self, span: Span) -> int:
-        """Bytes requested to fetch `span` on its own, in whole pages, without the base's."""
-        return self.level_cost_bytes(span, self.level)
-
     def level_costs_bytes(self, level: int, stretches: int) -> NDArray[np.int64]:
-        """`level_cost_bytes` of each run of `stretches` blocks."""
+        """`cost_bytes` at a level of each run of `stretches` blocks."""
         first_B = np.arange(0, self.n_blocks, stretches)
         if GROUP_BLOCKS % stretches:  # groups end inside these runs
             first_B = np.arange(self.n_blocks)
@@ -252,10 +220,6 @@ class PackedTensor(EncodedTensor, LeveledTensor):
     def head_elements(self) -> int:
         """Elements with their deltas in HEAD, which are the largest: the density up to which HEAD is exact."""
         return int(self.index.rows["count"][self.first_row : self.first_row + self.n_blocks].sum())
-
-    def opened(self, files: Mapping[Location, RangeFile]) -> PackedFetch:
-        """Make the fetch over open files; it keeps nothing between calls."""
-        return PackedFetch(self, files)
 
     def opened_on_base(self, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
         """Open a tensor like `opened`, for callers that have the base's bytes."""
@@ -299,9 +263,7 @@ class _Base:
 class PackedFetch:
     """Fetches spans of one packed tensor. Safe to call from many threads."""
 
-    def __init__(
-        self, tensor: PackedTensor | StandaloneTensor, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS
-    ) -> None:
+    def __init__(self, tensor: EncodedTensor, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS) -> None:
         self._tensor = tensor
         self._index = tensor.index
         self._files = files
