@@ -278,7 +278,7 @@ def slices(*ranges: list[int], rest: str = "base_model: old") -> str:
     ("text", "code", "words"),
     [
         ("slices: []\nmerge_method: linear", "recipe.value", "merge_method: passthrough"),
-        (slices([3]), "recipe.value", "needs two layer numbers"),
+        (slices([3], [0, True]), "recipe.value", "slices[1].sources[0].layer_range: needs two layer numbers"),
         (slices([2, 1]), "recipe.value", "needs two layer numbers"),
         ("slices: [{sources: []}]\nmerge_method: passthrough", "recipe.value", "exactly one source"),
         (slices([9, 9]), "recipe.units", "no such unit"),

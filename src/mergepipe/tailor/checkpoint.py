@@ -354,9 +354,6 @@ class StateReader:
         return read_exact(self._open(path), start, stop, Purpose.ANALYSIS, np.empty(stop - start, np.uint8))
 
     def _open(self, path: Location) -> RangeFile:
-        file = self._files.get(path)
-        if file is not None:
-            return file
         with self._lock:
             if path not in self._files:
                 allow_open_files(len(self._files))

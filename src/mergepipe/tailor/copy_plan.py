@@ -12,7 +12,7 @@ from mergepipe.core.blocks import DType
 from mergepipe.errors import LimitError
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, round_up
-from mergepipe.tailor.checkpoint import Piece, StoredState, Strip
+from mergepipe.tailor.checkpoint import StoredState, Strip
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,9 @@ def patch_states(
                 for index, source in enumerate(sources):
                     while source.pieces[places[index]].span.stop <= start:
                         places[index] += 1
-                    parts.append(_element_range(source.pieces[places[index]], source.dtype, start))
+                    held = source.pieces[places[index]]
+                    first_element = ElementRange(held.file, held.offset, source.dtype, held.strips)
+                    parts.append(first_element.further(start - held.span.start))
                 at = piece.offset + (start - piece.span.start) * target.dtype.itemsize
                 yield piece.file, Patch(at, _values(tuple(parts), weights, stop - start, target.dtype))
 
@@ -180,14 +182,6 @@ def _values(parts: tuple[ElementRange, ...], weights: tuple[float, ...], n_eleme
     if len(parts) > 1 or parts[0].dtype != wanted or parts[0].strips:
         return AverageRange(parts, weights, n_elements, wanted)
     return CopyRange(parts[0].file, parts[0].offset, n_elements * wanted.itemsize, is_skeleton=False)
-
-
-def _element_range(piece: Piece, dtype: DType, element: int) -> ElementRange:
-    """Find the place of an element of a piece, and those behind it."""
-    ahead = element - piece.span.start
-    if piece.strips:
-        return ElementRange(piece.file, piece.offset, dtype, piece.strips, ahead)
-    return ElementRange(piece.file, piece.offset + ahead * dtype.itemsize, dtype)
 
 
 def patched_file(

@@ -200,14 +200,12 @@ def _slice(reader: DocumentReader, value: Value, at: KeyPath) -> list[Take]:
 
 
 def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> Choice | None:
-    ends = value if isinstance(value, list) else []
-    first, last = (ends[0], ends[1]) if len(ends) == 2 else (None, None)
-    is_range = isinstance(first, int) and isinstance(last, int) and not isinstance(first, bool)
-    if not is_range or not isinstance(first, int) or not isinstance(last, int) or not 0 <= first <= last <= 10**6:
-        reader.refuse("recipe.value", at, "needs two layer numbers, the second excluded, as [0, 16]")
-        return None
-    text, layers = f"layer_range [{first}, {last}]", range(first, last)
-    return layer_selector(text, layers) if layers else numbered_unit(first, text)
+    match value:
+        case [int(first), int(last)] if bool not in (type(first), type(last)) and 0 <= first <= last <= 10**6:
+            text, layers = f"layer_range [{first}, {last}]", range(first, last)
+            return layer_selector(text, layers) if layers else numbered_unit(first, text)
+    reader.refuse("recipe.value", at, "needs two layer numbers, the second excluded, as [0, 16]")
+    return None
 
 
 def _weight(reader: DocumentReader, value: Value, at: KeyPath) -> list[Take]:
@@ -243,11 +241,6 @@ def _exponential(count: int, alpha: float) -> tuple[float, ...]:
     return tuple((alpha if place else 1.0) * (1 - alpha) ** (count - 1 - place) for place in range(count))
 
 
-def _linear_weights(count: int, _alpha: float) -> tuple[float, ...]:
-    """`w_i = i`: the newest counts most."""
-    return tuple(float(place + 1) for place in range(count))
-
-
 def _decay_shaped(remaining: Callable[[float], float]) -> Callable[[int, float], tuple[float, ...]]:
     """Merge coefficients of a learning rate that decays as `remaining` does, from 1 at 0 to 0 at 1.
 
@@ -265,7 +258,7 @@ def _decay_shaped(remaining: Callable[[float], float]) -> Callable[[int, float],
 SCHEMES: Mapping[str, Callable[[int, float], tuple[float, ...]]] = MappingProxyType({
     "sma": lambda count, _: (1.0,) * count,
     "ema": _exponential,
-    "wma": _linear_weights,
+    "wma": lambda count, _: tuple(float(place + 1) for place in range(count)),  # the newest counts most
     "decay-linear": _decay_shaped(lambda t: 1 - t),
     "decay-cosine": _decay_shaped(lambda t: (1 + math.cos(math.pi * t)) / 2),
     "decay-1-sqrt": _decay_shaped(lambda t: 1 - math.sqrt(t)),
