@@ -108,7 +108,7 @@ class Figure:
 
 
 FIGURES = (
-    Figure("lines of src", lambda: lines(PACKAGE), 60_780, 50_000),
+    Figure("lines of src", lambda: lines(PACKAGE), 60_770, 50_000),
     Figure("files of src", lambda: len(source_texts()), 199, 180),
     Figure("folders of src", folders, 20, 20),
     Figure("classes", lambda: len(classes()), 616, 450),
