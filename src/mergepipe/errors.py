@@ -56,6 +56,7 @@ KEYWORD_OF_OPTION = {
     "--importance-out": "importance_out",
     "--lenient": "lenient=True",
     "--memory": "memory_bytes",
+    "--message": "message",
     "--method": "method",
     "--min-density": "min_density",
     "--no-catalog": "catalog=False",

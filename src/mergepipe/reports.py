@@ -25,7 +25,7 @@ from mergepipe.core.display import (
     text_of,
     told,
 )
-from mergepipe.core.units import format_bytes, format_percent, format_rate, plural
+from mergepipe.core.units import first_names, format_bytes, format_percent, format_rate, plural
 from mergepipe.storage.contract import Traffic
 from mergepipe.storage.location import Location
 
@@ -811,16 +811,11 @@ def grouped_choices(choices: Iterable[Fallback]) -> list[str]:
         alike = _NUMBER.sub("#", choice.decision.partition(" '")[0]), _NUMBER.sub("#", choice.reason)
         groups.setdefault(alike, []).append(choice)
     lines = [
-        f"{_listed([choice.where for choice in group])}: {group[0].decision} ({group[0].reason})"
+        f"{first_names([choice.where for choice in group], 4)}: {group[0].decision} ({group[0].reason})"
         for group in list(groups.values())[:_MOST_CHOICES]
     ]
     n_more = sum(len(group) for group in list(groups.values())[_MOST_CHOICES:])
     return [*lines, f"and {n_more} more: see the plan"] if n_more else lines
-
-
-def _listed(names: Sequence[str]) -> str:
-    """`a, b, c, d and 16 more`."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -988,7 +983,7 @@ class SweepReport(Displayed):
     def unread_lines(self) -> list[str]:
         """A line for each budget under which nothing is read of some expert, by the policy that was chosen."""
         points = (point for point in self.points if point.policy == self.policy and point.unread)
-        return [f"{point.budget}: nothing of {_listed(point.unread)} is in the merge" for point in points]
+        return [f"{point.budget}: nothing of {first_names(point.unread, 4)} is in the merge" for point in points]
 
     @property
     def error_note(self) -> str:

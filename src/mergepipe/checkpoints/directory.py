@@ -20,6 +20,7 @@ from mergepipe.checkpoints.torch_file import SUFFIXES as TORCH_SUFFIXES
 from mergepipe.checkpoints.torch_file import read_torch_weights
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.strict_json import MAX_DEPTH, JsonValue, is_too_deep, object_members, shown
+from mergepipe.core.units import first_names
 from mergepipe.errors import (
     CorruptError,
     MergePipeError,
@@ -253,8 +254,7 @@ def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
 
 def names_shown(names: Sequence[str]) -> str:
     """At most ten names for a message."""
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(shown(name) for name in names[:10]) + more
+    return first_names([shown(name) for name in names], 10)
 
 
 # --- a Hugging Face directory, or one bare file of weights, opened as a checkpoint ---

@@ -36,6 +36,13 @@ class Without:
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 WIDEST_HELP = 200
+PROGRAM_SETTINGS: dict[str, Any] = {
+    "add_completion": False,
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
+}
+"""Of both programs."""
 _SHOWS_ALL = "mergepipe.shows_all"  # in a context: the help describes commands and options that are rarely needed
 OTHER_OPTIONS = "Options"
 PANELS = (
@@ -385,14 +392,7 @@ def build_command(arguments: Sequence[str] = ()) -> TyperGroup:
     """Build the command line: the commands of the module with that which `arguments` begin with, or all."""
     commands = {module: (*names, *_RARE_COMMANDS.get(module, ())) for module, names in _COMMANDS.items()}
     named = [module for module, names in commands.items() if arguments and arguments[0] in names]
-    app = typer.Typer(
-        name="mergepipe",
-        cls=SectionedGroup,
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
-    )
+    app = typer.Typer(name="mergepipe", cls=SectionedGroup, **PROGRAM_SETTINGS)
     app.callback(invoke_without_command=True)(_root)
     for module in named or _COMMANDS:
         add_commands(app, module)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mergepipe
-from mergepipe.cli.app import WIDEST_HELP, SectionedCommand, Without, with_option_groups
+from mergepipe.cli.app import PROGRAM_SETTINGS, SectionedCommand, Without, with_option_groups
 from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
 from mergepipe.cli.printing import DEBUG, ReportOptions, print_report, print_warnings
 from mergepipe.cli.progress import progress_shown
@@ -111,12 +111,7 @@ class OwnOptions(RecipeOptions):
 
 def build_command() -> TyperCommand:
     """Build the command line of the program."""
-    app = typer.Typer(
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
-    )
+    app = typer.Typer(**PROGRAM_SETTINGS)
     app.command(PROGRAM, cls=SectionedCommand, epilog=f"{PROGRAM} config.yml merged/ --random-seed 7")(
         with_option_groups(merge_as_mergekit)
     )

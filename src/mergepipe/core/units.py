@@ -151,3 +151,8 @@ def format_percent(share: float) -> str:
 def plural(count: int, noun: str) -> str:
     """`1 tensor`, `2 tensors`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def first_names(names: Sequence[str], most: int = 3) -> str:
+    """`a, b, c and 16 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

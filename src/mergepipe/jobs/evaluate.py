@@ -96,21 +96,16 @@ class Evaluation:
             try:
                 printed, _ = process.communicate(timeout=timeout)
             except BaseException as error:
-                self._end(process, is_group=timeout is not None)
+                if timeout is not None:  # then the processes that it began are its own group
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
                 if isinstance(error, subprocess.TimeoutExpired):
                     raise self._failure(f"took more than {timeout:g} s") from None
                 raise
         if process.returncode:
             raise self._failure(f"failed with exit code {process.returncode}")
         return printed.decode(errors="replace")
-
-    @staticmethod
-    def _end(process: subprocess.Popen[bytes], *, is_group: bool) -> None:
-        """End the command, with the processes that it began where they are its own group."""
-        if is_group:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
 
     def _failure(self, message: str) -> Exception:
         return RecipeError.of("evaluate.failed", shlex.join(self.words), message, "try it on a merge that you have")

@@ -385,7 +385,20 @@ class MergeRun:
     ) -> Manifest:
         usage = self._store.ledger.usage()
         plan = None if self._plan is None else PLAN_FORMAT.content(self._plan)
-        kept = ",".join(f"{one.kept_elements}/{one.elements}" for one in self._kept)
+        run = {
+            "seconds": round(time.perf_counter() - self._settings.started, 3),
+            "threads": self._settings.engine.threads,
+            "memory_bytes": self._settings.engine.memory_bytes,
+            **traffic(self._store, usage).facts(),
+            **progress.facts(),
+        }
+        optional = {
+            "tried_expert_bytes": self._settings.tried_expert_bytes or None,
+            "kept_elements": ",".join(f"{one.kept_elements}/{one.elements}" for one in self._kept) or None,
+            "requantisation_error": requantisation_error(self._inputs),
+            NOTICES_KEY: "\n".join(map(str, self._inputs.notices)) or None,
+            BASE_MODEL_IDS_KEY: " ".join(self._settings.base_model_ids.of_merge) or None,
+        }
         return Manifest(
             version=mergepipe.__version__,
             operator=self._inputs.recipe.operator.name,
@@ -399,17 +412,7 @@ class MergeRun:
             plan_digest=None if plan is None else str(plan["digest"]),
             plan=plan,
             coverage=None if self._plan is None else coverage_of(self._plan),
-            run={
-                "seconds": round(time.perf_counter() - self._settings.started, 3),
-                "threads": self._settings.engine.threads,
-                "memory_bytes": self._settings.engine.memory_bytes,
-                **traffic(self._store, usage).facts(),
-                **progress.facts(),
-                **({"tried_expert_bytes": tried_bytes} if (tried_bytes := self._settings.tried_expert_bytes) else {}),
-                **({"kept_elements": kept} if kept else {}),
-                **({} if (error := requantisation_error(self._inputs)) is None else {"requantisation_error": error}),
-                **self._recipe_facts(),
-            },
+            run=run | {name: fact for name, fact in optional.items() if fact is not None},
             blocks=blocks,
         )
 
@@ -432,13 +435,6 @@ class MergeRun:
             OutputTensor(task.name, task.dtype.name, task.shape, file_of[task.name], digest.root, *actions[task.name])
             for task, digest in zip(self._output.tasks, digests, strict=True)
         )
-
-    def _recipe_facts(self) -> dict[str, str]:
-        """Return for the manifest the recipe's notices, one a line, and the base model ids that were stated."""
-        notices = self._inputs.notices
-        facts = {NOTICES_KEY: "\n".join(map(str, notices))} if notices else {}
-        stated = self._settings.base_model_ids.of_merge
-        return {**facts, BASE_MODEL_IDS_KEY: " ".join(stated)} if stated else facts
 
     def _input_records(self, ids: Mapping[int, str], usage: Usage) -> tuple[InputRecord, ...]:
         content_ids = {id(self._inputs.checkpoints[index]): identity for index, identity in ids.items()}

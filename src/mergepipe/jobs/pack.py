@@ -25,7 +25,7 @@ from mergepipe.checkpoints.open_files import check_unchanged, open_files, read_s
 from mergepipe.core.blocks import BlockGrid, Span, element_count
 from mergepipe.core.flags import several
 from mergepipe.core.units import positive
-from mergepipe.deltastore.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, file_parts, open_builder, write_kept
+from mergepipe.deltastore.builder import FILES_OF_BUILDER, PackJob, file_parts, open_builder, write_kept
 from mergepipe.deltastore.checkpoint import (
     MOST_DEPTH,
     OpenedStore,
@@ -215,7 +215,16 @@ def _pack_together(
         checkpoints = [checkpoint for job in jobs for checkpoint in (*job.bases, job.expert)]
         with open_files(store, inputs, checkpoints) as files:
             pack_all(builders, files, threads, counter.add)
-        published, errors = _published(builders)
+        published: dict[Location, PackedExpert] = {}
+        errors: list[MergePipeError] = []
+        for builder in builders:
+            try:
+                builder.finish()
+                expert = _packed_facts(builder.job, builder.read(), is_new=True)
+                builder.publish()
+                published[builder.job.place] = replace(expert, resumed_bytes=builder.done_bytes)
+            except MergePipeError as error:
+                errors.append(error)
         if errors:
             raise errors[0]  # inside, so that what is durable of it is kept where that helps
     seconds = time.perf_counter() - started
@@ -223,20 +232,6 @@ def _pack_together(
         place: replace(expert, seconds=seconds * expert.tensor_bytes / max(total, 1))
         for place, expert in published.items()
     }
-
-
-def _published(builders: Sequence[StoreBuilder]) -> tuple[dict[Location, PackedExpert], list[MergePipeError]]:
-    published: dict[Location, PackedExpert] = {}
-    errors = []
-    for builder in builders:
-        try:
-            builder.finish()
-            expert = _packed_facts(builder.job, builder.read(), is_new=True)
-            builder.publish()
-            published[builder.job.place] = replace(expert, resumed_bytes=builder.done_bytes)
-        except MergePipeError as error:
-            errors.append(error)
-    return published, errors
 
 
 def _packed_facts(job: PackJob, opened: OpenedStore, *, is_new: bool) -> PackedExpert:

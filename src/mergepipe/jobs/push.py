@@ -11,7 +11,7 @@ import mergepipe
 from mergepipe.deltastore.builder import published_store
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.index import is_own_name
-from mergepipe.errors import CorruptError, OutputError, UnsupportedError
+from mergepipe.errors import CorruptError, OutputError, RecipeError, UnsupportedError
 from mergepipe.jobs.snapshots import find_published, read_manifest_value
 from mergepipe.options import PushOptions
 from mergepipe.recipes.references import resolve_model_name
@@ -55,6 +55,9 @@ def push(
     if target.scheme not in (*OBJECT_SCHEMES, HUB_SCHEME):
         hint = "push to org/name on the Hub, hf://org/name, s3://, gs:// or az://"
         raise OutputError.of("output.place", target, "no snapshot can be pushed there", hint)
+    if target.scheme != HUB_SCHEME and (made.create or made.message is not None):
+        option, message = "--create" if made.create else "--message", "only the Hub has repositories and commits"
+        raise RecipeError.of("option.conflict", option, message, "leave it out, or push to org/name")
     store = Stores()
     folder, is_pack = find_published(snapshot, made.home, store)
     path = folder.local_path

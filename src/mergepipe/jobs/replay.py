@@ -25,7 +25,7 @@ from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.model_card import BaseModelIds
 from mergepipe.runs.stored_plan import changed_files, plan_of
-from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings, merge_work
+from mergepipe.runs.work import ONE_FILE_BYTES, CatalogLink, MergeSettings, merge_settings, merge_work
 from mergepipe.snapshots.layout import layout_of
 from mergepipe.snapshots.manifest import NOTICES_KEY, Manifest
 from mergepipe.snapshots.shards import TensorDigest
@@ -33,7 +33,6 @@ from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
-_ONE_FILE = 1 << 62
 _HINT = "put the input back as it was"
 _GONE_HINT = "put it there: a snapshot names its inputs relative to its own folder, so move both together"
 
@@ -94,12 +93,12 @@ def rebuild_tensors(
     store: Store, manifest: Manifest, names: Collection[str], directory: Path, engine: EngineOptions
 ) -> tuple[RebuiltTensor, ...]:
     """Recompute the named tensors into one file in `directory`."""
-    options = MergeOptions(catalog=False, seed=manifest.seed, shard_bytes=_ONE_FILE)
+    options = MergeOptions(catalog=False, seed=manifest.seed, shard_bytes=ONE_FILE_BYTES)
     settings = MergeSettings(options, engine, out=directory / "made")
     with intermediate_writer(settings, store) as write_intermediate:
         inputs = open_recorded(manifest, store, write_intermediate)
         wanted = set(names)
-        output = plan_output([task for task in inputs.resolution.tasks if task.name in wanted], _ONE_FILE)
+        output = plan_output([task for task in inputs.resolution.tasks if task.name in wanted], ONE_FILE_BYTES)
         missing = sorted(wanted - {task.name for task in output.tasks})
         if missing:
             message = "by its recipe the inputs have no such tensor"

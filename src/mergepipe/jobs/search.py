@@ -360,7 +360,20 @@ class _Search:
             sid=sid,
             objectives=self._objectives or ("loss",),
             best=best.number,
-            trials=tuple(_told(trial, is_best=trial.number in front) for trial in trials),
+            trials=tuple(
+                SearchTrial(
+                    number=trial.number,
+                    state=trial.state.name.lower(),
+                    values=dict(trial.params),
+                    losses=tuple(trial.values or ()),
+                    rungs=tuple(trial.user_attrs.get("rungs", ())),
+                    expert_bytes=trial.user_attrs.get("expert_bytes", 0),
+                    seconds=trial.user_attrs.get("seconds", 0.0),
+                    failure=trial.user_attrs.get("failure", ""),
+                    is_best=trial.number in front,
+                )
+                for trial in trials
+            ),
         )
 
     def _published_sid(self, values: Mapping[KeyPath, Any]) -> str:
@@ -387,20 +400,6 @@ class _Search:
             raise LimitError.of("evaluate.failed", self._study_path, message)
         is_most = bool(self._objectives) and self._objectives[0].endswith(":max")
         return (max if is_most else min)(complete, key=lambda trial: trial.values[0])
-
-
-def _told(trial: Any, *, is_best: bool) -> SearchTrial:
-    return SearchTrial(
-        number=trial.number,
-        state=trial.state.name.lower(),
-        values=dict(trial.params),
-        losses=tuple(trial.values or ()),
-        rungs=tuple(trial.user_attrs.get("rungs", ())),
-        expert_bytes=trial.user_attrs.get("expert_bytes", 0),
-        seconds=trial.user_attrs.get("seconds", 0.0),
-        failure=trial.user_attrs.get("failure", ""),
-        is_best=is_best,
-    )
 
 
 # --- sweep budgets: merge one recipe in full and under each budget, and measure the loss of fidelity ---

@@ -392,8 +392,10 @@ def repair(
             patches = [*_header_patches(examination), *_block_patches(examination, {r.digest.name: r for r in rebuilt})]
             written = _apply(path, examination.layout, patches, staging.directory)
             written += _write_small(path, small, staging.directory)
-            written += _mend_table(store, path, engine, staging.directory)
-        mended = examine(store, Location.local(path), engine.threads, on_progress)
+            mended = examine(store, Location.local(path), engine.threads, on_progress)
+            if any(damage.kind == "blocks-file" for damage in mended.damages):
+                written += _write_small(path, {mended.manifest.blocks.name: _block_table(mended)}, staging.directory)
+                mended = examine(store, Location.local(path), engine.threads, on_progress)
         if mended.damages:
             left = (Problem("snapshot.damaged", str(path / d.file), d.message, _HINT) for d in mended.damages)
             raise CorruptError(*left)
@@ -532,16 +534,13 @@ def _write_small(directory: Path, contents: Mapping[str, bytes], staging: Path) 
     return sum(map(len, contents.values()))
 
 
-def _mend_table(store: Store, path: Path, engine: EngineOptions, staging: Path) -> int:
-    """Rewrite a damaged table of block digests, after all blocks match the manifest's digests."""
-    examination = examine(store, Location.local(path), engine.threads, None)
+def _block_table(examination: Examination) -> bytes:
+    """Make the table of block digests again, once all blocks match the manifest's digests."""
     record = examination.manifest.blocks
-    if not any(damage.kind == "blocks-file" for damage in examination.damages):
-        return 0
     blocks = tuple(tuple(b for b in tensor if b is not None) for tensor in examination.scan.blocks)
     headers = tuple(header for header in examination.scan.headers if header is not None)
     content = BlockTable(examination.layout.block_elements, headers, blocks).to_bytes()
     if small_digest(content) != record.blake3:
         message = "the table of block digests cannot be made again"
-        raise CorruptError.of("snapshot.unrepairable", path / record.name, message, _HINT)
-    return _write_small(path, {record.name: content}, staging)
+        raise CorruptError.of("snapshot.unrepairable", examination.path / record.name, message, _HINT)
+    return content

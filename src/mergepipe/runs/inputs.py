@@ -141,14 +141,6 @@ DOCUMENT_MARK = "\n---\n"
 _USUAL_OPTIONS = RecipeOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class Intermediate:
-    """The result of an earlier document of a recipe, which a later document merges: it is written before."""
-
-    inputs: Inputs
-    checkpoint: Checkpoint
-
-
 Stage: TypeAlias = Callable[["Inputs"], Path]
 """Merges what another document makes, and says where the result lies."""
 
@@ -158,7 +150,7 @@ class Inputs:
     """A recipe with its opened checkpoints, in the order of `recipe.inputs()`, and its resolution into merge tasks.
 
     `checkpoints` are as stored; with an `alignment` of vocabularies the resolution is of the aligned ones.
-    `intermediates` are those of the models that other documents make, by their place. `notices` are what has
+    `intermediates` are the inputs of the models that other documents make, by their place. `notices` are what has
     no effect in the recipe, or another one than it asks for. `plain` is the merge in numbers whose result the tasks
     store like the base.
     """
@@ -167,7 +159,7 @@ class Inputs:
     checkpoints: tuple[Checkpoint, ...]
     resolution: Resolution
     alignment: Alignment | None = None
-    intermediates: Mapping[int, Intermediate] = field(default_factory=dict)
+    intermediates: Mapping[int, Inputs] = field(default_factory=dict)
     notices: tuple[Notice, ...] = ()
     plain: Inputs | None = None
 
@@ -179,7 +171,7 @@ class Inputs:
     @property
     def recipe_text(self) -> str:
         """The documents that this merge depends on as YAML, each after those it needs."""
-        texts = [text for made in self.intermediates.values() for text in made.inputs.recipe_text.split(DOCUMENT_MARK)]
+        texts = [text for made in self.intermediates.values() for text in made.recipe_text.split(DOCUMENT_MARK)]
         return DOCUMENT_MARK.join(dict.fromkeys((*texts, self.recipe.source_text)))
 
     def leaves(self) -> Iterator[tuple[str, ModelInput, Checkpoint]]:
@@ -190,7 +182,7 @@ class Inputs:
             if made is None:
                 yield role, model, checkpoint
             else:
-                yield from ((role, leaf, source) for _, leaf, source in made.inputs.leaves())
+                yield from ((role, leaf, source) for _, leaf, source in made.leaves())
 
     @property
     def leaf_models(self) -> list[ModelInput]:
@@ -297,7 +289,7 @@ def open_recipes(
 
     Without `stage` intermediates, which have to be written first, are only described: their tensors cannot be read.
     """
-    made: dict[str, Intermediate] = {}
+    made: dict[str, tuple[Inputs, Checkpoint]] = {}
     for recipe in recipes[:-1]:
         inputs = _opened(recipe, store, allow_dropped, made, strictness)
         if recipe.name is None:
@@ -305,7 +297,7 @@ def open_recipes(
         if recipe.is_like_base:
             message, hint = "stores like its base what another document merges", "write out_dtype: like_base there"
             raise UnsupportedError.of("recipe.unsupported", recipe.name, message, hint)
-        made[recipe.name] = _intermediate(inputs, store, stage)
+        made[recipe.name] = inputs, _intermediate(inputs, store, stage)
     inputs = _opened(recipes[-1], store, allow_dropped, made, strictness)
     return _like_base(inputs, store, stage) if inputs.recipe.is_like_base else inputs
 
@@ -319,14 +311,19 @@ def _like_base(inputs: Inputs, store: Store, stage: Stage | None) -> Inputs:
     base = open_checkpoint(store, inputs.recipe.inputs()[0].path)
     tasks = tuple(
         MergeTask(name, Action.COPY, tensor.shape, tensor.dtype, tensor, (), TensorParameters({}, {}, ()))
-        for name, tensor in stored_like(store, base, merged.checkpoint.tensors).items()
+        for name, tensor in stored_like(store, base, merged.tensors).items()
     )
     return replace(inputs, resolution=replace(inputs.resolution, tasks=tasks), plain=inputs)
 
 
 def _opened(
-    recipe: Recipe, store: Store, allow_dropped: Sequence[str], made: Mapping[str, Intermediate], strictness: Strictness
+    recipe: Recipe,
+    store: Store,
+    allow_dropped: Sequence[str],
+    made: Mapping[str, tuple[Inputs, Checkpoint]],
+    strictness: Strictness,
 ) -> Inputs:
+    """Open the models of one document; those of earlier ones are `made`, each with the checkpoint that it will be."""
     models = recipe.inputs()
     for model in models:
         if model.intermediate is not None and model.adapter is not None:
@@ -343,7 +340,7 @@ def _opened(
             located = (replace(problem, where=f"{model.where}: {problem.where}") for problem in error.problems)
             raise type(error)(*located) from error
 
-    base = intermediates[0].checkpoint if 0 in intermediates else open_named(models[0], None)
+    base = intermediates[0][1] if 0 in intermediates else open_named(models[0], None)
     weighing = {model.numbers.key for model in models if model.numbers is not None}
     whole = weights_needed(recipe)
 
@@ -351,7 +348,7 @@ def _opened(
 
     def opened(i: int) -> Checkpoint:
         if i in intermediates:
-            return intermediates[i].checkpoint
+            return intermediates[i][1]
         if models[i].key in weighing:
             from mergepipe.runs.importance import open_moments, open_named_weights  # which load the training formats
 
@@ -386,8 +383,8 @@ def _opened(
         for name in account.left_over
     )
     resolution = replace(resolution, dropped=(*resolution.dropped, *left_over))
-    parts = [intermediate.inputs for intermediate in intermediates.values()]
-    earlier = [notice for inputs in parts for notice in inputs.notices]
+    parts = {i: inputs for i, (inputs, _) in intermediates.items()}
+    earlier = [notice for inputs in parts.values() for notice in inputs.notices]
     of_tokens = [
         notice_at("recipe.unclear", recipe.path.name, text, changes_result=True)
         for text in _vocabulary_notices(recipe, checkpoints, resolution, alignment, store)
@@ -403,7 +400,7 @@ def _opened(
     notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens, *coded)))
     if strictness.strict:
         refuse_notices(notices)
-    return Inputs(recipe, checkpoints, resolution, alignment, intermediates, notices)
+    return Inputs(recipe, checkpoints, resolution, alignment, parts, notices)
 
 
 def _vocabulary_notices(
@@ -418,10 +415,10 @@ def _vocabulary_notices(
     return unaligned_notices(models, names, used, store)
 
 
-def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermediate:
-    """Write an intermediate through `stage`; without one describe it."""
+def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Checkpoint:
+    """Write an intermediate through `stage`, and open it; without one describe it."""
     if stage is not None:
-        return Intermediate(inputs, open_checkpoint(store, Location.local(stage(inputs))))
+        return open_checkpoint(store, Location.local(stage(inputs)))
     base = inputs.base
     tensors: dict[str, Readable] = {
         task.name: TensorEntry(
@@ -429,8 +426,7 @@ def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermed
         )
         for task in inputs.resolution.tasks
     }
-    made = Checkpoint(base.path, base.root, tensors, (), base.sidecars, components=base.components)
-    return Intermediate(inputs, made)
+    return Checkpoint(base.path, base.root, tensors, (), base.sidecars, components=base.components)
 
 
 def with_known_digests(inputs: Inputs, link: CatalogLink) -> Inputs:
@@ -442,10 +438,7 @@ def with_known_digests(inputs: Inputs, link: CatalogLink) -> Inputs:
     return replace(
         inputs,
         checkpoints=tuple(map(known, inputs.checkpoints)),
-        intermediates={
-            index: replace(made, inputs=with_known_digests(made.inputs, link))
-            for index, made in inputs.intermediates.items()
-        },
+        intermediates={index: with_known_digests(made, link) for index, made in inputs.intermediates.items()},
     )
 
 

@@ -14,6 +14,7 @@ import mergepipe
 from mergepipe.checkpoints.contract import LeveledTensor, PackedIndex
 from mergepipe.core.records import Size, decode, encode
 from mergepipe.core.strict_json import canonical_json, digest_of
+from mergepipe.core.units import first_names
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.work import EngineOptions, MergeWork, Observer, OutputPlan, Part, PartResult
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError
@@ -42,7 +43,6 @@ _POLL_SECONDS = 0.1
 _LARGEST_FACT_BYTES = 1 << 36
 _IDS_NAME = "content-ids.json"
 _KILLED: Final = "(interrupted workers)"
-_N_NAMED: Final = 3
 
 
 ContentIds = tuple[tuple[Size, str], ...]
@@ -333,7 +333,6 @@ def _made_shards(parts: PartsPlace) -> dict[int, tuple[TensorDigest, ...]]:
     }
     missing = [parts.job.shards[shard][0] for shard, digests in digests_of.items() if digests is None]
     if missing:
-        more = f" and {len(missing) - _N_NAMED} more" if len(missing) > _N_NAMED else ""
-        message = f"{len(missing)} of {len(digests_of)} shards are not made: {', '.join(missing[:_N_NAMED])}{more}"
+        message = f"{len(missing)} of {len(digests_of)} shards are not made: {first_names(missing)}"
         raise NotFoundError.of("parts.missing", parts.out, message, "run their parts (`mergepipe status` lists them)")
     return {shard: digests for shard, digests in digests_of.items() if digests is not None}

@@ -200,7 +200,7 @@ class KnownStatistics:
         return self._files[place]
 
 
-_ONE_FILE = 1 << 62
+ONE_FILE_BYTES = 1 << 62
 
 
 # --- the work of a merge, and what it keeps ---
@@ -239,7 +239,9 @@ def output_of(inputs: Inputs, shard_bytes: int | None, file: str = "") -> Output
         hint = "name a folder, or name files as the models (BASE/model.safetensors) to merge those alone"
         raise OutputError.of("output.place", file, message, hint)
     if file or (shard_bytes is None and base.path != base.root):
-        return plan_output(inputs.resolution.tasks, _ONE_FILE, single=file if file.endswith(SUFFIX) else SINGLE_NAME)
+        return plan_output(
+            inputs.resolution.tasks, ONE_FILE_BYTES, single=file if file.endswith(SUFFIX) else SINGLE_NAME
+        )
     return plan_output(inputs.resolution.tasks, shard_bytes or DEFAULT_SHARD_BYTES, base.components)
 
 

@@ -17,7 +17,7 @@ from typing import Final
 
 from mergepipe.checkpoints.directory import require_text_path
 from mergepipe.core.outcome import note_committed
-from mergepipe.core.units import format_bytes
+from mergepipe.core.units import first_names, format_bytes
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
 from mergepipe.snapshots.manifest import BESIDE, MANIFEST_NAME, record_folder
 from mergepipe.storage import owned
@@ -45,7 +45,6 @@ _SWEEP_TRIES = 40
 _SWEEP_SECONDS = 0.05
 CONTENT_NAME = "snapshot"
 ASIDE_NAME = "old"
-_SHOWN_FILES = 3
 
 
 def kept_note(out: Path, share: float) -> str:
@@ -132,12 +131,11 @@ def _check_replaceable(out: Path) -> None:
     listed = {MANIFEST_NAME, *_recorded_files(out / MANIFEST_NAME)}
     strangers = [name for name in held if name not in listed]
     if strangers:
-        more = f" and {len(strangers) - _SHOWN_FILES} more" if len(strangers) > _SHOWN_FILES else ""
         raise OutputError.of(
             "output.not-ours",
             out,
             f"holds files that its {MANIFEST_NAME} does not list, and --force would remove them: "
-            f"{', '.join(strangers[:_SHOWN_FILES])}{more}",
+            f"{first_names(strangers)}",
             "move them away, or choose another name",
         )
 
