@@ -19,7 +19,7 @@ from mergepipe.cli.printing import PRINT_PANEL, PrintOptions, ReportOptions, pri
 from mergepipe.cli.progress import progress_shown
 from mergepipe.core.display import Displayed
 from mergepipe.core.flags import Flag, Option, declared_options
-from mergepipe.errors import RecipeError, did_you_mean
+from mergepipe.core.units import one_of
 from mergepipe.options import BUDGET_PANEL, MACHINE_PANEL, PARTS_PANEL, PUBLISHING_PANEL, RARE_PANEL, WORK_PANEL
 
 if TYPE_CHECKING:
@@ -334,8 +334,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 def completion_script(shell: str) -> str:
     """Return the script that a shell evaluates to complete the program's arguments."""
-    if shell not in SHELLS:
-        raise RecipeError.of("option.invalid", "--completion", f"'{shell}' was given", did_you_mean(shell, SHELLS))
+    one_of("--completion", shell, SHELLS)
     from typer._completion_shared import get_completion_script
 
     return get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell)

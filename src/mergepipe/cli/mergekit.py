@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -13,9 +11,8 @@ import typer
 import mergepipe
 from mergepipe.cli.app import PROGRAM_SETTINGS, SectionedCommand, Without, with_option_groups
 from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
-from mergepipe.cli.printing import DEBUG, ReportOptions, print_report, print_warnings
+from mergepipe.cli.printing import DEBUG, ReportOptions, print_report, print_warnings, tell
 from mergepipe.cli.progress import progress_shown
-from mergepipe.core.display import printable
 from mergepipe.core.flags import Flag, declared_options, option
 from mergepipe.core.units import parse_size
 from mergepipe.errors import Problem, UnsupportedError
@@ -151,21 +148,15 @@ def merge_as_mergekit(
     )
     printing = ReportOptions(quiet=bool(flags.quiet))
     if not printing.quiet:
-        _print_notices(flags.notices())
+        tell(f"notice: {notice}" for notice in flags.notices())
     with progress_shown(context.obj, silent=printing.quiet) as on_progress:
         report = mergepipe.merge(config, out, options=options, on_progress=on_progress)
     if verbose or printing.quiet:
         print_report(report, printing)
     else:
-        _print_notices((*(notice for notice in report.recipe_notices if not notice.changes_result), *report.notices))
+        harmless = (notice for notice in report.recipe_notices if not notice.changes_result)
+        tell(f"notice: {notice}" for notice in (*harmless, *report.notices))
         print_warnings(report.recipe_notices)
-
-
-def _print_notices(notices: Iterable[object]) -> None:
-    """Tell on standard error what holds otherwise than it may seem."""
-    if sys.stderr is not None:
-        for notice in notices:
-            print(f"notice: {printable(str(notice))}", file=sys.stderr)
 
 
 def shard_bytes_of(text: str) -> int:

@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TextIO
 
 from mergepipe.core.display import Displayed, Fact, Table, json_line, printable, printable_lines, sections
@@ -67,26 +67,29 @@ def print_report(report: Displayed, printing: PrintOptions) -> None:
 
 def print_warnings(notices: Iterable[Notice]) -> None:
     """Write those notices to standard error that say that the result is another than the recipe asks for."""
+    tell(f"{notice.kind}: {notice} [{notice.code}]" for notice in notices if notice.changes_result)
+
+
+def tell(lines: Iterable[str]) -> None:
+    """Write lines to standard error."""
     if sys.stderr is not None:
-        for notice in (notice for notice in notices if notice.changes_result):
-            print(f"{notice.kind}: {printable(str(notice))} [{notice.code}]", file=sys.stderr)
+        for line in lines:
+            print(printable(line), file=sys.stderr)
 
 
-def report_json(report: object, **more: object) -> str:
+def report_json(report: object) -> str:
     """Return one line: the format, then the fields of a report and its `COMPUTED` ones, or the items of a mapping.
 
     A report whose fields are not for others says what is told by `to_json`.
     """
     if hasattr(report, "to_json"):
         content: Mapping[str, object] = report.to_json()
-    elif is_dataclass(report):
-        names = (*(field.name for field in fields(report)), *getattr(report, "COMPUTED", ()))
-        content = {name: getattr(report, name) for name in names}
     elif isinstance(report, Mapping):
         content = report
     else:
-        raise TypeError(f"a report has named fields: {type(report).__name__}")
-    return json_line({"format": REPORT_FORMAT, **content, **more})
+        names = (*(field.name for field in fields(report)), *getattr(report, "COMPUTED", ()))  # type: ignore[arg-type]
+        content = {name: getattr(report, name) for name in names}
+    return json_line({"format": REPORT_FORMAT, **content})
 
 
 # --- what the terminal behind the standard streams supports ---

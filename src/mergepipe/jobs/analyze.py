@@ -32,6 +32,7 @@ from mergepipe.engine import analysis
 from mergepipe.engine.jobs import Tap
 from mergepipe.engine.segments import Piece
 from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer
+from mergepipe.errors import NotFoundError
 from mergepipe.jobs.evaluate import write_text_importance
 from mergepipe.jobs.explain import overlaps_of
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics
@@ -40,7 +41,7 @@ from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.work import KnownStatistics
-from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.contract import RangeFile, is_folder
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import WaitingRoom, read_exact
@@ -83,6 +84,8 @@ def analyze(
     base_path, expert_paths = Location.of(base), [Location.of(expert) for expert in experts]
     if settings.text is not None and settings.importance_out is not None:
         text, out = Location.of(settings.text), Path(settings.importance_out)
+        if not is_folder(Stores(), Location.local(out.absolute().parent)):  # before the gradient is computed
+            raise NotFoundError.of("storage.not-found", out.parent, "no such directory", "make it, or choose another")
         write_text_importance(base_path.local_path, experts, text, out, engine.threads)
     block_elements = block_elements_of(settings.block_elements)
     densities = tuple(sorted({*COMMON_DENSITIES, *settings.densities}))

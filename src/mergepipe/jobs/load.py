@@ -22,6 +22,7 @@ from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_file
 from mergepipe.core.blocks import BlockGrid, DType, DTypeKind, Span, element_count
 from mergepipe.core.flags import several
 from mergepipe.core.strict_json import shown
+from mergepipe.core.units import one_of
 from mergepipe.deltastore.checkpoint import check_original_headers, open_packed
 from mergepipe.engine.make_part import pass_tensors
 from mergepipe.engine.segments import Piece
@@ -146,10 +147,7 @@ def load_file(
 
 def tensors_of(framework: str) -> Callable[[NDArray[np.uint8], Readable | MergeTask], Any]:
     """Return what makes tensors of a framework over their bytes. Raises RecipeError for another framework."""
-    if framework not in FRAMEWORKS:
-        hint = f"give one of {', '.join(FRAMEWORKS)}"
-        raise RecipeError.of("option.invalid", "framework", f"{framework!r} was given", hint)
-    if framework == "numpy":
+    if one_of("framework", framework, FRAMEWORKS) == "numpy":
         return _as_array
     from mergepipe.tailor.saving.frameworks import tensor_of_bytes
 
@@ -172,7 +170,6 @@ def _as_array(raw: NDArray[np.uint8], tensor: Readable | MergeTask) -> NDArray[A
 # --- merges that are not written: their tensors one by one, or a model of transformers that is filled with them ---
 
 _POLL_SECONDS: Final = 0.05
-NamedTensors = Iterator[tuple[str, Any]]
 
 
 def merged_tensors(
@@ -249,7 +246,7 @@ class OpenedMerge:
         """Return the configuration and the tokenizer's files as the output has them, by name."""
         return dict(planned_sidecars(self.inputs, self._store))
 
-    def tensors(self, framework: str, only: Collection[str] | None = None) -> NamedTensors:
+    def tensors(self, framework: str, only: Collection[str] | None = None) -> Iterator[tuple[str, Any]]:
         """Yield the merged tensors with their names, in the order of the shards; raises as a merge that is run."""
         as_tensor = tensors_of(framework)
         tasks = self.inputs.resolution.tasks

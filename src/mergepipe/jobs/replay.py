@@ -12,6 +12,7 @@ import mergepipe
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.core.outcome import Notice
+from mergepipe.core.units import first_names
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.work import EngineOptions, plan_output, whole
 from mergepipe.errors import ConflictError, NotFoundError, Problem
@@ -120,9 +121,6 @@ def rebuild_tensors(
 # --- replay a snapshot; publish the result only if it is byte-identical ---
 
 
-_MOST_NAMED = 5
-
-
 def replay(
     snapshot: str | Path,
     out: str | Path,
@@ -163,7 +161,7 @@ def _check_same(recorded: Manifest, made: Manifest, out: Path | Location) -> Non
     then = {tensor.name: tensor.blake3 for tensor in recorded.tensors}
     now = {tensor.name: tensor.blake3 for tensor in made.tensors}
     different = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
-    shown = ", ".join(different[:_MOST_NAMED]) or "no tensor, but how they are cut into files"
+    shown = first_names(different) or "no tensor, but how they are cut into files"
     message = f"{len(different)} tensors are not what was recorded ({shown}): nothing was published"
     problems = [Problem("input.changed", str(out), message, cause_of_change(recorded))]
     for before, after in zip(recorded.inputs, made.inputs, strict=True):

@@ -153,7 +153,7 @@ def find_snapshot_path(reference: str | Path, home: Path) -> Path:
     if path.is_dir():
         if not _has_manifest(path):
             message = f"holds no {MANIFEST_NAME}: not a snapshot"
-            raise NotFoundError.of("snapshot.not-found", path, message, "give a snapshot, its sid, or a plan")
+            raise NotFoundError.of("snapshot.not-found", path, message, "give a snapshot, or its sid")
         return path
     return Catalog(home).snapshot(str(reference)).path
 

@@ -223,16 +223,15 @@ def with_chat_template(contents: Mapping[str, bytes], template: str) -> dict[str
 
 _MOST_FILES = 200
 _MOST_DEPTH = 3
-_OTHER_FORMAT = "weights in another form, which this merge does not make"
-_TRAINING = "belongs to a training run"
 _REASONS = (
     ((CARD_NAME,), "the snapshot has a card of its own"),
     ((".gitattributes", ".gitignore", ".git/*", ".cache/*", ".huggingface/*"), "belongs to the Hub's or git's tools"),
     (("*.py", "*.so", "*.sh", "*.ipynb"), "code is never copied; take it from the base where loading needs it"),
     (("*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "onnx/*", "openvino/*", "*.h5", "*.msgpack", "*.tflite", "*.ot",
-      "*.mlmodel", "*.mlpackage/*", "coreml/*", "*.pth", "consolidated.*", "original/*", "flax_model*"), _OTHER_FORMAT),
+      "*.mlmodel", "*.mlpackage/*", "coreml/*", "*.pth", "consolidated.*", "original/*", "flax_model*"),
+     "weights in another form, which this merge does not make"),
     (("optimizer*", "scheduler*", "training_args.bin", "trainer_state.json", "rng_state*", "global_step*/*", "latest",
-      "zero_to_fp32.py", "runs/*", "events.out.*", "checkpoint-*/*"), _TRAINING),
+      "zero_to_fp32.py", "runs/*", "events.out.*", "checkpoint-*/*"), "belongs to a training run"),
     (("mergepipe.*", MANIFEST_NAME, "mergekit_config.yml"), "describes the base, not this merge"),
     ((*ADAPTER_NAMES, ADAPTER_CONFIG_NAME), "an adapter, which is merged by itself"),
     (("*.safetensors", "*.bin", "*.index*.json", "*.pt"),

@@ -170,8 +170,6 @@ def small_digest(content: bytes) -> str:
 
 FEWEST_READERS = 4
 
-OnBytes = Callable[[int], None]
-
 
 @dataclass(slots=True)
 class Scan:
@@ -188,7 +186,9 @@ class Scan:
     n_bytes: int = 0
 
 
-def scan_snapshot(store: Store, directory: Location, layout: SnapshotLayout, threads: int, on_bytes: OnBytes) -> Scan:
+def scan_snapshot(
+    store: Store, directory: Location, layout: SnapshotLayout, threads: int, on_bytes: Callable[[int], None]
+) -> Scan:
     """Read and digest all blocks of all files. Memory: about 8 MiB a thread.
 
     `on_bytes` is called on the calling thread with the bytes read since the last call.
