@@ -107,6 +107,8 @@ def _write_optimizer(folder: Path, known: KnownStates, states: Callable[[np.ndar
 FOREIGN_STATES: dict[str, Callable[[np.ndarray], dict[str, object]]] = {
     "Adafactor": lambda a: {"step": 7, "RMS": 0.5, "exp_avg_sq_row": a[..., :1].copy(), "exp_avg_sq_col": a[:1].copy()},
     "8-bit": lambda a: {"step": 7, "state1": a.astype(np.float32), "qmap1": np.zeros(256, np.float32)},
+    "bitsandbytes": lambda a: {"step": 7, "__bnb_optimizer_quant_state__": {"state1": a.astype(np.float32)}},
+    "no tensor and no number": lambda a: {"step": 7, "exp_avg": a, "GG": [a, a]},
 }
 
 

@@ -105,7 +105,9 @@ def tied_by_place(places: Mapping[str, object]) -> dict[str, str]:
 _FOREIGN_STATES = {
     "exp_avg_sq_row": "Adafactor", "exp_avg_sq_col": "Adafactor", "qmap1": "an 8-bit optimizer",
     "absmax1": "an 8-bit optimizer", "state1": "an 8-bit optimizer", "shadow": "an optimizer with shadow weights",
+    "__bnb_optimizer_quant_state__": "bitsandbytes",
 }  # fmt: skip
+_ONLY_ALIKE = "only optimizers whose states have their parameter's shape are composed, as AdamW"
 
 
 def refuse_foreign_states(kinds: frozenset[str], where: object) -> None:
@@ -116,8 +118,23 @@ def refuse_foreign_states(kinds: frozenset[str], where: object) -> None:
     """
     kind = next((kind for kind in _FOREIGN_STATES if kind in kinds), None)
     if kind is not None:
-        hint = "only optimizers whose states have their parameter's shape are composed, as AdamW"
-        raise unsupported(where, f"holds the state {kind!r} of {_FOREIGN_STATES[kind]}", hint)
+        raise unsupported(where, f"holds the state {kind!r} of {_FOREIGN_STATES[kind]}", _ONLY_ALIKE)
+
+
+def optimizer_tensors(archive: TorchArchive, entry: Node) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield the states of a parameter, or of a flat group, that are tensors, but for its step: by kind.
+
+    Raises:
+        UnsupportedError: `checkpoint.unsupported`: a state is neither a tensor nor a number, or a foreign one.
+    """
+    states = dict(entry.named_items())
+    refuse_foreign_states(frozenset(states), archive.file)
+    for kind, node in states.items():
+        if isinstance(node.value, PickledTensor):
+            if kind != "step":
+                yield kind, located(archive, node)
+        elif not isinstance(node.value, int | float | None):
+            raise unsupported(archive.file, f"holds the state {kind[:80]!r}: no tensor and no number", _ONLY_ALIKE)
 
 
 def located(archive: TorchArchive, node: Node) -> TensorEntry:

@@ -33,6 +33,7 @@ from mergepipe.tailor.formats.contract import (
     TrainingFormat,
     joined_counter,
     located,
+    optimizer_tensors,
     read_counter,
     refuse_foreign_states,
     root_of,
@@ -315,10 +316,7 @@ def _flat_tensors(archive: TorchArchive, stage: int, group: int, n_groups: int) 
     yield FP32, located(archive, masters[group])
     entry = _base_optimizer(archive, stage).get("state").find(group)
     if entry is not None:
-        refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), archive.file)
-        for kind, node in entry.named_items():
-            if isinstance(node.value, PickledTensor) and node.value.shape:
-                yield kind, located(archive, node)
+        yield from ((kind, tensor) for kind, tensor in optimizer_tensors(archive, entry) if tensor.shape)
 
 
 def _base_optimizer(archive: TorchArchive, stage: int) -> Node:

@@ -11,7 +11,6 @@ from typing import Any
 
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, list_names, open_checkpoint
-from mergepipe.checkpoints.inert_pickle import PickledTensor
 from mergepipe.checkpoints.quantised import refuse_quantised
 from mergepipe.checkpoints.torch_file import SUFFIXES, TorchArchive, read_torch_weights, read_torch_zip
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
@@ -24,10 +23,9 @@ from mergepipe.tailor.formats.contract import (
     NO_OPTIMIZER,
     Node,
     TrainingFormat,
-    located,
+    optimizer_tensors,
     read_counter,
     recorded_step,
-    refuse_foreign_states,
     step_of_name,
     tied_by_place,
 )
@@ -259,15 +257,11 @@ def parameter_states(
 ) -> tuple[dict[tuple[str, str], StoredState], list[AdamStep]]:
     """Read the states and the step counter of one parameter, whose `entry` is at `place` in the archive's pickle."""
     name, states = parameter.parameter, {}
-    refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), archive.file)
-    for kind, node in entry.named_items():
-        if kind == "step" or not isinstance(node.value, PickledTensor):
-            continue
-        tensor = located(archive, node)
+    for kind, tensor in optimizer_tensors(archive, entry):
         if tensor.shape != parameter.shape:
             message = f"state {kind!r} of shape {tensor.shape} for a parameter of shape {parameter.shape}"
             hint = "only optimizers whose states have their parameter's shape are read, as AdamW"
-            raise unsupported(f"{archive.file}: {node.path}", message, hint)
+            raise unsupported(f"{archive.file}: {entry.path}", message, hint)
         states[name, kind] = StoredState.whole(name, kind, tensor)
     counter = entry.find("step")
     return states, [] if counter is None else [read_counter(archive, counter, (*place, "step"), (name,))]
