@@ -49,14 +49,6 @@ def decode_against(block: RawBlock, place: int, start: int, n: int, base: Floats
 
 
 @kernel
-def decode_delta(block: RawBlock, place: int, start: int, n: int, base: Floats, model: Floats, delta: Floats) -> None:
-    """Decode the delta of the model at `place`; `base` is overwritten, unless deltas are stored."""
-    if not block.codes_E[place] & IS_DELTA:
-        decode_base(block, start, n, base)
-    decode_against(block, place, start, n, base, model, delta)
-
-
-@kernel
 def encode_result(block: RawBlock, start: int, n: int, values: Floats) -> None:
     """Encode the result of elements `start ... start + n`."""
     offset = block.out_offset + start * itemsize_of(block.out_code)

@@ -13,7 +13,7 @@ import numpy as np
 from mergepipe.core.blocks import RawBlock
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
-from mergepipe.kernels.merge import MARK_ELEMENTS, decode_delta, mark_nonzero
+from mergepipe.kernels.merge import MARK_ELEMENTS, decode_against, decode_base, mark_nonzero
 from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
 from mergepipe.kernels.products import atom_of, atom_stop, common_multiple
 from mergepipe.kernels.select import fold_magnitudes
@@ -37,7 +37,8 @@ def decode_deltas(block: RawBlock, place: int, start: int, out_N: Floats) -> Non
     model = np.empty(_TILE, np.float32)
     for done in range(0, len(out_N), _TILE):
         m = min(_TILE, len(out_N) - done)
-        decode_delta(block, place, start + done, m, base, model, out_N[done : done + m])
+        decode_base(block, start + done, m, base)
+        decode_against(block, place, start + done, m, base, model, out_N[done : done + m])
 
 
 @kernel
