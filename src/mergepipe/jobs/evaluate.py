@@ -72,7 +72,7 @@ class Evaluation:
         lines = self._printed(folder, timeout).strip().splitlines()
         try:
             printed = json.loads(lines[-1]) if lines else None
-        except ValueError:
+        except (ValueError, RecursionError):
             printed = None
         if not isinstance(printed, dict):
             raise self._failure("its last line is no JSON object, which --objective needs")
