@@ -78,9 +78,10 @@ def plan(
     """
     made = PlanOptions.of(options, fields)
     request = plan_request(budget, made, everything=everything)
-    store = Stores()
-    inputs = open_inputs(recipe_of(recipe), store, made)
-    return make_plan(store, inputs, request, CatalogLink(home_of(made.home), required=True))
+    store, link = Stores(), CatalogLink(home_of(made.home), required=True)
+    plan = make_plan(store, open_inputs(recipe_of(recipe), store, made), request, link)
+    unused = [Fallback("catalog", *notice.partition(": ")[::2]) for notice in link.notices]
+    return replace(plan, fallbacks=(*unused, *plan.fallbacks))
 
 
 def plan_request(budget: str | float | None, options: PlanOptions, *, everything: bool = False) -> PlanRequest:

@@ -167,6 +167,7 @@ def test_analyze__makes_a_damaged_file_again_and_says_so(bench: Bench) -> None:
     report_of_merge = bench.merge(RECIPE, "out")
     (notice,) = [line for line in report_of_merge.notices if "statistics" in line]
     assert f"{path}: is damaged: its checksum does not fit" in notice
+    assert str(path) in plan(bench, bench.home).fallbacks[0].reason
     report = analyse(bench, "expert1")
     assert report.experts[0].analyzed_tensors == 4
     assert str(path) in report.notices[0]
