@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import DType, Span, element_count
+from mergepipe.core.units import first_names
 from mergepipe.errors import damaged, unsupported
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
@@ -243,9 +244,6 @@ class TrainingCheckpoint:
 # --- tell why parts of one checkpoint cannot stand in for parts of another ---
 
 
-_MAX_NAMED = 3
-
-
 def differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterator[str]:
     """Yield why parts of `other` cannot stand in for parts of `first`; nothing when they can."""
     pair = f"{first.path} and {other.path}"
@@ -277,12 +275,6 @@ def differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterato
         yield f"{pair}: parameters are grouped or ordered differently in the flat buffers"
     if first.units.tied != other.units.tied:
         yield f"{pair}: different tied parameters"
-
-
-def first_names(names: Sequence[str]) -> str:
-    """List the first names, and say how many there are more."""
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 # --- reads elements of stored states, across their pieces, whatever file they lie in ---

@@ -13,6 +13,7 @@ from mergepipe.checkpoints.inert_pickle import TORCH_DTYPES, PickledTensor, Reco
 from mergepipe.checkpoints.torch_file import Window, read_torch_zip, read_zip_directory, walk
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.core.strict_json import shown
+from mergepipe.core.units import first_names
 from mergepipe.errors import NotFoundError, damaged, mismatched, unsupported
 from mergepipe.storage.contract import PICKLE_BYTES, Store, is_file, map_at_once
 from mergepipe.storage.location import Location
@@ -25,7 +26,6 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     Strip,
     TrainingCheckpoint,
-    first_names,
 )
 from mergepipe.tailor.formats.contract import (
     NO_OPTIMIZER,
