@@ -89,11 +89,10 @@ def _provenance(results: Results, command: str) -> str:
     )
     warning = " The machine was busy: compare bytes, errors and processor seconds."
     beginning = "" if results.is_complete else " **Not measured to its end**: the same command goes on."
-    changed = "" if results.is_of_present_code else " (code changed since)"
     numbers = f"results/{results.path.name}"
     rate = "" if results.floor_rate is None else f"; its floor reads and writes {results.floor_rate / 1e9:.1f} GB/s"
     return (
-        f"Measured {results.date} at commit {results.commit}{changed}, size `{results.size['name']}`, on"
+        f"Measured {results.date} at commit {results.commit}, size `{results.size['name']}`, on"
         f" {results.processors} ([machines](index.md)){rate}; {busy} on {results.machine['cores']} processors."
         f"{warning if results.is_busy else ''}{beginning} Again: `{command}`. Numbers: [{numbers}]({numbers})."
     )

@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import mergepipe
 from benchmarks.process import Clocks, processors_of_others
 
 FORMAT = "mergepipe-results/1"
@@ -59,7 +58,7 @@ class Results:
             return results
         folder.mkdir(parents=True, exist_ok=True)
         content = {"format": FORMAT, "part": part, "size": dict(size), "machine": asdict(this_machine())}
-        content |= {"commit": _commit(), "code": code_digest()}
+        content["commit"] = _commit()
         return cls(path, {**content, "date": "", "is_complete": False, "entries": {}})
 
     @property
@@ -84,11 +83,6 @@ class Results:
     @property
     def commit(self) -> str:
         return str(self._content["commit"])
-
-    @property
-    def is_of_present_code(self) -> bool:
-        """Whether the program is what it was when the first entry was measured; False where that is not stored."""
-        return bool(self._content.get("code") == code_digest())
 
     @property
     def date(self) -> str:
@@ -235,10 +229,3 @@ def _commit() -> str:
     except OSError:  # no git is there
         return "unknown"
     return done.stdout.strip() or "unknown"
-
-
-def code_digest() -> str:
-    """Identify the program that is measured, by its source files."""
-    from mergepipe.kernels.compiled import sources_digest  # drawing has no packages but its own
-
-    return sources_digest(Path(mergepipe.__file__).parent)[:16]
