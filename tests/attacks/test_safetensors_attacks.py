@@ -56,7 +56,6 @@ LIES: dict[str, tuple[bytes, str]] = {
     "length over the cap": ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}", "the header claims 16777217"),
     "length of all ones": (b"\xff" * 8 + b"{}", "the header claims 18446744073709551615"),
     "zip archive": (b"PK\x03\x04" + bytes(60), "PyTorch file"),
-    "git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:", "git LFS pointer"),
     "pickle": (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." + bytes(60), "the header claims 5088219219985302144"),
     "length beyond the file": ((3).to_bytes(8, "little") + b"{}", "header: 11 bytes are needed, the file has 10"),
     "no header": (file_bytes(b""), "the header must start with '{', found b''"),

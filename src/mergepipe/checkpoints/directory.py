@@ -166,6 +166,7 @@ _INDEX_ENDING = ".index.json"
 _INDEX = re.compile(r".*(?P<suffix>\.\w+)\.index(\.\w+)?\.json", re.ASCII)  # of a variant: `.index.fp16.json`
 _FOREIGN_SUFFIXES = (".gguf", ".h5", ".msgpack", ".onnx")
 GGUF_MAGIC, GGUF_SUFFIX = b"GGUF", ".gguf"
+_LFS_POINTER = b"version https://git-lfs"
 # What training leaves beside the weights, in files of the same kind.
 _NOT_WEIGHTS = (
     "training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "*optim_states.pt", "adapter_model.*",
@@ -305,10 +306,11 @@ def open_checkpoint(store: Store, path: Location) -> Checkpoint:
     if path.suffix == GGUF_SUFFIX:
         from mergepipe.checkpoints.gguf_files import open_gguf
 
+        _refuse_other(store, path)
         return open_gguf(store, path, status)
     suffixes = (*SAFETENSORS.suffixes, *TORCH.suffixes, GGUF_SUFFIX)
     if path.suffix not in suffixes:
-        _refuse_gguf(store, path)
+        _refuse_other(store, path)
         message = f"a single file must end in one of {', '.join(suffixes)}"
         raise unsupported(path, message, "name its folder" if path.suffix == ".json" else "convert it to safetensors")
     return _checkpoint(path, path.parent, [read_weight_file(store, path.parent, path.name, status)], ())
@@ -506,14 +508,17 @@ def read_weight_file(store: Store, root: Location, name: str, status: FileStatus
     try:
         header = (read_torch_weights if path.suffix in TORCH.suffixes else read_header)(store, path)
     except (CorruptError, UnsupportedError):
-        _refuse_gguf(store, path)
+        _refuse_other(store, path)
         raise
     return WeightFile(FileId(name, header.size_bytes, status.version, header.digest), header.entries)
 
 
-def _refuse_gguf(store: Store, path: Location) -> None:
-    """Refuse a file that is GGUF by its first bytes, whatever it is called."""
-    if store.read_metadata(path, 0, len(GGUF_MAGIC)) == GGUF_MAGIC:
+def _refuse_other(store: Store, path: Location) -> None:
+    """Refuse a file that is no weights, or GGUF, by its first bytes, whatever it is called."""
+    start = store.read_metadata(path, 0, len(_LFS_POINTER))
+    if start == _LFS_POINTER:
+        raise damaged(path, "is a git LFS pointer in the place of the file", "fetch it with `git lfs pull`")
+    if start.startswith(GGUF_MAGIC) and path.suffix != GGUF_SUFFIX:
         hint = f"rename it to {path.stem}{GGUF_SUFFIX}"
         raise unsupported(path, "is a GGUF file by its first bytes", hint)
 

@@ -76,8 +76,6 @@ def _read_raw(store: Store, path: Location, size_bytes: int) -> tuple[bytes, byt
 
 def _origin_hint(prefix: bytes) -> str:
     """Name what a file that is no safetensors file most often is."""
-    if prefix == b"version ":
-        return "this looks like a git LFS pointer: fetch the file itself"
     if prefix.startswith(b"PK\x03\x04"):
         return "this looks like a PyTorch file: convert it to safetensors"
     return "is it a safetensors file, copied or downloaded to the end?"

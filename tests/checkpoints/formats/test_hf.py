@@ -206,10 +206,15 @@ def test_choose_weights__says_what_it_found(names: list[str], error: type[MergeP
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("name", ["m.safetensors", "m.bin", "m.part"])
-def test_open_checkpoint__names_gguf_by_its_first_bytes(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"GGUF" + bytes([3, 0, 0, 0]) * 8)
-    with refuses(
-        UnsupportedError, "checkpoint.unsupported", r"is a GGUF file by its first bytes; rename it to m\.gguf"
-    ):
-        open_checkpoint(MetadataStore(), Location.local(tmp_path / name))
+@pytest.mark.parametrize("name", ["m.safetensors", "m.bin", "m.part", "m.gguf"])
+def test_open_checkpoint__names_pointers_and_gguf_by_their_first_bytes(tmp_path: Path, name: str) -> None:
+    path = Location.local(tmp_path / name)
+    path.local_path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:")
+    with refuses(CorruptError, "checkpoint.damaged", "is a git LFS pointer in the place of the file; fetch it with"):
+        open_checkpoint(MetadataStore(), path)
+    if name != "m.gguf":
+        path.local_path.write_bytes(b"GGUF" + bytes([3, 0, 0, 0]) * 8)
+        with refuses(
+            UnsupportedError, "checkpoint.unsupported", r"is a GGUF file by its first bytes; rename it to m\.gguf"
+        ):
+            open_checkpoint(MetadataStore(), path)
