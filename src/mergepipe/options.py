@@ -141,22 +141,18 @@ class MachineOptions(Options):
     threads: int | None = option(None, THREADS)
     memory_bytes: int | None = option(
         None,
-        Flag(
-            "Cap on buffers, e.g. 4GiB.",
-            metavar="SIZE",
-            default="4GiB, or half of the RAM if less",
-            panel=MACHINE_PANEL,
-        ),
+        "Cap on buffers, e.g. 4GiB.",
+        metavar="SIZE",
+        default="4GiB, or half of the RAM if less",
+        panel=MACHINE_PANEL,
     )
     home: str | Path | None = option(None, HOME)
     connections: int = option(
         CONNECTIONS,
-        Flag(
-            "Requests for remote files at once.",
-            metavar="N",
-            panel=RARE_PANEL,
-            check=partial(positive, most=MAX_CONNECTIONS),
-        ),
+        "Requests for remote files at once.",
+        metavar="N",
+        panel=RARE_PANEL,
+        check=partial(positive, most=MAX_CONNECTIONS),
     )
 
 
@@ -164,7 +160,7 @@ class MachineOptions(Options):
 class RunOptions(MachineOptions):
     """Options of using the machine and the catalog. None of them changes a byte of a result."""
 
-    catalog: bool = option(True, Flag("Use no catalog, and record nothing in it.", panel=WORK_PANEL))
+    catalog: bool = option(True, "Use no catalog, and record nothing in it.", panel=WORK_PANEL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,17 +169,14 @@ class RecipeOptions(Options):
 
     allow_dropped: tuple[str, ...] = option(
         (),
-        Flag(
-            "Leave out tensors of this name that an expert has and the base has not. May be given again.",
-            metavar="GLOB",
-        ),
+        "Leave out tensors of this name that an expert has and the base has not. May be given again.",
+        metavar="GLOB",
     )
     strict: bool = option(False, STRICT)
     lenient: bool = option(
         False,
-        Flag(
-            "Take misspelt names for such without effect, and shares like 40 as 1, as mergekit does.", panel=RARE_PANEL
-        ),
+        "Take misspelt names for such without effect, and shares like 40 as 1, as mergekit does.",
+        panel=RARE_PANEL,
     )
 
     def __post_init__(self) -> None:
@@ -217,51 +210,41 @@ class PlanOptions(RecipeOptions):
 
     select: str | None = option(
         None,
-        Flag(
-            f"What to read: {', '.join(Policy)}.",
-            metavar="POLICY",
-            default="sample, where that can be",
-            panel=BUDGET_PANEL,
-            choices=tuple(Policy),
-        ),
+        f"What to read: {', '.join(Policy)}.",
+        metavar="POLICY",
+        default="sample, where that can be",
+        panel=BUDGET_PANEL,
+        choices=tuple(Policy),
     )
     where_omitted: str = option(
         OnOmit.KEEP.value,
-        Flag(
-            "Where an expert is omitted, keep the weights of the others, or renormalize them (linear).",
-            metavar="RULE",
-            panel=BUDGET_PANEL,
-            choices=tuple(OnOmit),
-        ),
+        "Where an expert is omitted, keep the weights of the others, or renormalize them (linear).",
+        metavar="RULE",
+        panel=BUDGET_PANEL,
+        choices=tuple(OnOmit),
     )
     min_density: float | None = option(
         None,
-        Flag(
-            "Let densities of TIES and DARE fall to this under a tight budget.",
-            metavar="SHARE",
-            default="they stay",
-            panel=RARE_PANEL,
-            read=_read_share,
-            check=share,
-        ),
+        "Let densities of TIES and DARE fall to this under a tight budget.",
+        metavar="SHARE",
+        default="they stay",
+        panel=RARE_PANEL,
+        read=_read_share,
+        check=share,
     )
     block_elements: int | None = option(None, BLOCK_ELEMENTS)
     importance: str | Path | None = option(
         None,
-        Flag(
-            "Of a sample: draw important tensors more often. A JSON object of numbers by tensor, safetensors "
-            "with one number a tensor or an element, or a training checkpoint (second moments).",
-            metavar="PATH",
-            panel=RARE_PANEL,
-        ),
+        "Of a sample: draw important tensors more often. A JSON object of numbers by tensor, safetensors "
+        "with one number a tensor or an element, or a training checkpoint (second moments).",
+        metavar="PATH",
+        panel=RARE_PANEL,
     )
     seed: int = option(
         0,
-        Flag(
-            "Seed of the random operators, and of --select sample and random.",
-            metavar="N",
-            check=lambda name, seed: check_seed(seed, name),
-        ),
+        "Seed of the random operators, and of --select sample and random.",
+        metavar="N",
+        check=lambda name, seed: check_seed(seed, name),
     )
     home: str | Path | None = option(None, HOME)
 
@@ -281,46 +264,38 @@ class OutputOptions(RunOptions):
     """
 
     force: bool = option(False, FORCE)
-    strict: bool = option(False, Flag("Refuse to read again beyond the budget what an interrupted run lost."))
+    strict: bool = option(False, "Refuse to read again beyond the budget what an interrupted run lost.")
     shard_bytes: int | None = option(None, SHARD_SIZE)
     paths: str = option(
         PathStyle.RELATIVE.value,
-        Flag(
-            "How the output's files name local inputs: relative or absolute.",
-            metavar="STYLE",
-            panel=RARE_PANEL,
-            choices=tuple(PathStyle),
-        ),
+        "How the output's files name local inputs: relative or absolute.",
+        metavar="STYLE",
+        panel=RARE_PANEL,
+        choices=tuple(PathStyle),
     )
     base_model_ids: tuple[str, ...] = option(
         (),
-        Flag(
-            "A base model on the Hub for the model card: org/name, or MODEL=org/name. May be given several times.",
-            name="--base-model-id",
-            metavar="ID",
-            panel=PUBLISHING_PANEL,
-        ),
+        "A base model on the Hub for the model card: org/name, or MODEL=org/name. May be given several times.",
+        name="--base-model-id",
+        metavar="ID",
+        panel=PUBLISHING_PANEL,
     )
     resume: bool | None = option(
-        None, Flag("Resume an interrupted run of the same merge to OUT.", default="if there is one", panel=WORK_PANEL)
+        None, "Resume an interrupted run of the same merge to OUT.", default="if there is one", panel=WORK_PANEL
     )
     executor: str = option(
         ExecutorName.THREADS.value,
-        Flag(
-            "Who makes OUT's files: threads of this process, or ray, tasks on a cluster.",
-            metavar="NAME",
-            panel=PARTS_PANEL,
-            choices=tuple(ExecutorName),
-        ),
+        "Who makes OUT's files: threads of this process, or ray, tasks on a cluster.",
+        metavar="NAME",
+        panel=PARTS_PANEL,
+        choices=tuple(ExecutorName),
     )
     address: str | None = option(
         None,
-        Flag(
-            "The Ray cluster.",
-            metavar="HOST:PORT",
-            default="the one that runs here, else one on this machine alone",
-            panel=PARTS_PANEL,
-        ),
+        "The Ray cluster.",
+        metavar="HOST:PORT",
+        default="the one that runs here, else one on this machine alone",
+        panel=PARTS_PANEL,
     )
 
     def __post_init__(self) -> None:
@@ -343,13 +318,11 @@ class MergeOptions(OutputOptions, PlanOptions):
     budget: str | float | None = option(None, BUDGET)
     target_loss: float | None = option(
         None,
-        Flag(
-            "Merge under 5, 10, 25, 50 and 100 % in turn, until the loss that --evaluate prints is at most X; publish "
-            "that merge alone.",
-            metavar="X",
-            panel=BUDGET_PANEL,
-            check=_check_finite,
-        ),
+        "Merge under 5, 10, 25, 50 and 100 % in turn, until the loss that --evaluate prints is at most X; publish "
+        "that merge alone.",
+        metavar="X",
+        panel=BUDGET_PANEL,
+        check=_check_finite,
     )
     evaluate: str | None = option(
         None, replace(EVALUATE, help=f"For --target-loss. {EVALUATE.help}", panel=BUDGET_PANEL)
@@ -383,25 +356,21 @@ class AnalyzeOptions(MachineOptions):
 
     densities: tuple[float, ...] = option(
         (),
-        Flag(
-            "Work out this magnitude cut too; may be given several times.",
-            name="--density",
-            metavar="SHARE",
-            read=_read_share,
-            check=share,
-        ),
+        "Work out this magnitude cut too; may be given several times.",
+        name="--density",
+        metavar="SHARE",
+        read=_read_share,
+        check=share,
     )
     block_elements: int | None = option(None, BLOCK_ELEMENTS)
     text: str | Path | None = option(
         None,
-        Flag(
-            "Also measure which tensors matter to this text, by the gradient of BASE. Takes transformers, and 8 bytes "
-            "of memory a parameter.",
-            metavar="FILE",
-        ),
+        "Also measure which tensors matter to this text, by the gradient of BASE. Takes transformers, and 8 bytes "
+        "of memory a parameter.",
+        metavar="FILE",
     )
     importance_out: str | Path | None = option(
-        None, Flag("For --text: write that to FILE, for `merge --importance`.", metavar="FILE")
+        None, "For --text: write that to FILE, for `merge --importance`.", metavar="FILE"
     )
 
     def __post_init__(self) -> None:
@@ -416,7 +385,7 @@ class SweepOptions(MachineOptions, PlanOptions):
     """Options of `sweep`: those of `PlanOptions` for each budget, and what is measured."""
 
     work: str | Path | None = option(
-        None, Flag("Where two outputs fit at a time.", metavar="DIR", default="for temporary files")
+        None, "Where two outputs fit at a time.", metavar="DIR", default="for temporary files"
     )
     evaluate: str | None = option(None, EVALUATE)
 
@@ -426,20 +395,21 @@ class SearchOptions(MachineOptions):
     """Options of `search`: how values are tried, and how merges are evaluated. Trials lie where temporary files go."""
 
     evaluate: str | None = option(None, EVALUATE)
-    trials: int = option(50, Flag("How many merges to try.", metavar="N", check=positive))
+    trials: int = option(50, "How many merges to try.", metavar="N", check=positive)
     trial_timeout: float | None = option(
-        None, Flag("Give an evaluation up after so long.", metavar="SECONDS", check=positive)
+        None, "Give an evaluation up after so long.", metavar="SECONDS", check=positive
     )
     rungs: tuple[str, ...] = option(
-        (), Flag("Merge each trial under this budget first; the best third goes on. Repeat.", name="--rung",
-                 metavar="BUDGET")
-    )  # fmt: skip
+        (), "Merge each trial under this budget first; the best third goes on. Repeat.", name="--rung", metavar="BUDGET"
+    )
     objectives: tuple[str, ...] = option(
-        (), Flag("A name in the JSON object that CMD prints last, NAME or NAME:max. Repeat.", name="--objective",
-                 metavar="NAME")
-    )  # fmt: skip
-    sampler: str = option("tpe", Flag("How values are proposed.", metavar="NAME", choices=("tpe", "cmaes", "random")))
-    resume: bool = option(False, Flag("Go on with the study beside the output."))
+        (),
+        "A name in the JSON object that CMD prints last, NAME or NAME:max. Repeat.",
+        name="--objective",
+        metavar="NAME",
+    )
+    sampler: str = option("tpe", "How values are proposed.", metavar="NAME", choices=("tpe", "cmaes", "random"))
+    resume: bool = option(False, "Go on with the study beside the output.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,13 +418,11 @@ class PackOptions(Options):
 
     chain: int | None = option(
         None,
-        Flag(
-            "EXPERTs are checkpoints of one run in order: pack each on the one before, every N-th on BASE.",
-            metavar="N",
-            check=positive,
-        ),
+        "EXPERTs are checkpoints of one run in order: pack each on the one before, every N-th on BASE.",
+        metavar="N",
+        check=positive,
     )
-    strict: bool = option(False, Flag("Refuse a base that is hardly an expert's, or one of several."))
+    strict: bool = option(False, "Refuse a base that is hardly an expert's, or one of several.")
     threads: int | None = option(None, THREADS)
     home: str | Path | None = option(None, HOME)
 
@@ -474,14 +442,12 @@ class VerifyOptions(RunOptions):
     base: str | Path | None = option(None, BASE_PLACE)
     deep_fraction: float = option(
         0.0,
-        Flag(
-            "Make this share again from the inputs too, and compare, e.g. 5%.",
-            name="--deep",
-            metavar="SHARE",
-            default="nothing",
-            read=_read_share,
-            check=_check_fraction,
-        ),
+        "Make this share again from the inputs too, and compare, e.g. 5%.",
+        name="--deep",
+        metavar="SHARE",
+        default="nothing",
+        read=_read_share,
+        check=_check_fraction,
     )
 
 
@@ -490,10 +456,10 @@ class ApplyLoraOptions(OutputOptions):
     """Options of `apply_lora`: those of `OutputOptions`, and what is added."""
 
     weights: tuple[float, ...] = option((), WEIGHTS)
-    dtype: str | None = option(None, Flag("The output's dtype.", metavar="DTYPE", default="that of BASE"))
-    strict: bool = option(False, Flag("Refuse what has a notice."))
+    dtype: str | None = option(None, "The output's dtype.", metavar="DTYPE", default="that of BASE")
+    strict: bool = option(False, "Refuse what has a notice.")
     allow_unapplied: tuple[str, ...] = option(
-        (), Flag("Leave out modules of this name, which BASE lacks. May be given again.", metavar="GLOB")
+        (), "Leave out modules of this name, which BASE lacks. May be given again.", metavar="GLOB"
     )
 
 
@@ -502,14 +468,14 @@ class MergeLoraOptions(Options):
     """Options of `merge_lora`. Operators by default keep all ranks that the result has."""
 
     method: str = option(
-        "cat", Flag("cat: exact, ranks add up; svd: cut to --rank; or an operator of recipes.", metavar="METHOD")
+        "cat", "cat: exact, ranks add up; svd: cut to --rank; or an operator of recipes.", metavar="METHOD"
     )
     rank: int | None = option(None, LARGEST_RANK)
     weights: tuple[float, ...] = option((), WEIGHTS)
     density: float | None = option(
-        None, Flag("The density of ties, dare_ties and the like.", metavar="SHARE", read=_read_share, check=share)
+        None, "The density of ties, dare_ties and the like.", metavar="SHARE", read=_read_share, check=share
     )
-    seed: int = option(0, Flag("Seed of operators that draw.", metavar="N"))
+    seed: int = option(0, "Seed of operators that draw.", metavar="N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -518,10 +484,10 @@ class ExtractLoraOptions(Options):
 
     rank: int | None = option(None, LARGEST_RANK)
     energy: float | None = option(
-        None, Flag("Keep this share of each matrix's square sum.", metavar="SHARE", read=_read_share, check=share)
+        None, "Keep this share of each matrix's square sum.", metavar="SHARE", read=_read_share, check=share
     )
-    save_modules: bool = option(False, Flag("Store embeddings, output heads, norms and biases that changed in full."))
-    base_model_id: str | None = option(None, Flag("The base on the Hub.", metavar="ID"))
+    save_modules: bool = option(False, "Store embeddings, output heads, norms and biases that changed in full.")
+    base_model_id: str | None = option(None, "The base on the Hub.", metavar="ID")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -534,9 +500,9 @@ class ExtractLoraOptions(Options):
 class PushOptions(Options):
     """Options of `push`."""
 
-    create: bool = option(False, Flag("Create the repository on the Hub, unless it is there."))
-    private: bool = option(False, Flag("Create it as a private one."))
-    message: str | None = option(None, Flag("The message of the commit.", metavar="TEXT"))
+    create: bool = option(False, "Create the repository on the Hub, unless it is there.")
+    private: bool = option(False, "Create it as a private one.")
+    message: str | None = option(None, "The message of the commit.", metavar="TEXT")
     home: str | Path | None = option(None, HOME)
 
     def __post_init__(self) -> None:
@@ -562,10 +528,9 @@ class TailorOptions(Options):
     """Options of what tailor writes: what is compared with the sources before publishing, memory, what is replaced."""
 
     self_check: str = option(
-        "sampled",
-        Flag("Compare with the sources: sampled, full or off.", metavar="HOW", choices=("sampled", "full", "off")),
+        "sampled", "Compare with the sources: sampled, full or off.", metavar="HOW", choices=("sampled", "full", "off")
     )
-    memory_bytes: int = option(256 << 20, Flag("Cap on buffers.", metavar="SIZE", default="256MiB"))
+    memory_bytes: int = option(256 << 20, "Cap on buffers.", metavar="SIZE", default="256MiB")
     force: bool = option(False, FORCE)
 
 
@@ -581,12 +546,8 @@ class ComposeOptions(TailorOptions):
 class ExportOptions(TailorOptions):
     """Options of `tailor.api.export`. Where only float32 masters are stored, weights are of that dtype."""
 
-    dtype: str | None = option(
-        None, Flag("Of a model: float32, bfloat16 or float16.", metavar="DTYPE", default="as stored")
-    )
-    config: str | Path | None = option(
-        None, Flag("Of a model: take configuration and tokenizer from here.", metavar="DIR")
-    )
+    dtype: str | None = option(None, "Of a model: float32, bfloat16 or float16.", metavar="DTYPE", default="as stored")
+    config: str | Path | None = option(None, "Of a model: take configuration and tokenizer from here.", metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -594,18 +555,16 @@ class AverageOptions(ExportOptions):
     """Options of `tailor.api.average`."""
 
     weights: str | tuple[float, ...] = option(
-        "sma", Flag(f"{', '.join(SCHEMES)}, or numbers: 1,2,3.", metavar="HOW", choices=SCHEMES, is_open=True)
+        "sma", f"{', '.join(SCHEMES)}, or numbers: 1,2,3.", metavar="HOW", choices=SCHEMES, is_open=True
     )
     alpha: float | None = option(
-        None, Flag("Of ema: a checkpoint's weight against those before it.", metavar="A", default="0.2")
+        None, "Of ema: a checkpoint's weight against those before it.", metavar="A", default="0.2"
     )
     optimizer: str = option(
         "none",
-        Flag(
-            "none: write a model; last, average: a checkpoint to resume from, with these moments.",
-            metavar="WHAT",
-            choices=("none", "last", "average"),
-        ),
+        "none: write a model; last, average: a checkpoint to resume from, with these moments.",
+        metavar="WHAT",
+        choices=("none", "last", "average"),
     )
 
 

@@ -44,9 +44,9 @@ class Flag:
     check: Check | None = None
 
 
-def option(default: T, flag: Flag) -> T:
-    """Declare a field of an options class: its default, and its form on command lines."""
-    declared: T = field(default=default, metadata={"flag": flag})
+def option(default: T, flag: Flag | str, /, **form: Any) -> T:
+    """Declare a field of an options class: its default, and its form on command lines: a flag, or the fields of one."""
+    declared: T = field(default=default, metadata={"flag": flag if isinstance(flag, Flag) else Flag(flag, **form)})
     return declared
 
 
