@@ -25,66 +25,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+_VALUES = (
+    "address allow-dropped alpha at base base-model-id block-elements budget budgets chain config connections "
+    "dtype ends energy evaluate executor export from-log home importance importance-out message method "
+    "min-density optimizer part paths rank save-modules seed select state-from strategy target-loss tensor text "
+    "threads weights where-omitted work"
+)
+_SWITCHES = "create force lenient private resume strict"
 KEYWORD_OF_OPTION = {
-    "--address": "address",
+    **{f"--{name}": name.replace("-", "_") for name in _VALUES.split()},
+    **{f"--{name}": f"{name.replace('-', '_')}=True" for name in _SWITCHES.split()},
     "--all": "everything=True",
-    "--allow-dropped": "allow_dropped",
-    "--alpha": "alpha",
-    "--at": "at",
-    "--base": "base",
-    "--base-model-id": "base_model_id",
-    "--block-elements": "block_elements",
-    "--budget": "budget",
-    "--budgets": "budgets",
-    "--chain": "chain",
-    "--config": "config",
-    "--connections": "connections",
-    "--create": "create=True",
     "--deep": "deep_fraction",
     "--density": "densities",
-    "--dtype": "dtype",
-    "--ends": "ends",
-    "--energy": "energy",
-    "--evaluate": "evaluate",
-    "--executor": "executor",
-    "--export": "export",
     "--finish": "part=None",
-    "--force": "force=True",
-    "--from-log": "from_log",
-    "--home": "home",
-    "--importance": "importance",
-    "--importance-out": "importance_out",
-    "--lenient": "lenient=True",
     "--memory": "memory_bytes",
-    "--message": "message",
-    "--method": "method",
-    "--min-density": "min_density",
     "--no-catalog": "catalog=False",
     "--no-resume": "resume=False",
     "--objective": "objectives",
-    "--optimizer": "optimizer",
-    "--part": "part",
     "--parts": "n_parts",
-    "--paths": "paths",
-    "--private": "private=True",
-    "--rank": "rank",
-    "--resume": "resume=True",
     "--rung": "rungs",
-    "--save-modules": "save_modules",
-    "--seed": "seed",
-    "--select": "select",
     "--shard-size": "shard_bytes",
-    "--state-from": "state_from",
-    "--strategy": "strategy",
-    "--strict": "strict=True",
-    "--target-loss": "target_loss",
-    "--tensor": "tensor",
-    "--text": "text",
-    "--threads": "threads",
     "--weight": "weights",
-    "--weights": "weights",
-    "--where-omitted": "where_omitted",
-    "--work": "work",
 }
 """Options that errors name, and the keyword arguments that they are in Python."""
 _OPTION = re.compile(
