@@ -51,6 +51,8 @@ CALLS -= {"operator", "progress_bar"}
 
 def test_package__lists_what_it_exports() -> None:
     assert dir(mergepipe) == mergepipe.__all__
+    seen_by_type_checkers = re.findall(r"(\w+) as \1\b", inspect.getsource(mergepipe))
+    assert sorted(["__version__", *seen_by_type_checkers]) == mergepipe.__all__
     assert set(mergepipe.__all__) >= CALLS
 
 
