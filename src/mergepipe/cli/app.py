@@ -24,7 +24,6 @@ from mergepipe.options import BUDGET_PANEL, MACHINE_PANEL, PARTS_PANEL, PUBLISHI
 
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
-    from typer.core import TyperGroup
 
 
 @dataclass(frozen=True, slots=True)
