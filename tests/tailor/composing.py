@@ -17,15 +17,7 @@ from mergepipe.options import ComposeOptions
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import plan_edited
-from mergepipe.tailor.checkpoint import (
-    EXPORT,
-    FP32,
-    WEIGHT,
-    AdamStep,
-    PicklePath,
-    StoredState,
-    TrainingCheckpoint,
-)
+from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, PicklePath, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition import CompositionReport, compose
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_writer import write_files

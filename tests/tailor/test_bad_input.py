@@ -10,16 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from composing import (
-    FORMATS,
-    Pair,
-    checkpoint_at,
-    edit,
-    make_pair,
-    stored_values,
-    wrong_values,
-    wrong_weights,
-)
+from composing import FORMATS, Pair, checkpoint_at, edit, make_pair, stored_values, wrong_values, wrong_weights
 
 from mergepipe import tailor
 from support.refusals import refusal

@@ -73,12 +73,7 @@ Format = Callable[[float], str]
 
 
 def draw_chart(
-    title: str,
-    x_label: str,
-    y_label: str,
-    lines: Sequence[Line],
-    x_format: Format,
-    y_format: Format,
+    title: str, x_label: str, y_label: str, lines: Sequence[Line], x_format: Format, y_format: Format
 ) -> Chart:
     """Lay lines out over axes that begin at 0; lines without points are left out."""
     drawn = [line for line in lines if line.points]

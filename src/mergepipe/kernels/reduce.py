@@ -12,14 +12,7 @@ from mergepipe.core.blocks import GRAIN_ELEMENTS, TIE_RUN, RawBlock, itemsize_of
 from mergepipe.kernels.codec import IS_DELTA, decode_tile, itemsize_of
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, compile_in_parallel, kernel
-from mergepipe.kernels.merge import (
-    decode_against,
-    decode_base,
-    merge_block,
-    merge_nothing,
-    take_delta,
-    tie_hash,
-)
+from mergepipe.kernels.merge import decode_against, decode_base, merge_block, merge_nothing, take_delta, tie_hash
 from mergepipe.kernels.products import fold
 
 COARSE_SHIFT = 16

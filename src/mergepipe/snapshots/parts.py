@@ -29,15 +29,7 @@ from mergepipe.core.units import format_bytes
 from mergepipe.errors import ConflictError, CorruptError, LimitError, MergePipeError
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging
-from mergepipe.snapshots.work_log import (
-    FileUses,
-    merge_state,
-    payload_of,
-    read_work_log,
-    sealed,
-    usage_of,
-    uses_of,
-)
+from mergepipe.snapshots.work_log import FileUses, merge_state, payload_of, read_work_log, sealed, usage_of, uses_of
 from mergepipe.storage.contract import WORK_LOG_BYTES
 from mergepipe.storage.ledger import Usage
 from mergepipe.storage.location import Location

@@ -296,11 +296,7 @@ def _fill(
 
 
 def _manifest(
-    store: Store,
-    job: Job,
-    inputs: list[dict[Location, FileId]],
-    written: tuple[Digested, ...],
-    checked: SelfCheck,
+    store: Store, job: Job, inputs: list[dict[Location, FileId]], written: tuple[Digested, ...], checked: SelfCheck
 ) -> CompositeManifest:
     usage = store.ledger.usage()
     moved = {path: n for (path, purpose), n in usage.by_file.items() if purpose in (Purpose.BASE, Purpose.EXPERT)}

@@ -28,22 +28,8 @@ from mergepipe.tailor.archives import (
     plan_rewritten,
     stale_checksums,
 )
-from mergepipe.tailor.assignment import (
-    DERIVED_KINDS,
-    Assignment,
-    StepChoice,
-    choose_steps,
-    staleness_of,
-)
-from mergepipe.tailor.checkpoint import (
-    FP32,
-    WEIGHT,
-    Framework,
-    PicklePath,
-    Piece,
-    StoredState,
-    TrainingCheckpoint,
-)
+from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice, choose_steps, staleness_of
+from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework, PicklePath, Piece, StoredState, TrainingCheckpoint
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Patch, patch_states, patched_file
 from mergepipe.tailor.formats import format_named
 from mergepipe.tailor.formats.contract import STEP_FORMS, Node, root_of

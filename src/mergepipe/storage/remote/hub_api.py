@@ -184,14 +184,7 @@ class HubSource:
     One value serves all that read the file, from many threads: each address is asked for once.
     """
 
-    def __init__(
-        self,
-        api: HubApi,
-        client: HttpClient,
-        location: Location,
-        commit: str,
-        file: HubFile,
-    ) -> None:
+    def __init__(self, api: HubApi, client: HttpClient, location: Location, commit: str, file: HubFile) -> None:
         self.location = location
         self.file = file
         self._commit = commit

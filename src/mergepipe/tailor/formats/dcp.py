@@ -18,15 +18,7 @@ from mergepipe.errors import NotFoundError, damaged, mismatched, unsupported
 from mergepipe.storage.contract import PICKLE_BYTES, Store, is_file, map_at_once
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import torch_size
-from mergepipe.tailor.checkpoint import (
-    WEIGHT,
-    AdamStep,
-    Framework,
-    Piece,
-    StoredState,
-    Strip,
-    TrainingCheckpoint,
-)
+from mergepipe.tailor.checkpoint import WEIGHT, AdamStep, Framework, Piece, StoredState, Strip, TrainingCheckpoint
 from mergepipe.tailor.formats.contract import (
     NO_OPTIMIZER,
     Node,

@@ -254,11 +254,7 @@ class PartialRun:
         return self.ranks.gather(history)[0]
 
     def save(
-        self,
-        view: EngineView,
-        step: int,
-        history: tuple[SaveRecord, ...],
-        write_extra: WriteExtra = lambda _: (),
+        self, view: EngineView, step: int, history: tuple[SaveRecord, ...], write_extra: WriteExtra = lambda _: ()
     ) -> SaveRecord:
         """Save the units that are due, all of them if `history` is empty, and log the save.
 
