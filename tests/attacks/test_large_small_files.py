@@ -79,7 +79,7 @@ def test_commands__refuse_a_small_file_of_a_gib_unread(
             assert "[storage.too-large]" in printed, (name, command, printed)
 
 
-def test_merge__refuses_small_files_that_are_too_large_together(
+def test_merge__refuses_small_files_that_are_too_large_together_or_pointers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -90,6 +90,9 @@ def test_merge__refuses_small_files_that_are_too_large_together(
     assert main(["merge", "plain.yml", "out", "--no-catalog"]) == 4
     assert "base: its small files up to " in capsys.readouterr().err
     assert SIDECARS_BYTES >= TOKENIZER_BYTES
+    (tmp_path / "base" / "vocab.txt").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert main(["merge", "plain.yml", "out", "--no-catalog"]) == 4
+    assert "base/vocab.txt: is a git LFS pointer in the place of the file" in capsys.readouterr().err
 
 
 # --- odd in every way: refused by name, or the snapshot is whole and can be made again

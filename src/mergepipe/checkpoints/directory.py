@@ -516,11 +516,16 @@ def read_weight_file(store: Store, root: Location, name: str, status: FileStatus
 def _refuse_other(store: Store, path: Location) -> None:
     """Refuse a file that is no weights, or GGUF, by its first bytes, whatever it is called."""
     start = store.read_metadata(path, 0, len(_LFS_POINTER))
-    if start == _LFS_POINTER:
-        raise damaged(path, "is a git LFS pointer in the place of the file", "fetch it with `git lfs pull`")
+    refuse_pointer(path, start)
     if start.startswith(GGUF_MAGIC) and path.suffix != GGUF_SUFFIX:
         hint = f"rename it to {path.stem}{GGUF_SUFFIX}"
         raise unsupported(path, "is a GGUF file by its first bytes", hint)
+
+
+def refuse_pointer(path: Location, start: bytes) -> None:
+    """Refuse a file that begins as a pointer of git LFS does."""
+    if start.startswith(_LFS_POINTER):
+        raise damaged(path, "is a git LFS pointer in the place of the file", "fetch it with `git lfs pull`")
 
 
 def _weight_map(path: Location, raw: bytes) -> dict[str, str]:

@@ -16,6 +16,7 @@ from mergepipe.checkpoints.directory import (
     find_sidecars,
     list_names,
     parse_config,
+    refuse_pointer,
 )
 from mergepipe.checkpoints.embedding_rows import VOCAB_SIZE_KEY, embedding_ending
 from mergepipe.checkpoints.quantised import MODELOPT_NAME, QUANTIZATION_KEY
@@ -164,7 +165,9 @@ def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
             raise CorruptError.of("storage.too-large", model.root, message, "remove those that loaders do not need")
 
     def read(name: str) -> bytes:
-        return store.read_small(model.root / name, sidecar_limit(name))
+        content = store.read_small(model.root / name, sidecar_limit(name))
+        refuse_pointer(model.root / name, content)
+        return content
 
     return dict(zip(model.sidecars, map_at_once(store, [model.root], read, model.sidecars), strict=True))
 
