@@ -108,7 +108,7 @@ class Figure:
 
 
 FIGURES = (
-    Figure("lines of src", lambda: lines(PACKAGE), 60_730, 50_000),
+    Figure("lines of src", lambda: lines(PACKAGE), 60_550, 50_000),
     Figure("files of src", lambda: len(source_texts()), 199, 180),
     Figure("folders of src", folders, 20, 20),
     Figure("classes", lambda: len(classes()), 615, 450),
@@ -121,7 +121,7 @@ FIGURES = (
     Figure("functions with more than 6 parameters", long_signatures, 18, 50),
     Figure("options of all commands", option_rows, 149, 150),
     Figure("commands on the first help screen", commands_on_the_first_screen, 14, 14),
-    Figure("lines of tests", lambda: lines(ROOT / "tests"), 52_850, 42_000),
+    Figure("lines of tests", lambda: lines(ROOT / "tests"), 52_840, 42_000),
     Figure("lines of benchmarks", lambda: lines(ROOT / "benchmarks"), 7_670, 8_000),
     Figure("words of docs without the reference", lambda: words(*guide_pages()), 39_900, 40_000),
     Figure("words of the README", lambda: words(ROOT / "README.md"), 700, 700),
