@@ -207,7 +207,8 @@ def parse_statistics(raw: bytes, where: object) -> StatisticsFile:
     }
     for name, statistics in tensors.items():
         listed = statistics.densities_D.tolist()
-        is_ascending = all(map(lt, (0.0, *listed), listed)) and all(density <= 1 for density in listed[-1:])
+        bounds = 0.0, *listed
+        is_ascending = all(map(lt, bounds, listed)) and bounds[-1] <= 1
         if not is_ascending or not set(header.densities) <= set(listed):
             raise _corrupt(where, f"tensor {name[:80]!r} has densities that are no ascending shares, or lacks some")
     return StatisticsFile(header.expert, header.base, header.block_elements, header.densities, tensors)

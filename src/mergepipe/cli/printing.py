@@ -32,7 +32,7 @@ DEBUG = Flag("On failure, print the traceback too.", panel=PRINT_PANEL)
 class PrintOptions:
     """Options of printing. The guard reads `--debug` before there is a command."""
 
-    as_json: bool = option(False, Flag("Print one JSON object, and no progress.", name="--json", panel=PRINT_PANEL))
+    as_json: bool = option(False, "Print one JSON object, and no progress.", name="--json", panel=PRINT_PANEL)
     debug: bool = option(False, DEBUG)
 
 
@@ -42,11 +42,9 @@ class ReportOptions(PrintOptions):
 
     quiet: bool = option(
         False,
-        Flag(
-            "No progress, no report: errors, and warnings that the result is not what the recipe says.",
-            short="-q",
-            panel=PRINT_PANEL,
-        ),
+        "No progress, no report: errors, and warnings that the result is not what the recipe says.",
+        short="-q",
+        panel=PRINT_PANEL,
     )
 
     @property

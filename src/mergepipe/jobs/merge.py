@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mergepipe
-from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.contract import Checkpoint, files_of
 from mergepipe.checkpoints.directory import GGUF_SUFFIX
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import BF16, F32
@@ -506,7 +506,7 @@ class MergeRun:
 def _tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:
     """Sum the bytes requested of a checkpoint's tensors, headers excluded, indices of encoded ones included."""
     if checkpoint.encoded is None:
-        files = set(map(str, {entry.file for tensor in checkpoint.tensors.values() for entry in tensor.stored}))
+        files = set(map(str, files_of(checkpoint.tensors.values())))
     else:
         files = {str(file) for file in (*checkpoint.encoded.files, checkpoint.encoded.index_file)}
     return sum(n for (file, purpose), n in usage.by_file.items() if file in files and purpose is not Purpose.METADATA)
