@@ -1,73 +1,127 @@
 """Figures of the source as its readers pay for it: tokens, packed statements, section rulers, names, circles, reach.
 
 A token is a Python token of code, without comments, docstrings, imports and blank lines: it does not see line breaks.
+Strings are one token each, f-strings too: Python 3.11 counts them so, later ones count what is inside.
 """
 
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 
-from support.source_code import source_texts, syntax_tree, trees_with
+from support.source_code import source_texts, trees_with
 
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_NO_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}  # fmt: skip
 _RULER = re.compile(r"^# --- ", re.MULTILINE)
-_NAMING_FIELDS = ("name", "id", "attr", "arg")
+_TOKEN = re.compile(
+    r"""
+    \s+ | \\\n | \#[^\n]*
+    | (
+        (?:[rbuf]|rb|br|fr|rf)?  # a string, with its prefix
+        (?: "{3} (?:[^\\]|\\.)*? "{3} | '{3} (?:[^\\]|\\.)*? '{3} | "(?:[^"\\\n]|\\.)*" | '(?:[^'\\\n]|\\.)*' )
+        | 0[xob][\da-f_]+
+        | (?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*) (?:e[+-]?\d[\d_]*)? j?
+        | \w+
+        | \*\*= | //= | >>= | <<= | \.\.\. | != | -> | := | \*\* | // | >> | << | [-+*/%@&|^=<>]=
+        | \S
+    )
+    """,
+    re.VERBOSE | re.DOTALL | re.IGNORECASE,
+)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What one pass over syntax trees counts. `sizes` has the number of nodes of each function."""
+
+    pair_assignments: int = 0
+    conditionals: int = 0
+    comprehensions: int = 0
+    nested_comprehensions: int = 0
+    names: set[str] = field(default_factory=set)
+    functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    imports: list[ast.Import | ast.ImportFrom] = field(default_factory=list)
+    docstrings: list[ast.Expr] = field(default_factory=list)
+
+    def add(self, node: ast.AST) -> tuple[int, int]:
+        """Count a node and all below it; return how many nodes these are, and how many of them are comprehensions."""
+        n_nodes = 1
+        n_comprehensions = 0
+        for child in ast.iter_child_nodes(node):
+            n_inner_nodes, n_inner_comprehensions = self.add(child)
+            n_nodes += n_inner_nodes
+            n_comprehensions += n_inner_comprehensions
+
+        match node:
+            case ast.Name():
+                self.names.add(node.id)
+            case ast.Attribute():
+                self.names.add(node.attr)
+            case ast.keyword(arg=str(name)) | ast.arg(arg=name):
+                self.names.add(name)
+            case ast.Assign(targets=[ast.Tuple(), *_], value=ast.Tuple()):
+                self.pair_assignments += 1
+            case ast.IfExp():
+                self.conditionals += 1
+            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                self.comprehensions += 1
+                self.nested_comprehensions += n_comprehensions > 0
+                n_comprehensions += 1
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self.names.add(node.name)
+                self.functions.append(node)
+                self.sizes.append(n_nodes)
+            case ast.Import() | ast.ImportFrom():
+                self.imports.append(node)
+            case ast.Expr(value=ast.Constant(value=str())):
+                self.docstrings.append(node)
+            case ast.ClassDef(name=str(name)) | ast.alias(name=name) | ast.ExceptHandler(name=str(name)):
+                self.names.add(name)
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                self.names.add(name)
+        return n_nodes, n_comprehensions
 
 
 @cache
-def nodes() -> tuple[ast.AST, ...]:
-    """Return the nodes of all syntax trees."""
-    return tuple(node for _, tree in trees_with() for node in ast.walk(tree))
+def counts() -> dict[str, Counts]:
+    """Return what there is to count in each module, by its place in the package."""
+    counts_of = {place: Counts() for place in source_texts()}
+    for place, tree in trees_with():
+        counts_of[place].add(tree)
+    return counts_of
 
 
 @cache
 def n_tokens() -> int:
-    return sum(_tokens_of(text, syntax_tree(place)) for place, text in source_texts().items())
+    return sum(tokens_of(text, counts()[place]) for place, text in source_texts().items())
 
 
-def _tokens_of(text: str, tree: ast.Module) -> int:
-    omitted: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.Expr) and _is_text(node.value)):
-            omitted |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(token.type not in _NO_CODE and token.start[0] not in omitted for token in tokens)
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+def tokens_of(text: str, counted: Counts) -> int:
+    """Count the tokens of a module on lines without a docstring or an import."""
+    lines = text.split("\n")
+    for node in (*counted.imports, *counted.docstrings):
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+            lines[number - 1] = ""
+    return sum(token != "" for token in _TOKEN.findall("\n".join(lines)))
 
 
 def n_pair_assignments() -> int:
     """Count statements that assign several values at once, each to a name of its own."""
-    return sum(
-        isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
-        for node in nodes()
-    )
+    return sum(counted.pair_assignments for counted in counts().values())
 
 
 def conditionals_per_10k_tokens() -> float:
-    return 10_000 * sum(isinstance(node, ast.IfExp) for node in nodes()) / n_tokens()
+    return 10_000 * sum(counted.conditionals for counted in counts().values()) / n_tokens()
 
 
 def comprehensions_per_10k_tokens() -> float:
-    return 10_000 * sum(isinstance(node, COMPREHENSIONS) for node in nodes()) / n_tokens()
+    return 10_000 * sum(counted.comprehensions for counted in counts().values()) / n_tokens()
 
 
 def n_nested_comprehensions() -> int:
-    outer = (node for node in nodes() if isinstance(node, COMPREHENSIONS))
-    return sum(
-        any(isinstance(inner, COMPREHENSIONS) for inner in ast.walk(node) if inner is not node) for node in outer
-    )
+    return sum(counted.nested_comprehensions for counted in counts().values())
 
 
 def n_rulers() -> int:
@@ -76,14 +130,12 @@ def n_rulers() -> int:
 
 def n_names() -> int:
     """Count the distinct names that are defined or used."""
-    fields = (getattr(node, field, None) for node in nodes() for field in _NAMING_FIELDS)
-    return len({name for name in fields if isinstance(name, str)})
+    return len(set().union(*(counted.names for counted in counts().values())))
 
 
 def nodes_of_a_function_p99() -> int:
     """Return how many nodes of a syntax tree the function has that 99 % of all functions do not exceed."""
-    functions = (node for node in nodes() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    sizes = sorted(sum(1 for _ in ast.walk(function)) for function in functions)
+    sizes = sorted(size for counted in counts().values() for size in counted.sizes)
     return sizes[int(len(sizes) * 0.99)]
 
 
@@ -92,31 +144,33 @@ def _imports() -> dict[str, set[str]]:
     """Return the modules of the package that each module imports, wherever in it. The facade counts for none."""
     module_at = {place: _module_name(place) for place in source_texts()}
     modules = set(module_at.values()) - {"mergepipe"}
-    return {module_at[place]: (set(_imported(tree)) & modules) - {module_at[place]} for place, tree in trees_with()}
+    return {
+        module_at[place]: (_imported(counted) & modules) - {module_at[place]} for place, counted in counts().items()
+    }
 
 
 def _module_name(place: str) -> str:
     return ".".join(("mergepipe", *place.removesuffix(".py").split("/"))).removesuffix(".__init__")
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+def _imported(counted: Counts) -> set[str]:
+    imported: set[str] = set()
+    for node in counted.imports:
+        names = {alias.name for alias in node.names}
+        if isinstance(node, ast.Import):
+            imported |= names
+        elif node.module:
+            imported |= {node.module, *(f"{node.module}.{name}" for name in names)}
+    return imported
 
 
 @cache
 def _reached_from(start: str) -> frozenset[str]:
     reached: set[str] = set()
-    waiting = [start]
-    while waiting:
-        module = waiting.pop()
-        if module not in reached:
-            reached.add(module)
-            waiting += _imports()[module]
+    front = {start}
+    while front:
+        reached |= front
+        front = set().union(*(_imports()[module] for module in front)) - reached
     return frozenset(reached)
 
 
