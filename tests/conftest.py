@@ -1,4 +1,4 @@
-"""For all tests: signals as in a terminal, an own home, no clock, cached bytecode, few collections, and profiles.
+"""For all tests: signals as in a terminal, an own home and temporary folder, no clock, cached bytecode, and profiles.
 
 With `--no-fsync`, as in `make test`, nothing in a process of the suite waits for the disk: `os.fsync` refuses what is
 not an open descriptor, and returns. What a crash may lose is tested on a model of a disk (`support/power.py`).
@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import count
@@ -48,8 +49,10 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parent.parent / "build" / "kernels"))
 # Threads of torch spin while they wait for one another, and take the processor from the other worker.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Workers of pytest-xdist are told a width that no user has asked for.
-os.environ.pop("COLUMNS", None)
+# A width that pytest-xdist sets, and settings of the machine that would decide what a test finds.
+for _name in tuple(os.environ):
+    if _name == "COLUMNS" or _name.startswith(("AWS_", "GOOGLE_", "AZURE_", "HF_", "HUGGINGFACE_", "XDG_")):
+        os.environ.pop(_name)
 # Children import the test machinery too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
@@ -106,16 +109,35 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return _new_folder(tmp_path_factory, re.sub(r"\W", "_", request.node.name)[:30])
 
 
+def _use_temporary_folder(patched: pytest.MonkeyPatch, folder: Path) -> None:
+    """Make a folder, and let this process and those that it starts put their temporary files there."""
+    folder.mkdir(mode=0o700)
+    patched.setenv("TMPDIR", str(folder))
+    patched.setattr(tempfile, "tempdir", str(folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_folder_of_fixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give fixtures that several tests share a temporary folder that no other run has."""
+    with pytest.MonkeyPatch.context() as patched:
+        _use_temporary_folder(patched, tmp_path_factory.getbasetemp() / "shared")
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test reads or leaves anything in the user's catalog, asks the Hub, or reads the user's cache of it.
+    """No test reads or leaves anything in the user's home, catalog or temporary folder, or asks the Hub.
 
-    The home is not made yet.
+    The home and the catalog are not made yet.
     """
-    home = tmp_path_factory.getbasetemp() / f"home-{next(_numbers)}"
-    monkeypatch.setenv("MERGEPIPE_HOME", str(home))
+    number = next(_numbers)
+    home = tmp_path_factory.getbasetemp() / f"home-{number}"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("MERGEPIPE_HOME", str(home / "mergepipe"))
     monkeypatch.setenv("HF_HOME", str(home / "huggingface"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # The name is short: paths of sockets, which Python's processes make there, have at most 107 bytes.
+    _use_temporary_folder(monkeypatch, tmp_path_factory.getbasetemp() / f"t{number}")
     return home
 
 

@@ -25,7 +25,7 @@ READING_CALLS = (
 )
 STRACE = ("strace", "-f", "--seccomp-bpf", "-y")
 PAGE_BYTES = 4096
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 120.0
 
 _CALL = re.compile(r"(\w+)\((.*)\)\s+= (-?\d+|0x[0-9a-f]+|\?)")
 _DESCRIPTOR = re.compile(r"\d+<([^<>]*)>")

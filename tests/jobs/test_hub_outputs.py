@@ -122,11 +122,12 @@ def test_merge__that_was_killed_uploads_no_shard_twice(family: Path, hub: HubSer
         f"mergepipe.merge(recipe, out, options=MergeOptions(home=home, threads=2, shard_bytes={SHARD_BYTES}))\n"
     )
     reached = threading.Event()
+    killed = threading.Event()
 
     def hangs(request: Request) -> Answer | None:
         if request.method == "PUT" and len(uploaded(hub)) > 3:
             reached.set()
-            threading.Event().wait(2)
+            killed.wait(120)
             return Answer(500)
         return None
 
@@ -138,6 +139,7 @@ def test_merge__that_was_killed_uploads_no_shard_twice(family: Path, hub: HubSer
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+        killed.set()
     assert hub.n_commits(MODEL) == 1
     sent = set(hub.uploads)
     assert len(sent) >= 3

@@ -36,7 +36,7 @@ from support.stores import MetadataStore
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
-ENVIRONMENT = dict(os.environ, PYTHONPATH=str(HERE.parents[1] / "src"), DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
+SETTINGS = {"PYTHONPATH": str(HERE.parents[1] / "src"), "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.is_file(), reason="no environment for training: requirements/train.txt"),
@@ -56,7 +56,7 @@ Truth = Mapping[str, Any]
 
 def run(*arguments: object, ranks: int = 2, is_universal: bool = False, fails: bool = False) -> str:
     """Run `frameworks.py`, or another script, with the interpreter for training; return what it prints."""
-    environment = ENVIRONMENT | {"MERGEPIPE_TEST_RANKS": str(ranks)}
+    environment = os.environ | SETTINGS | {"MERGEPIPE_TEST_RANKS": str(ranks)}
     environment |= {"MERGEPIPE_TEST_UNIVERSAL": "1"} if is_universal else {}
     finished = subprocess.run(
         [str(PYTHON), *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=900, check=False

@@ -86,7 +86,7 @@ def test_read__that_is_interrupted_makes_no_more_attempts() -> None:
 
     def sleep(_seconds: float, stop: threading.Event) -> None:
         waiting.set()
-        assert stop.wait(5)
+        assert stop.wait(PATIENT_SECONDS)
 
     failures: list[RequestFailed | None] = [UNAVAILABLE, FORBIDDEN]
     source = Numbers(*failures)
@@ -122,7 +122,7 @@ def test_abort__ends_reads_that_wait_and_no_later_ones() -> None:
 
     def sleep(_seconds: float, stop: threading.Event) -> None:
         waiting.set()
-        assert stop.wait(5)
+        assert stop.wait(PATIENT_SECONDS)
 
     requests = Transfers(Ledger(), connections=2, sleep=sleep)
     requests.on_abort(broken.set)
@@ -136,9 +136,9 @@ def test_abort__ends_reads_that_wait_and_no_later_ones() -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert waiting.wait(5)
+    assert waiting.wait(PATIENT_SECONDS)
     requests.abort()
-    thread.join(5)
+    thread.join(PATIENT_SECONDS)
     assert [error.code for error in errors] == ["storage.unavailable"]
     assert broken.is_set()
     requests.read(Numbers(), 0, memoryview(bytearray(10)), Purpose.BASE)
@@ -150,7 +150,7 @@ def test_abort__breaks_connections_to_silent_servers(server: BucketServer) -> No
     asked = threading.Event()
 
     def silent(_request: Request, answer: Answer) -> Answer:
-        answer.cut_after_bytes, answer.stall_seconds = 100, 20.0
+        answer.cut_after_bytes, answer.stall_seconds = 100, 2 * PATIENT_SECONDS
         asked.set()
         return answer
 
@@ -165,11 +165,11 @@ def test_abort__breaks_connections_to_silent_servers(server: BucketServer) -> No
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert asked.wait(5)
+    assert asked.wait(PATIENT_SECONDS)
     while server.sent_bytes < 100:
         asked.wait(0.01)
     store.abort()
-    thread.join(5)
+    thread.join(PATIENT_SECONDS)
     assert not thread.is_alive()
     assert len(errors) == 1
 
