@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from dataclasses import replace
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,10 +18,9 @@ from test_report_texts import SWEPT
 from mergepipe import __version__
 from mergepipe.cli.pages import Line, charts_of, draw_chart, explain_page, layer_charts, sweep_page
 from mergepipe.cli.printing import report_text
-from mergepipe.reports import BudgetVerdict, ExpertCoverage, ExpertShare, Explanation, LayerShare
+from mergepipe.reports import BudgetVerdict, ExpertCoverage, ExpertShare, Explanation, LayerShare, Overlap
 
 MADE = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
-WIDTHS = (320, 768, 1440)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -93,8 +94,10 @@ def test_explain_page__is_self_contained_and_says_the_verdict_first() -> None:
     parsed = _Page(page)
     assert parsed.loads == []
     assert parsed.open_tags == []
-    body = parsed.texts[parsed.texts.index("What is in plan abababababab: ties", 1) :]
+    title = "ties of expert-<1>, organisation/a-rather-long-model-name-1: 24.9 % of the expert bytes read"
+    body = parsed.texts[parsed.texts.index(title, 1) :]
     assert body[1] == VERDICT
+    assert body[2].startswith("plan abababababab in plan.json, 2 experts, ")
     assert "budget 25 % (250 MB of 1.00 GB)" in body[2]
     assert body[2].endswith("2026-01-02 03:04 UTC.")
     assert "<1>" not in page
@@ -121,7 +124,9 @@ def test_explain_page__draws_what_the_numbers_say() -> None:
 
 def test_explain_page__of_a_full_merge_needs_no_plan() -> None:
     full = replace(explained(), verdict=None, budget_bytes=None, planned_bytes=None, full_bytes=None, policy=None)
-    assert "A full merge: every expert is everywhere." in explain_page(full)
+    page = explain_page(full)
+    assert "A full merge: every expert is everywhere." in page
+    assert "name-1: all of the expert bytes read</h1>" in page
 
 
 def test_explain__says_the_verdict_first_within_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +141,7 @@ def test_sweep_page__escapes_what_comes_from_files_and_tells_every_point() -> No
     assert "<b>recipe" not in page
     assert page.count("<tr><td ") == 4
     assert "http" not in page
+    assert "<h1>ties of math, &lt;code&gt;: 9.1 % to 45.5 % of the expert bytes read</h1>" in page
     head = page.partition("<svg")[0]
     parts = (
         "measure a loss with --evaluate",
@@ -167,45 +173,108 @@ def test_draw_chart__everything_lies_inside_the_box_and_axes_begin_at_zero(value
     assert 2 <= len(chart.x_ticks) <= 7
 
 
-PAGES = {"explain": lambda: explain_page(explained(28, 4), MADE), "sweep": lambda: sweep_page(SWEPT, MADE)}
+def overlaps(n_layers: int) -> tuple[Overlap, ...]:
+    """Layers in which cosines rise from -0.1 to 0.4, and tensors outside of them."""
+    rising = [-0.1 + 0.5 * layer / n_layers for layer in range(n_layers + 1)]
+    layers = [*map(str, range(n_layers)), ""]
+    return tuple(
+        Overlap(
+            first="math", second="code", layer=layer, norms=(1.0, 1.0), cosine=cosine, cosine_error=0.02,
+            changed=(60, 80), both=40.0, both_least=30, both_most=60,
+        )
+        for layer, cosine in zip(layers, rising, strict=True)
+    )  # fmt: skip
+
+
+def test_explain_page__has_a_scale_of_colours_layer_numbers_and_values_to_point_at() -> None:
+    page = explain_page(replace(explained(28), overlaps=overlaps(28)), MADE)
+    cosines = page[page.index("Cosines between experts") : page.index("Elements that both")]
+    _, scale, strip = cosines.split('<svg class="bar"')
+    labels = re.findall("<text[^>]*>([^<]*)</text>", scale)
+    assert labels == ["-0.4", "-0.2", "0", "0.2", "0.4"]
+    assert re.findall("<text[^>]*>([^<]*)</text>", strip) == ["0", "4", "8", "12", "16", "20", "24", "others"]
+
+    cells = re.findall(
+        'class="([a-z]+)" .*fill-opacity="([0-9.]+)"><title>(layer|others)[^<]*: cosine ([-0-9.]+)', strip
+    )
+    assert len(cells) == 29
+    for style, opacity, _, cosine in cells:
+        assert (style == "against") == (float(cosine) < 0)
+        assert float(opacity) == pytest.approx(abs(float(cosine)) / 0.4, abs=0.02)
+
+
+EXPLAINED = replace(explained(28, 4), overlaps=overlaps(28))
+PAGES = {"explain": lambda: explain_page(EXPLAINED, MADE), "sweep": lambda: sweep_page(SWEPT, MADE)}
 MEASURE = """
 const d = this.contentDocument.documentElement, sizes = [...d.querySelectorAll('body *')].map(
     each => parseFloat(getComputedStyle(each).fontSize));
 const colour = getComputedStyle(d.querySelector('p')).color;
-document.title = [d.scrollWidth, d.clientWidth, Math.min(...sizes), colour].join('|')
+document.title += [d.scrollWidth, d.clientWidth, Math.min(...sizes), colour].join('|') + ';';
+console.log('measured');
 """
+QUIET = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
+    "--allow-file-access-from-files",
+)  # fmt: skip
 
 
-def browse(page: str, folder: Path, width: int, *flags: str) -> str:
-    """Open a page in a frame of some width, for windows of a browser have a least one; return what the browser says."""
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A page in a frame of a browser: how wide it is, what it has for that, its smallest text, its colour of text."""
+
+    width: int
+    available: int
+    smallest: float
+    colour: str
+
+
+def browse(folder: Path, names: Iterable[str], widths: Sequence[int], *flags: str) -> tuple[list[Drawn], list[str]]:
+    """Open pages in frames of some widths, for windows of a browser have a least one; return what its console says."""
     assert CHROMIUM is not None
-    (folder / "page.html").write_text(page)
-    frame = folder / "frame.html"
-    frame.write_text(f'<iframe src="page.html" style="border:0;width:{width}px;height:2500px" onload="{MEASURE}">')
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *flags]
-    command += [f"--user-data-dir={folder / 'profile'}", "--allow-file-access-from-files"]
+    frames = ""
+    for name in names:
+        (folder / f"{name}.html").write_text(PAGES[name]())
+        for width in widths:
+            style = f"border:0;display:block;width:{width}px;height:2500px"
+            frames += f'<iframe src="{name}.html" style="{style}" onload="{MEASURE}"></iframe>'
+    (folder / "frames.html").write_text(f"<title></title><body style='margin:0'>{frames}")
+    profile = tempfile.mkdtemp(prefix="chromium-")
+    command = [CHROMIUM, *QUIET, *flags, f"--user-data-dir={profile}", f"--window-size={max(widths)},2500"]
     ran = subprocess.run(
-        [*command, f"--window-size={width + 20},2500", frame.as_uri()], check=True, capture_output=True, timeout=120
-    )
-    return ran.stdout.decode()
+        [*command, "--dump-dom", (folder / "frames.html").as_uri()],
+        check=True, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    title = re.search("<title>(.*);</title>", ran.stdout)
+    assert title is not None
+    drawn = []
+    for frame in title[1].split(";"):
+        width, available, smallest, colour = frame.split("|")
+        drawn.append(Drawn(int(width), int(available), float(smallest), colour))
+    return drawn, re.findall(r'CONSOLE.*?"(.*?)"', ran.stderr)
 
 
-def measured(page: str, folder: Path, width: int, *flags: str) -> list[str]:
-    """Return how wide a drawn page is, what it has for that, its smallest text and its colour of text."""
-    found = re.search("<title>(.*)</title>", browse(page, folder, width, "--dump-dom", *flags))
-    assert found is not None
-    return found[1].split("|")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: install it to have the pages drawn")
+
+
+@needs_chromium
+def test_pages__fit_a_phone_and_a_desktop_without_an_error(tmp_path: Path) -> None:
+    drawn, said = browse(tmp_path, PAGES, (400, 1300))
+    sizes = sorted((frame.width, frame.available) for frame in drawn)
+    assert sizes == [(width, width) for width in (400, 1300) for _ in PAGES]
+    assert {frame.smallest for frame in drawn} == {16.0}
+    assert said == ["measured"] * 2 * len(PAGES)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@needs_chromium
 @pytest.mark.parametrize("name", PAGES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_page__fits_a_browser_of_any_width(tmp_path: Path, name: str, width: int) -> None:
-    page = PAGES[name]()
-    drawn, available, smallest, colour = measured(page, tmp_path, width)
-    assert (int(drawn), int(available), float(smallest)) == (width, width, 16.0)
-    assert measured(page, tmp_path, width, "--blink-settings=preferredColorScheme=0")[3] != colour  # dark
-    browse(page, tmp_path, width, f"--screenshot={tmp_path / f'{name}-{width}.png'}")  # to be looked at
-    browse(page, tmp_path, width, f"--print-to-pdf={tmp_path / f'{name}-{width}.pdf'}")
-    assert (tmp_path / f"{name}-{width}.pdf").read_bytes().startswith(b"%PDF")
+@pytest.mark.parametrize("width", [320, 768, 1440])
+def test_page__fits_a_browser_of_any_width_dark_and_on_paper(tmp_path: Path, name: str, width: int) -> None:
+    (drawn,), _ = browse(tmp_path, [name], [width])
+    assert (drawn.width, drawn.available, drawn.smallest) == (width, width, 16.0)
+    pdf, screenshot = tmp_path / "page.pdf", tmp_path / f"{name}-{width}.png"
+    flags = (f"--print-to-pdf={pdf}", f"--screenshot={screenshot}")  # the picture is to be looked at
+    (dark,), _ = browse(tmp_path, [name], [width], "--blink-settings=preferredColorScheme=0", *flags)
+    assert dark.colour != drawn.colour
+    assert pdf.read_bytes().startswith(b"%PDF")

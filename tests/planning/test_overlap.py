@@ -135,11 +135,14 @@ def test_explain__tells_what_analyze_told_once_experts_are_analyzed(
 
 def test_heat_maps__have_a_row_for_each_pair_and_a_cell_for_each_layer() -> None:
     parts = [overlap("0", 0.5), overlap("1", -0.25), overlap("", 0.0)]
-    (cosines, [(label, cells)]), (shared, _) = heat_maps(parts)
-    assert (cosines[:7], shared[:8]) == ("Cosines", "Elements")
+    cosines, shared = heat_maps(parts)
+    assert (cosines.title[:7], shared.title[:8]) == ("Cosines", "Elements")
+    ((label, cells),) = cosines.rows
     assert label.startswith("a, b: cosine 0.08 ± 0.06, same sign")
-    assert [(style, opacity) for style, _, _, opacity, _ in cells] == [("read", 0.5), ("against", 0.25), ("read", 0.0)]
+    assert [(cell.layer, cell.value) for cell in cells] == [("0", 0.5), ("1", -0.25), ("", 0.0)]
     assert re.match(
-        r"layer 1: cosine -0.25 ± 0.10, same sign 42 %, changed by both 52.2 % \(40 % to 75 %\)", cells[1][4]
+        r"layer 1: cosine -0.25 ± 0.10, same sign 42 %, changed by both 52.2 % \(40 % to 75 %\)", cells[1].title
     )
+    assert (cosines.low, cosines.high) == (-0.5, 0.5)
+    assert shared.low == 0.0 < max(cell.value for _, cells in shared.rows for cell in cells) <= shared.high
     assert heat_maps(()) == []

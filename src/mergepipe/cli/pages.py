@@ -13,7 +13,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 import mergepipe
 from mergepipe.core.display import Table, as_line, share_text
-from mergepipe.core.units import format_bytes, format_percent, format_seconds, plural
+from mergepipe.core.units import first_names, format_bytes, format_percent, format_seconds, plural
 from mergepipe.reports import ExpertShare, Explanation, Overlap, SweepPoint, SweepReport, missing_text
 from mergepipe.runs.budget import NAMES
 
@@ -116,14 +116,16 @@ def _ticks(high: float) -> list[float]:
 
 def explain_page(explanation: Explanation, made: datetime | None = None) -> str:
     """Render the page, with the day it was made."""
-    subject = explanation.sid or explanation.plan_digest or ""
     verdict = explanation.verdict
+    read = "all"
+    if verdict is not None and not verdict.is_full:
+        read = share_text(verdict.planned_bytes, verdict.full_bytes)
     advice = [] if verdict is None else [f"{expert}." for expert in verdict.experts if not expert.share]
     if verdict is not None and verdict.unspent_bytes:
         advice.append(f"Unspent: {format_bytes(verdict.unspent_bytes)}: {verdict.unspent_reason}.")
     return render_page(
         "explain.html.j2", made, explanation=explanation,
-        title=f"What is in {explanation.kind} {subject[:_SHORT_ID]}: {explanation.operator}",
+        title=_headline(explanation.operator, [expert.model for expert in explanation.experts], read),
         verdict="A full merge: every expert is everywhere." if verdict is None else verdict.sentence,
         advice=advice, facts=_facts_text(explanation), uses=USES, charts=layer_charts(explanation),
         bars=[_bar(expert) for expert in explanation.experts], numbers=Table.of(explanation.experts),
@@ -132,8 +134,16 @@ def explain_page(explanation: Explanation, made: datetime | None = None) -> str:
     )  # fmt: skip
 
 
+def _headline(operator: str, experts: Sequence[str], read: str) -> str:
+    """Say how much was read, of which experts."""
+    names = f" of {first_names(experts)}" if experts else ""
+    return f"{operator}{names}: {read} of the expert bytes read"
+
+
 def _facts_text(explanation: Explanation) -> str:
-    facts = [f"{explanation.path}", plural(len(explanation.experts), "expert"), f"seed {explanation.seed}"]
+    digest = explanation.sid or explanation.plan_digest or ""
+    subject = f"{explanation.kind} {digest[:_SHORT_ID]} in {explanation.path}"
+    facts = [subject, plural(len(explanation.experts), "expert"), f"seed {explanation.seed}"]
     if explanation.budget_bytes is not None and explanation.full_bytes is not None:
         share = share_text(explanation.budget_bytes, explanation.full_bytes)
         full = format_bytes(explanation.full_bytes)
@@ -158,31 +168,57 @@ def _bar(expert: ExpertShare) -> tuple[str, list[tuple[str, float, float, str]]]
     return f"{expert.model}: {missing}{read}", parts
 
 
-Cell = tuple[str, float, float, float, str]
-"""Of a heat map: style, start and width in percent, opacity and title."""
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A layer in a heat map, or (`layer` is empty) the tensors outside of layers: a value, and what to say about it."""
+
+    layer: str
+    value: float
+    title: str
 
 
-def heat_maps(overlaps: Sequence[Overlap]) -> list[tuple[str, list[tuple[str, list[Cell]]]]]:
-    """Return titled maps of what experts have in common: a row for each two of them, a cell for each layer."""
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """A row of cells for each two experts. `low` and `high` are the ends of the scale of colours; `high` is full."""
+
+    title: str
+    low: float
+    high: float
+    format: Format
+    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+
+
+def heat_maps(overlaps: Sequence[Overlap]) -> list[HeatMap]:
+    """Map what experts have in common in each layer; nothing where there are no statistics."""
+    if not overlaps:
+        return []
+    return [
+        _heat_map("Cosines between experts, by layer", overlaps, lambda part: part.cosine, "{:.3g}".format),
+        _heat_map(
+            "Elements that both experts change, by layer", overlaps, lambda part: part.shared(part.both), format_percent
+        ),
+    ]
+
+
+def _heat_map(
+    title: str, overlaps: Sequence[Overlap], value: Callable[[Overlap], float], value_format: Format
+) -> HeatMap:
     pairs: dict[str, list[Overlap]] = {}
     for overlap in overlaps:
         pairs.setdefault(f"{overlap.first}, {overlap.second}", []).append(overlap)
 
-    def cells(parts: Sequence[Overlap], value: Callable[[Overlap], float]) -> list[Cell]:
-        width = 100 / len(parts)
-        return [
-            ("against" if value(part) < 0 else "read", round(i * width, 3), round(width, 3),
-             round(min(1.0, abs(value(part))), 3), f"layer {part.layer}: {part}" if part.layer else f"others: {part}")
-            for i, part in enumerate(parts)
-        ]  # fmt: skip
+    rows = []
+    for pair, parts in pairs.items():
+        cells = tuple(Cell(part.layer, value(part), f"{_layer_name(part)}: {part}") for part in parts)
+        rows.append((f"{pair}: {Overlap.over(parts)}", cells))
 
-    maps: dict[str, Callable[[Overlap], float]] = {
-        "Cosines between experts, by layer": lambda part: part.cosine,
-        "Elements that both experts change, by layer": lambda part: part.shared(part.both),
-    }
-    titled = {f"{pair}: {Overlap.over(parts)}": parts for pair, parts in pairs.items()}
-    rows = [(title, [(name, cells(parts, value)) for name, parts in titled.items()]) for title, value in maps.items()]
-    return rows if pairs else []
+    values = [value(overlap) for overlap in overlaps]
+    high = _ticks(max(map(abs, values)))[-1]
+    return HeatMap(title, -high if min(values) < 0 else 0.0, high, value_format, tuple(rows))
+
+
+def _layer_name(overlap: Overlap) -> str:
+    return f"layer {overlap.layer}" if overlap.layer else "others"
 
 
 def layer_charts(explanation: Explanation) -> tuple[Chart, ...]:
@@ -199,12 +235,22 @@ def layer_charts(explanation: Explanation) -> tuple[Chart, ...]:
         for e, expert in enumerate(explanation.experts)
     ]
     y_label = "blocks of the layer that the expert takes part in"
-    return (draw_chart("Layers", "number of the layer", y_label, lines, "{:g}".format, format_percent),)
+    return (draw_chart("Layers", "number of the layer", y_label, lines, _whole_number, format_percent),)
+
+
+def _whole_number(value: float) -> str:
+    """Write a number; nothing for ticks between two numbers."""
+    return f"{value:g}" if value.is_integer() else ""
 
 
 def sweep_page(report: SweepReport, made: datetime | None = None) -> str:
     """Render the page, with the day it was made; it loads nothing from anywhere, follows the dark or light setting."""
-    return render_page("sweep.html.j2", made, report=report, charts=charts_of(report), numbers=Table.of(report.points))
+    shares = [point.share for point in report.points]
+    read = " to ".join(dict.fromkeys((format_percent(min(shares)), format_percent(max(shares)))))
+    return render_page(
+        "sweep.html.j2", made, report=report, title=_headline(report.operator, report.experts, read),
+        charts=charts_of(report), numbers=Table.of(report.points),
+    )  # fmt: skip
 
 
 def charts_of(report: SweepReport) -> tuple[Chart, ...]:
