@@ -192,7 +192,7 @@ def test_explain_page__has_a_scale_of_colours_layer_numbers_and_values_to_point_
     _, scale, strip = cosines.split('<svg class="bar"')
     labels = re.findall("<text[^>]*>([^<]*)</text>", scale)
     assert labels == ["-0.4", "-0.2", "0", "0.2", "0.4"]
-    assert re.findall("<text[^>]*>([^<]*)</text>", strip) == ["0", "4", "8", "12", "16", "20", "24", "others"]
+    assert re.findall("<text[^>]*>([^<]*)</text>", strip) == ["0", "4", "8", "12", "16", "20", "others"]
 
     cells = re.findall(
         'class="([a-z]+)" .*fill-opacity="([0-9.]+)"><title>(layer|others)[^<]*: cosine ([-0-9.]+)', strip
