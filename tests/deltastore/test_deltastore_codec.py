@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -9,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zstandard
 from blake3 import blake3
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -44,6 +44,11 @@ from mergepipe.errors import CorruptError
 from mergepipe.testing import SPECIAL
 from support.refusals import refuses
 from support.rounding import decode, encode
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 seeds = st.integers(0, 2**32 - 1)
 dtypes = st.sampled_from(sorted(DTYPES.values(), key=lambda dtype: dtype.name))
@@ -340,15 +345,15 @@ def test_encode_planes__low_bits_that_are_zero_cost_nothing() -> None:
 
 
 def frame(content: bytes) -> list[int]:
-    compressed = zstandard.ZstdCompressor().compress(content)
+    compressed = zstd.compress(content)
     return [FORM_COMPRESSED, *len(compressed).to_bytes(4, "little"), *compressed]
 
 
 def test_decode_planes__frames_of_another_size_and_bytes_outside_a_plane_are_refused() -> None:
-    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(64))
+    unsized = zstd.compress(bytes(64), options={zstd.CompressionParameter.content_size_flag: 0})
     lies = {
         "a frame of 1073741824 bytes": frame(bytes(1 << 30)),
-        "a frame of -1 bytes": [FORM_COMPRESSED, *len(unsized).to_bytes(4, "little"), *unsized],
+        "a frame of unknown size": [FORM_COMPRESSED, *len(unsized).to_bytes(4, "little"), *unsized],
         "cannot be decompressed": [FORM_COMPRESSED, 8, 0, 0, 0, *b"notzstd!"],
         "unknown form 9": [9],
         "a byte at 99 of a plane of 64": [FORM_SPARSE, 1, 0, 0, 0, FORM_PLAIN, 99, FORM_PLAIN, 1],
@@ -361,8 +366,34 @@ def test_decode_planes__frames_of_another_size_and_bytes_outside_a_plane_are_ref
             decoded_planes(np.array(content, np.uint8), None, 64, U8)
     doubled = frame(bytes(64))
     doubled[1] += len(doubled) - 5
-    with pytest.raises(CorruptError, match="cannot be decompressed"):
+    with pytest.raises(CorruptError, match="bytes after a frame"):
         decoded_planes(np.array(doubled + doubled[5:], np.uint8), None, 64, U8)
+
+
+def test_decode_planes__a_frame_that_ends_early_or_holds_more_than_it_claims_is_refused() -> None:
+    cut = frame(bytes(range(64)))
+    cut[1] -= 1
+    with pytest.raises(CorruptError, match="its end is missing"):
+        decoded_planes(np.array(cut[:-1], np.uint8), None, 64, U8)
+    zeros = frame(bytes(1 << 20))
+    claims_less = bytes(zeros).replace((1 << 20).to_bytes(4, "little"), (1 << 19).to_bytes(4, "little"))
+    with pytest.raises(CorruptError, match="cannot be decompressed"):
+        decoded_planes(np.frombuffer(claims_less, np.uint8), None, 1 << 19, U8)
+
+
+@pytest.mark.parametrize("n_bytes", [1, 64, 1 << 15, (1 << 15) + 1, 1 << 17, 3 << 17])
+def test_decode_planes__frames_of_other_writers_are_read(n_bytes: int) -> None:
+    """With a checksum, and, of a writer that streams, with a last block without content."""
+    content = bytes(i * i % 251 for i in range(n_bytes))
+    options = {zstd.CompressionParameter.checksum_flag: 1, zstd.CompressionParameter.content_size_flag: 1}
+    streamed = zstd.ZstdCompressor(options=options)
+    streamed.set_pledged_input_size(n_bytes)
+    written = streamed.compress(content, streamed.FLUSH_BLOCK) + streamed.flush()
+    plane = [FORM_COMPRESSED, *len(written).to_bytes(4, "little"), *written]
+    plain = np.array([FORM_PLAIN, *content], np.uint8)
+    assert np.array_equal(
+        decoded_planes(np.array(plane, np.uint8), None, n_bytes, U8), decoded_planes(plain, None, n_bytes, U8)
+    )
 
 
 @given(seed=seeds, data=st.data(), dtype=st.sampled_from([BF16, F32, U8]))

@@ -6,14 +6,13 @@ Format: codecs in "Index row", and "BYTES and STANDALONE", docs/internals/format
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Final
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DType, DTypeKind
@@ -37,6 +36,11 @@ from mergepipe.kernels.compiled import Bytes, Floats, kernel
 from mergepipe.kernels.merge import take_delta
 from mergepipe.storage.ranges import scratch
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 Words = NDArray[np.integer]
 _UNSIGNED: Final[dict[int, type[np.unsignedinteger]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -45,9 +49,15 @@ _ESCAPE, _MOST_ESCAPES = 3, 1 / 8
 """Four bytes are written as one where at most this share is from `_ESCAPE` on: zstd takes at least a bit a byte."""
 _LONG_GAP, _MOST_OTHER = 255, 1 / 32
 """Only bytes other than 0 are written, with the gaps before them, where they are at most this share."""
-_PARAMETERS: Final = zstandard.ZstdCompressionParameters(
-    strategy=zstandard.STRATEGY_FAST, window_log=18, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0
-)
+_PARAMETERS: Final = {
+    zstd.CompressionParameter.strategy: zstd.Strategy.fast,
+    zstd.CompressionParameter.window_log: 18,
+    zstd.CompressionParameter.hash_log: 6,
+    zstd.CompressionParameter.chain_log: 6,
+    zstd.CompressionParameter.search_log: 1,
+    zstd.CompressionParameter.min_match: 7,
+    zstd.CompressionParameter.target_length: 0,
+}
 """Huffman codes, and hardly a match: those that are found by chance in planes of numbers cost more than they save."""
 
 # --- words: differences from the base in value order, folded, in planes of one byte of each ---
@@ -168,19 +178,14 @@ def _unfold_quarters(quarters: Bytes, escapes: Bytes, plane: Bytes) -> None:
 # --- planes: bytes compressed by zstd; four in one where most are small, only those other than 0 where few are ---
 
 
-class _Zstd(threading.local):
-    """The compressor and the decompressor of a thread: neither may be used by two at once."""
+class _OfThread(threading.local):
+    """The compressor of a thread: threads that share one wait for each other."""
 
-    @cached_property
-    def compressor(self) -> zstandard.ZstdCompressor:
-        return zstandard.ZstdCompressor(compression_params=_PARAMETERS)
-
-    @cached_property
-    def decompressor(self) -> zstandard.ZstdDecompressor:
-        return zstandard.ZstdDecompressor()
+    def __init__(self) -> None:
+        self.compressor = zstd.ZstdCompressor(options=_PARAMETERS)
 
 
-_ZSTD = _Zstd()
+_OF_THREAD = _OfThread()
 
 
 def _packed_plane(plane: RawBytes) -> RawBytes:
@@ -211,7 +216,7 @@ def _packed_gaps(gaps: NDArray[np.int64]) -> RawBytes:
 
 def _compressed(content: RawBytes) -> RawBytes:
     """Bytes as stored: compressed where that is smaller."""
-    frame = _ZSTD.compressor.compress(content.data)
+    frame = _OF_THREAD.compressor.compress(content.data, zstd.ZstdCompressor.FLUSH_FRAME)
     if len(frame) + 4 >= len(content):
         return concatenate_bytes(np.array([FORM_PLAIN], np.uint8), content)
     size = np.array([len(frame)], np.uint32)
@@ -253,19 +258,26 @@ def _unpacked(reader: ByteReader, n: int, where: str) -> RawBytes:
 
 
 def _decompressed(reader: ByteReader, form: int, n: int, where: str) -> RawBytes:
-    """Read `n` bytes; the size that a frame claims is checked before room is made for it."""
+    """Read `n` bytes; the size that a frame claims is checked before room is made for it, and not exceeded."""
     if form == FORM_PLAIN:
         return reader.take(np.uint8, n)
     if form != FORM_COMPRESSED:
         raise corrupt(where, f"unknown form {form} of a byte plane")
     frame = reader.take(np.uint8, int(reader.take(np.uint32, 1)[0])).data
+    decompressor = zstd.ZstdDecompressor()
     try:
-        size = zstandard.frame_content_size(frame)
+        size = zstd.get_frame_info(frame).decompressed_size
+        if size is None:
+            raise corrupt(where, f"a frame of unknown size in the place of {n} bytes")
         if size != n:
             raise corrupt(where, f"a frame of {size} bytes in the place of {n}")
-        content = _ZSTD.decompressor.decompress(frame, allow_extra_data=False)
-    except zstandard.ZstdError as error:
+        content = decompressor.decompress(frame, n + 1)  # one more, so that the frame's end is read in any case
+    except zstd.ZstdError as error:
         raise corrupt(where, f"a frame cannot be decompressed: {error}") from error
+    if not decompressor.eof:
+        raise corrupt(where, "a frame cannot be decompressed: its end is missing")
+    if decompressor.unused_data:
+        raise corrupt(where, f"{len(decompressor.unused_data)} bytes after a frame")
     return np.frombuffer(content, np.uint8)
 
 
