@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, TensorEntry
 from mergepipe.core.blocks import BF16, BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, Cut, TensorStatistics
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Coverage, InputRecord, Manifest, RealizedBytes
@@ -69,16 +69,15 @@ def make_checkpoint(directory: Path, content: bytes = b"weights", *, bare: bool 
         path=Location.local(file if bare else directory),
         root=Location.local(directory),
         tensors={entry.name: entry for entry in entries},
-        files=(fingerprint_of(file),),
+        files=(CheckpointFile(Location.local(file), fingerprint_of(file)),),
         sidecars=(),
     )
 
 
 def reopened(checkpoint: Checkpoint) -> Checkpoint:
     """The same checkpoint as its files are now."""
-    return replace(
-        checkpoint, files=tuple(fingerprint_of((checkpoint.root / file.name).local_path) for file in checkpoint.files)
-    )
+    files = [replace(file, id=fingerprint_of(file.location.local_path)) for file in checkpoint.files]
+    return replace(checkpoint, files=tuple(files))
 
 
 def rewrite(path: Path, content: bytes) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, publish
+from catalog_cases import NOON, make_checkpoint, make_manifest, publish
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ def filled_home(home: Path, n_snapshots: int = 3) -> Path:
     """A catalog with a digest and snapshots; return the record of one of these."""
     catalog = Catalog(home)
     base = make_checkpoint(home.parent / "base")
-    catalog.record_digests(with_digests(base, {WEIGHTS_NAME: "ab" * 32}))
+    catalog.record_digests(with_digests(base, {base.files[0].location: "ab" * 32}))
     for number in range(n_snapshots):
         manifest = make_manifest(f"{number}", (home.parent / "base",))
         catalog.record_snapshot(manifest, home.parent / f"out-{number}", created=NOON)
@@ -87,9 +87,9 @@ def test_catalog__a_damaged_digest_is_unknown_and_recorded_again(tmp_path: Path)
     (path,) = (tmp_path / "home" / "digests").iterdir()
     path.write_bytes(path.read_bytes().replace(b"abab", b"acab"))
     base, catalog = make_checkpoint(tmp_path / "base"), Catalog(tmp_path / "home")
-    assert catalog.with_known_digests(base).files[0].sha256 is None
-    catalog.record_digests(with_digests(base, {WEIGHTS_NAME: "cd" * 32}))
-    assert catalog.with_known_digests(base).files[0].sha256 == "cd" * 32
+    assert catalog.with_known_digests(base).file_ids[0].sha256 is None
+    catalog.record_digests(with_digests(base, {base.files[0].location: "cd" * 32}))
+    assert catalog.with_known_digests(base).file_ids[0].sha256 == "cd" * 32
 
 
 @functools.cache

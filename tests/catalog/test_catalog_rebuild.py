@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, publish
+from catalog_cases import NOON, make_checkpoint, make_manifest, publish
 
 from mergepipe.catalog.catalog import Catalog, rebuild
 from mergepipe.checkpoints.content_id import with_digests
@@ -27,7 +27,7 @@ def family(tmp_path: Path, n_models: int = 2) -> None:
     checkpoints += [make_checkpoint(tmp_path / "models" / f"m{number}") for number in range(2, n_models)]
     catalog = Catalog(tmp_path / "home")
     for number, checkpoint in enumerate(checkpoints):
-        catalog.record_digests(with_digests(checkpoint, {WEIGHTS_NAME: f"{number:064x}"}))
+        catalog.record_digests(with_digests(checkpoint, {checkpoint.files[0].location: f"{number:064x}"}))
     manifest = publish(tmp_path / "out" / "one", tuple(each.path.local_path for each in checkpoints[:2]))
     catalog.record_snapshot(manifest, tmp_path / "out" / "one", created=NOON)
 

@@ -256,14 +256,14 @@ SHA256 = "ab" * 32
 
 
 def digest_known(catalog: Catalog, checkpoint: Checkpoint) -> str | None:
-    return catalog.with_known_digests(checkpoint).files[0].sha256
+    return catalog.with_known_digests(checkpoint).file_ids[0].sha256
 
 
 @pytest.fixture(name="model")
 def with_digest(tmp_path: Path) -> Checkpoint:
     model = make_checkpoint(tmp_path / "model")
     catalog = Catalog(tmp_path / "home")
-    catalog.record_digests(with_digests(model, {WEIGHTS_NAME: SHA256}))
+    catalog.record_digests(with_digests(model, {model.files[0].location: SHA256}))
     return model
 
 
@@ -271,7 +271,8 @@ def test_digests__are_known_of_the_same_version_and_of_no_other(tmp_path: Path, 
     catalog = Catalog(tmp_path / "home")
     assert digest_known(catalog, model) == SHA256
     (file,) = model.files
-    assert digest_known(catalog, replace(model, files=(replace(file, size_bytes=file.size_bytes + 1),))) is None
+    longer = replace(file, id=replace(file.id, size_bytes=file.id.size_bytes + 1))
+    assert digest_known(catalog, replace(model, files=(longer,))) is None
     assert digest_known(catalog, make_checkpoint(tmp_path / "other")) is None
     rewrite(tmp_path / "model" / WEIGHTS_NAME, b"wEights")
     assert digest_known(catalog, reopened(model)) is None
@@ -279,27 +280,28 @@ def test_digests__are_known_of_the_same_version_and_of_no_other(tmp_path: Path, 
 
 def test_digests__are_found_through_links(tmp_path: Path, model: Checkpoint) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "model")
-    place = Location.local(tmp_path / "link")
+    linked = replace(model.files[0], location=Location.local(tmp_path / "link" / WEIGHTS_NAME))
     catalog = Catalog(tmp_path / "home")
-    assert digest_known(catalog, replace(model, path=place, root=place)) == SHA256
+    assert digest_known(catalog, replace(model, files=(linked,))) == SHA256
 
 
 def test_digests__a_later_version_takes_the_place_of_an_earlier_one(tmp_path: Path, model: Checkpoint) -> None:
     rewrite(tmp_path / "model" / WEIGHTS_NAME, b"wEights")
     later = reopened(model)
     catalog = Catalog(tmp_path / "home")
-    catalog.record_digests(with_digests(later, {WEIGHTS_NAME: "cd" * 32}))
+    catalog.record_digests(with_digests(later, {later.files[0].location: "cd" * 32}))
     assert (digest_known(catalog, model), digest_known(catalog, later)) == (None, "cd" * 32)
     assert catalog.stats().digests == 1
 
 
 def test_digests__that_fingerprints_hold_are_kept(tmp_path: Path, model: Checkpoint) -> None:
     catalog = Catalog(tmp_path / "home")
-    assert digest_known(catalog, with_digests(model, {WEIGHTS_NAME: "ef" * 32})) == "ef" * 32
+    assert digest_known(catalog, with_digests(model, {model.files[0].location: "ef" * 32})) == "ef" * 32
 
 
 def test_digests__of_a_path_that_is_not_text_are_refused(tmp_path: Path) -> None:
-    model = with_digests(make_checkpoint(tmp_path / "caf\udce9"), {WEIGHTS_NAME: SHA256})
+    model = make_checkpoint(tmp_path / "caf\udce9")
+    model = with_digests(model, {model.files[0].location: SHA256})
     catalog = Catalog(tmp_path / "home")
     with refuses(UnsupportedError, "catalog.path-encoding"):
         catalog.record_digests(model)

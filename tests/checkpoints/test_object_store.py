@@ -54,7 +54,7 @@ def stored(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
 
 def identified(store: Store, checkpoint: Checkpoint) -> str:
     """The content id, which reads samples of the tensors."""
-    with open_files(store, {checkpoint.root / file.name for file in checkpoint.files}, (checkpoint,)) as files:
+    with open_files(store, {file.location for file in checkpoint.files}, (checkpoint,)) as files:
         return content_id(checkpoint, files)
 
 
@@ -68,8 +68,8 @@ def test_open_checkpoint__finds_the_same_in_an_object_store(tmp_path: Path) -> N
     assert {entry.granularity_bytes for entry in stored(there).values()} == {1}
     assert stored(here) == as_here
     assert here.sidecars == there.sidecars == ("additional_chat_templates/tool.jinja", "config.json")
-    assert [(f.name, f.size_bytes, f.header_digest) for f in here.files] == [
-        (f.name, f.size_bytes, f.header_digest) for f in there.files
+    assert [(f.name, f.size_bytes, f.header_digest) for f in here.file_ids] == [
+        (f.name, f.size_bytes, f.header_digest) for f in there.file_ids
     ]
     assert identified(local, here) == identified(remote, there)
 

@@ -319,13 +319,18 @@ def hub_server(large_bytes: int = 1 << 20, link: Link | None = None) -> Iterator
 @contextmanager
 def written_hub(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[HubServer]:
     """A stand-in that the environment leads the Hub's own package to, with a token that may write."""
+    with hub_server() as server:
+        lead_to_hub(monkeypatch, server, home)
+        yield server
+
+
+def lead_to_hub(monkeypatch: pytest.MonkeyPatch, server: HubServer, home: Path) -> None:
+    """Lead the Hub's own package to a stand-in, with a token that may write and the folder `home` for its cache."""
     from huggingface_hub import constants
 
-    with hub_server() as server:
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-        settings = {"HF_ENDPOINT": server.url, "HF_TOKEN": server.token, "HF_HOME": str(home)}
-        for name, value in {**settings, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}.items():
-            monkeypatch.setenv(name, value)
-        yield server
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    settings = {"HF_ENDPOINT": server.url, "HF_TOKEN": server.token, "HF_HOME": str(home)}
+    for name, value in {**settings, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}.items():
+        monkeypatch.setenv(name, value)

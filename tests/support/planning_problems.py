@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, TensorEntry
 from mergepipe.core.blocks import F32, BlockGrid
 from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.statistics import (
@@ -75,10 +75,9 @@ def checkpoint(name: str, arrays: Arrays, first_offset: int = 1000) -> Checkpoin
         entry = TensorEntry(tensor, F32, (len(values),), Location.local(Path("/models") / name), offset, values.nbytes)
         entries[tensor] = entry
         offset += entry.nbytes
-    fingerprint = FileId(name, offset, "17", blake3(name.encode()).hexdigest(16))
-    return Checkpoint(
-        Location.local(Path("/models") / name), Location.local(Path("/models")), entries, (fingerprint,), ()
-    )
+    identity = FileId(name, offset, "17", blake3(name.encode()).hexdigest(16))
+    file = CheckpointFile(Location.local(Path("/models") / name), identity)
+    return Checkpoint(Location.local(Path("/models") / name), Location.local(Path("/models")), entries, (file,), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from mergepipe.catalog.snapshots import (
 )
 from mergepipe.catalog.statistics_file import statistics_folder
 from mergepipe.checkpoints.content_id import with_digests
-from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile
 from mergepipe.core.records import RecordFormat
 from mergepipe.errors import (
     CorruptError,
@@ -87,13 +87,13 @@ class Catalog:
         """Add to a checkpoint's fingerprints the SHA-256 digests that are on record for these versions of its files."""
         digests = {}
         for file in checkpoint.files:
-            if file.sha256 is None:
-                place, known = self._place_of(checkpoint, file), None
+            if file.id.sha256 is None:
+                place, known = self._place_of(file), None
                 with suppress(CorruptError):  # then it is taken again
                     known = _read(_DIGEST, self._record_path(_DIGESTS, place))
-                wanted = place, file.size_bytes, file.version
+                wanted = place, file.id.size_bytes, file.id.version
                 if known is not None and known.sha256 and (known.name, known.size_bytes, known.version) == wanted:
-                    digests[file.name] = known.sha256
+                    digests[file.location] = known.sha256
         return with_digests(checkpoint, digests) if digests else checkpoint
 
     def record_digests(self, checkpoint: Checkpoint) -> None:
@@ -103,14 +103,13 @@ class Catalog:
             UnsupportedError: `catalog.path-encoding`.
         """
         for file in checkpoint.files:
-            if file.sha256 is not None:
-                record = replace(file, name=self._place_of(checkpoint, file))
+            if file.id.sha256 is not None:
+                record = replace(file.id, name=self._place_of(file))
                 _write(self._record_path(_DIGESTS, record.name), _DIGEST.to_json(record))
 
-    def _place_of(self, checkpoint: Checkpoint, file: FileId) -> str:
+    def _place_of(self, file: CheckpointFile) -> str:
         """Return the location of a file, links resolved."""
-        location = checkpoint.root / file.name
-        return _recordable(str(resolved(self._store, location)), location)
+        return _recordable(str(resolved(self._store, file.location)), file.location)
 
     # --- snapshots ---
 

@@ -99,7 +99,7 @@ def portable_content(checkpoint: Checkpoint, content_id: str) -> PortableContent
         raise ValueError(f"a digest of {checkpoint.path} is unknown")
     files = [
         PortableFile(file.sha256 or "", file.size_bytes, file.header_digest, is_outside(file))
-        for file in checkpoint.files
+        for file in checkpoint.file_ids
     ]
     ordered = sorted(files, key=lambda file: (file.is_outside, file.sha256, file.header))
     return PortableContent.of(checkpoint.kind, tuple(ordered), content_id)

@@ -20,6 +20,7 @@ from mergepipe.checkpoints.adapted_tensors import (
 from mergepipe.checkpoints.contract import (
     AdapterAccount,
     Checkpoint,
+    CheckpointFile,
     CheckpointKind,
     LeveledTensor,
     Readable,
@@ -199,7 +200,10 @@ def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
     tensors = {
         name: _applied(weights.path, tensor, adapter.tensors.get(name)) for name, tensor in weights.tensors.items()
     }
-    absolute = (replace(file, name=str((adapter.root / file.name).absolute())) for file in adapter.files)
+    outside = []
+    for file in adapter.files:
+        identity = replace(file.id, name=str(file.location.absolute()))
+        outside.append(CheckpointFile(file.location, identity))
     resized = [name for name, tensor in tensors.items() if tensor.shape != weights.tensors[name].shape]
     rows = {name: tensors[name].shape[0] for name in tensors if embedding_ending(name)} if resized else {}
     if len({*rows.values()}) > 1:
@@ -207,7 +211,7 @@ def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
         message = f"it stores {shown(resized[0])} with another number of rows than the base: {told}"
         raise _mismatch(adapter.path, message, "save embedding and head with the adapter")
     return replace(
-        weights, tensors=MappingProxyType(tensors), files=(*weights.files, *absolute), content_id=None,
+        weights, tensors=MappingProxyType(tensors), files=(*weights.files, *outside), content_id=None,
         adapters=(*weights.adapters, *adapter.adapters), resized_by=adapter.path if resized else weights.resized_by,
     )  # fmt: skip
 

@@ -37,7 +37,7 @@ def content_digest(checkpoint: Checkpoint) -> str | None:
 
     Law: two checkpoints with the same digest, opened against the same base, have the same tensors.
     """
-    return digest_of_files(checkpoint.kind, checkpoint.files)
+    return digest_of_files(checkpoint.kind, checkpoint.file_ids)
 
 
 def digest_of_files(kind: CheckpointKind, files: Sequence[FileId]) -> str | None:
@@ -54,29 +54,30 @@ def is_outside(file: FileId) -> bool:
     return PurePosixPath(file.name).is_absolute() or is_remote(file.name)
 
 
-def with_digests(checkpoint: Checkpoint, digests: Mapping[str, str]) -> Checkpoint:
-    """Add SHA-256 digests, by the names of files, to the fingerprints of a checkpoint."""
-    files = tuple(replace(file, sha256=digests.get(file.name, file.sha256)) for file in checkpoint.files)
-    return replace(checkpoint, files=files)
+def with_digests(checkpoint: Checkpoint, digests: Mapping[Location, str]) -> Checkpoint:
+    """Add SHA-256 digests, by the locations of files, to the fingerprints of a checkpoint."""
+    files = [
+        replace(file, id=replace(file.id, sha256=digests.get(file.location, file.id.sha256)))
+        for file in checkpoint.files
+    ]
+    return replace(checkpoint, files=tuple(files))
 
 
 def read_digests(
     store: Store, checkpoint: Checkpoint, threads: int, on_read: Callable[[], None] = lambda: None
-) -> dict[str, str]:
-    """Read the files of a checkpoint whose SHA-256 is unknown, and return it by name; charged as analysis.
+) -> dict[Location, str]:
+    """Read the files of a checkpoint whose SHA-256 is unknown, and return it by location; charged as analysis.
 
     Memory: 16 MiB a thread.
     """
-    unknown = {checkpoint.root / file.name: file.name for file in checkpoint.files if file.sha256 is None}
+    unknown = sorted({file.location for file in checkpoint.files if file.id.sha256 is None})
     with (
         open_files(store, unknown, (checkpoint,)) as files,
         ThreadPoolExecutor(threads) as hashers,
         ThreadPoolExecutor(threads) as readers,
     ):
-        running = {
-            name: hashers.submit(_sha256_of, files[path], readers, on_read) for path, name in sorted(unknown.items())
-        }
-        digests = {name: digest.result() for name, digest in running.items()}
+        running = {path: hashers.submit(_sha256_of, files[path], readers, on_read) for path in unknown}
+        digests = {path: digest.result() for path, digest in running.items()}
     check_unchanged(store, (checkpoint,))
     return digests
 

@@ -301,6 +301,14 @@ class AdapterAccount:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointFile:
+    """A file that tensors are read from: `location` is where it lies, `id` is how records name and recognise it."""
+
+    location: Location
+    id: FileId
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Named tensors on storage. `tensors` is in storage order: file by file in order, by offset inside a file.
 
@@ -313,7 +321,7 @@ class Checkpoint:
     path: Location
     root: Location
     tensors: Mapping[str, Readable]
-    files: tuple[FileId, ...]
+    files: tuple[CheckpointFile, ...]
     sidecars: tuple[str, ...]
     kind: CheckpointKind = CheckpointKind.FULL
     encoded: PackedIndex | None = None  # of one whose tensors are encoded beside a base's
@@ -323,6 +331,16 @@ class Checkpoint:
     quantisation: str = ""  # the scheme in which its weights are stored, where they are read as numbers
     is_untied: bool = False  # an adapter gave it an output head of its own, which its configuration does not know of
     resized_by: Location | None = None  # the adapter that stores its embedding with another number of rows
+
+    @property
+    def file_ids(self) -> tuple[FileId, ...]:
+        """Its files as records keep them."""
+        return tuple(file.id for file in self.files)
+
+    @property
+    def fingerprints(self) -> list[list[str | int]]:
+        """What a digest takes of its files, to notice that one is not what it was."""
+        return [[file.name, file.size_bytes, file.version, file.header_digest] for file in self.file_ids]
 
     @property
     def tensor_bytes(self) -> int:

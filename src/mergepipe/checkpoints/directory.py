@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, Final
 
-from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, TensorEntry
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.torch_file import SUFFIXES as TORCH_SUFFIXES
 from mergepipe.checkpoints.torch_file import read_torch_weights
@@ -287,7 +287,7 @@ _COPIES = ("checkpoint-*", "global_step*", "original", ".*")  # folders with the
 class WeightFile:
     """One file of tensors: what it says it holds."""
 
-    fingerprint: FileId
+    source: CheckpointFile
     entries: tuple[TensorEntry, ...]
 
 
@@ -351,7 +351,7 @@ def _open_directory(store: Store, path: Location) -> Checkpoint:
     for folder in components:
         files += _read_component(store, path, folder, folders[folder])
     if files or CONFIG_NAME in names:  # and no folder of models
-        tensors = {stored_name(entry.name, file.fingerprint.name) for file in files for entry in file.entries}
+        tensors = {stored_name(entry.name, file.source.id.name) for file in files for entry in file.entries}
         candidates = [entry.name for entry in entries if entry.kind is FileKind.FOLDER and entry.name not in folders]
         for folder, listed, own in _unlisted_components(store, path, candidates, tensors):
             folders[folder], components[folder] = listed, _component_stem(listed)
@@ -459,7 +459,8 @@ def _read_component(store: Store, root: Location, folder: str, names: Collection
     files = []
     for file in _read_weights(store, root / folder, list(filter(_OF_PIPELINE.fullmatch, names)) or names):
         entries = tuple(replace(entry, name=f"{folder}/{entry.name}") for entry in file.entries)
-        files.append(WeightFile(replace(file.fingerprint, name=f"{folder}/{file.fingerprint.name}"), entries))
+        below_root = replace(file.source.id, name=f"{folder}/{file.source.id.name}")
+        files.append(WeightFile(replace(file.source, id=below_root), entries))
     return files
 
 
@@ -510,7 +511,8 @@ def read_weight_file(store: Store, root: Location, name: str, status: FileStatus
     except (CorruptError, UnsupportedError):
         _refuse_other(store, path)
         raise
-    return WeightFile(FileId(name, header.size_bytes, status.version, header.digest), header.entries)
+    identity = FileId(name, header.size_bytes, status.version, header.digest)
+    return WeightFile(CheckpointFile(path, identity), header.entries)
 
 
 def _refuse_other(store: Store, path: Location) -> None:
@@ -564,7 +566,7 @@ def _read_shards(store: Store, root: Location, index_name: str, weight_map: Mapp
         )
     present = [(shard, status) for shard, status in stats.items() if status is not None]
     files = map_at_once(store, [root], lambda pair: read_weight_file(store, root, *pair), present)
-    stored = {file.fingerprint.name: [entry.name for entry in file.entries] for file in files}
+    stored = {file.source.id.name: [entry.name for entry in file.entries] for file in files}
     _raise_capped(root / index_name, disagreements(weight_map, stored))
     return files
 
@@ -604,4 +606,4 @@ def find_sidecars(
 
 def _checkpoint(path: Location, root: Location, files: list[WeightFile], sidecars: tuple[str, ...]) -> Checkpoint:
     tensors: dict[str, TensorEntry] = {entry.name: entry for file in files for entry in file.entries}
-    return Checkpoint(path, root, MappingProxyType(tensors), tuple(file.fingerprint for file in files), sidecars)
+    return Checkpoint(path, root, MappingProxyType(tensors), tuple(file.source for file in files), sidecars)

@@ -18,7 +18,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.codes import CodedTensor, Scheme
-from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, Readable, TensorEntry
 from mergepipe.checkpoints.directory import GGUF_SUFFIX, config_bytes, parse_config
 from mergepipe.checkpoints.open_files import decoded, open_files, read_span
 from mergepipe.checkpoints.safetensors import read_header
@@ -129,7 +129,7 @@ def open_gguf(store: Store, path: Location, status: FileStatus) -> Checkpoint:
             tensors[tensor.name] = tensor
         kind = gguf.GGMLQuantizationType(info[2]).name
         schemes |= set() if kind in _PLAIN else {f"GGUF {kind}"}
-    file = FileId(path.name, header.size_bytes, status.version, header.digest)
+    file = CheckpointFile(path, FileId(path.name, header.size_bytes, status.version, header.digest))
     return Checkpoint(
         path, path.parent, MappingProxyType(tensors), (file,), (), quantisation=", ".join(sorted(schemes))
     )

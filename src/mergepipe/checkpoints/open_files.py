@@ -80,7 +80,7 @@ def _changed(path: Location) -> MergePipeError:
 def _files_of(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Location, FileId]]:
     for checkpoint in checkpoints:
         for file in checkpoint.files:
-            yield checkpoint.root / file.name, file
+            yield file.location, file.id
 
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import numpy as np
 from blake3 import blake3
 
 from mergepipe.checkpoints.adapted_tensors import Composed, Factor
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.contract import CheckpointFile, TensorEntry
 from mergepipe.checkpoints.directory import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAMES,
@@ -330,7 +330,7 @@ class StoredAdapter:
     full: Mapping[str, TensorEntry]
     copies: Mapping[str, TensorEntry]
     tokens: Mapping[str, TensorEntry]
-    files: tuple[FileId, ...]
+    files: tuple[CheckpointFile, ...]
     gains: Mapping[str, TensorEntry] = field(default_factory=dict)
 
     @property
@@ -348,12 +348,12 @@ def read_adapter(store: Store, path: Location) -> StoredAdapter:
         if path.suffix in SAFETENSORS_SUFFIXES and path.name not in ADAPTER_NAMES:
             return _read_kohya(store, path)
         raise unsupported_adapter(path, "is a file, and an adapter is read with its configuration", "give its folder")
-    config, fingerprint = _read_config(store, path)
+    config, config_file = _read_config(store, path)
     name = next((candidate for candidate in ADAPTER_NAMES if candidate in list_names(store, path)), None)
     if name is None:
         raise NotFoundError.of("checkpoint.incomplete", path, f"holds neither {' nor '.join(ADAPTER_NAMES)}")
     file = read_weight_file(store, path, name, stat_present(store, path, name))
-    return _sorted_out(path, config, file.entries, (file.fingerprint, fingerprint))
+    return _sorted_out(path, config, file.entries, (file.source, config_file))
 
 
 def _read_kohya(store: Store, path: Location) -> StoredAdapter:
@@ -381,7 +381,7 @@ def _read_kohya(store: Store, path: Location) -> StoredAdapter:
     }
     ranks = {module: adapted.down.shape[0] for module, adapted in modules.items()}
     config = AdapterConfig(1, 1.0, ranks, alphas, False, False, kind=KOHYA)
-    return StoredAdapter(path, config, modules, {}, {}, {}, (file.fingerprint,))
+    return StoredAdapter(path, config, modules, {}, {}, {}, (file.source,))
 
 
 def _is_kernel(entry: TensorEntry) -> bool:
@@ -404,18 +404,19 @@ def _kohya_alpha(store: Store, path: Location, stored: Mapping[str, TensorEntry]
     return value
 
 
-def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, FileId]:
+def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, CheckpointFile]:
     if ADAPTER_CONFIG_NAME not in list_names(store, path):
         raise NotFoundError.of("checkpoint.incomplete", path, f"is no adapter: it holds no {ADAPTER_CONFIG_NAME}")
     status = stat_present(store, path, ADAPTER_CONFIG_NAME)
     config = read_adapter_config(store, path / ADAPTER_CONFIG_NAME)
     raw = store.read_small(path / ADAPTER_CONFIG_NAME, ADAPTER_CONFIG_BYTES)
     digest = blake3(raw).hexdigest(length=16)
-    return config, FileId(ADAPTER_CONFIG_NAME, status.size_bytes, status.version, digest)
+    identity = FileId(ADAPTER_CONFIG_NAME, status.size_bytes, status.version, digest)
+    return config, CheckpointFile(path / ADAPTER_CONFIG_NAME, identity)
 
 
 def _sorted_out(
-    path: Location, config: AdapterConfig, entries: Sequence[TensorEntry], files: tuple[FileId, ...]
+    path: Location, config: AdapterConfig, entries: Sequence[TensorEntry], files: tuple[CheckpointFile, ...]
 ) -> StoredAdapter:
     """Sort entries into the parts of modules, and tensors stored in full."""
     parts: dict[str, dict[str, TensorEntry]] = defaultdict(dict)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.checkpoints.content_id import PassingContentId
-from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.stacked_experts import pieces_of
 from mergepipe.core.blocks import BlockGrid
@@ -175,7 +175,7 @@ class PackJob:
         kept_files: tuple[FileId, ...],
         depth: int = 0,
     ) -> PackJob:
-        numbers = {expert.root / file.name: number for number, file in enumerate(expert.files)}
+        numbers = {file.location: number for number, file in enumerate(expert.files)}
         places: dict[str, Place] = {}
         row = 0
         for name, entry in sorted(expert.tensors.items()):
@@ -206,26 +206,27 @@ class PackJob:
     def weight_files(self) -> set[Location]:
         """The weight files of the expert and of the base."""
         bases = [place.base for place in self.places if place.base is not None]
-        return {self.expert.root / file.name for file in self.expert.files} | files_of(bases)
+        return {file.location for file in self.expert.files} | files_of(bases)
 
     @property
     def base_files(self) -> str:
         """A digest of the fingerprints of the base's files."""
-        return digest_of([] if self.base is None else _fingerprints_of(self.base))
+        return digest_of([] if self.base is None else self.base.fingerprints)
 
     @property
     def key(self) -> str:
         """A digest of everything that must be unchanged to resume another run's unfinished store."""
         roots = [str(checkpoint.path.absolute()) for checkpoint in (*self.bases, self.expert)]
         kept_files = [[file.name, file.size_bytes, file.version] for file in self.kept]
-        fingerprints = [_fingerprints_of(checkpoint) for checkpoint in (*self.bases, self.expert)]
+        fingerprints = [checkpoint.fingerprints for checkpoint in (*self.bases, self.expert)]
         return digest_of(
             [mergepipe.__version__, HEADER_FORMAT.title, BLOCK_ELEMENTS, *roots, *fingerprints, kept_files]
         )
 
     def check_unchanged(self, store: Store) -> None:
         """Refuse inputs that are not those that were opened."""
-        check_unchanged(store, (*self.bases, replace(self.expert, files=(*self.expert.files, *self.kept))))
+        kept = [CheckpointFile(self.expert.root / file.name, file) for file in self.kept]
+        check_unchanged(store, (*self.bases, replace(self.expert, files=(*self.expert.files, *kept))))
 
 
 def _matching_tensor(base: Checkpoint | None, entry: TensorEntry) -> Readable | None:
@@ -236,10 +237,6 @@ def _matching_tensor(base: Checkpoint | None, entry: TensorEntry) -> Readable | 
     if not isinstance(candidate, TensorEntry) and base.encoded is None:
         return None
     return candidate if can_be_base_of(candidate.dtype, entry.dtype) else None
-
-
-def _fingerprints_of(checkpoint: Checkpoint) -> list[list[str | int]]:
-    return [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]
 
 
 @contextlib.contextmanager
@@ -306,7 +303,7 @@ class StoreBuilder:
         self._writer = StoreWriter(staging.path, store.ledger, durable)
         try:
             for file in () if self.is_noted else job.expert.files:
-                header = self._store.read_metadata(self.job.expert.root / file.name, 0, self._header_bytes(file))
+                header = self._store.read_metadata(file.location, 0, self._header_bytes(file))
                 self._writer.append_header(header)
         except BaseException:  # also on an interrupt: no other code closes them
             self.close()
@@ -393,7 +390,9 @@ class StoreBuilder:
             is_bare_file=job.expert.path != job.expert.root,
             index_blake3=self._writer.index_blake3,
             files=tuple(
-                PackedFile(file.name, file.size_bytes, file.version, self._header_bytes(file), file.header_digest)
+                PackedFile(
+                    file.id.name, file.id.size_bytes, file.id.version, self._header_bytes(file), file.id.header_digest
+                )
                 for file in job.expert.files
             ),
             kept=kept_files,
@@ -414,10 +413,10 @@ class StoreBuilder:
             is_plain=place.base is None and self._writer.are_raw(place.first_row, place.first_row + place.n_rows),
         )
 
-    def _header_bytes(self, file: FileId) -> int:
+    def _header_bytes(self, file: CheckpointFile) -> int:
         """The bytes of a weight file before its tensors: the header, with its length prefix."""
-        path = self.job.expert.root / file.name
-        return file.size_bytes - sum(place.entry.nbytes for place in self.job.places if place.entry.file == path)
+        tensors = [place.entry for place in self.job.places if place.entry.file == file.location]
+        return file.id.size_bytes - sum(tensor.nbytes for tensor in tensors)
 
     def _keep(self, name: str) -> KeptFile:
         """Copy a file unchanged."""

@@ -9,7 +9,15 @@ from types import MappingProxyType
 import numpy as np
 from blake3 import blake3
 
-from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
+from mergepipe.checkpoints.contract import (
+    BaseBytes,
+    Checkpoint,
+    CheckpointFile,
+    ComputedTensor,
+    Fetch,
+    Readable,
+    TensorEntry,
+)
 from mergepipe.checkpoints.directory import SIDECAR_NAMES, is_packed, open_checkpoint, stat_regular, stored_name
 from mergepipe.checkpoints.safetensors import parse_header
 from mergepipe.core.blocks import DType, Span
@@ -156,8 +164,9 @@ def open_store(store: Store, path: Location, base: Checkpoint | None) -> Checkpo
     tensors: dict[str, Readable] = {entry.name: _readable(opened, entry, base) for entry in opened.header.tensors}
     sidecars = tuple(sorted(file.name for file in opened.header.kept if file.name in SIDECAR_NAMES))
     content_id = opened.header.content_id
+    files = tuple(CheckpointFile(path / identity.name, identity) for identity in opened.fingerprints)
     return Checkpoint(
-        path, path, MappingProxyType(tensors), opened.fingerprints, sidecars,
+        path, path, MappingProxyType(tensors), files, sidecars,
         content_id=content_id, encoded=opened.index_reader,
     )  # fmt: skip
 

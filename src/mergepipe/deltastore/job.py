@@ -192,7 +192,7 @@ def reason_against(expert: Checkpoint) -> str:
     """The reason why a checkpoint cannot be packed with any base; empty if it can."""
     if expert.kind is not CheckpointKind.FULL:
         return "holds differences from a base, not weights"
-    unsupported = [file.name for file in expert.files if not file.name.endswith(_SUFFIX)]
+    unsupported = [file.name for file in expert.file_ids if not file.name.endswith(_SUFFIX)]
     return f"{unsupported[0]} is not a safetensors file" if unsupported else ""
 
 
@@ -215,7 +215,7 @@ def is_done(store: Store, job: PackJob, threads: int) -> bool:
     opened = read_store(store, job.place)
     header = opened.header
     packed_files = [(f.name, f.size_bytes, f.version, f.header_blake3) for f in header.files]
-    present_files = [(f.name, f.size_bytes, f.version, f.header_digest) for f in job.expert.files]
+    present_files = [(f.name, f.size_bytes, f.version, f.header_digest) for f in job.expert.file_ids]
     path = _differing_kept_file(store, opened, job)
     if path is None and packed_files != present_files:
         path = _differing_weights(store, opened, job, threads)
@@ -247,7 +247,7 @@ def _differing_kept_file(store: Store, opened: OpenedStore, job: PackJob) -> Loc
 def _differing_weights(store: Store, opened: OpenedStore, job: PackJob, threads: int) -> Location | None:
     """Find the first weight file of an expert that differs from what the store was packed from; reads all of them."""
     header = opened.header
-    present = {file.name: file for file in job.expert.files}
+    present = {file.name: file for file in job.expert.file_ids}
     packed = {file.name: file for file in header.files}
     for name in sorted(present.keys() | packed.keys()):
         path = job.expert.root / name
@@ -302,7 +302,7 @@ def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileId, ...]:
     """Every other file of the expert's directory, at any depth; none beside a bare file."""
     if expert.path != expert.root:
         return ()
-    weights = {file.name for file in expert.files}
+    weights = {file.name for file in expert.file_ids}
     fingerprints = []
     for name in sorted(name for name in _walk(store, expert.root) if name not in weights):
         if is_own_name(name):

@@ -174,7 +174,7 @@ def _analyze(
         tap = Tap(frozenset(task.name for task in work.tasks), passing.look)
         analysis.run_analysis(work, files, store, engine, Observer(report_progress, gather, tap))
         digests = passing.finish()
-        checkpoints = tuple(_with_paths(checkpoint, digests) for checkpoint in checkpoints)
+        checkpoints = tuple(with_digests(checkpoint, digests) for checkpoint in checkpoints)
         check_unchanged(store, checkpoints)
     digested = [
         with_digests(checkpoint, read_digests(store, checkpoint, engine.threads, report_progress))
@@ -240,11 +240,6 @@ def _tasks(base: Checkpoint, subjects: Sequence[_Subject]) -> tuple[MergeTask, .
 # --- digests of what an analysis reads ---
 
 
-def _with_paths(checkpoint: Checkpoint, digests: Mapping[Location, str]) -> Checkpoint:
-    path_of = {file.name: checkpoint.root / file.name for file in checkpoint.files}
-    return with_digests(checkpoint, {name: digests[path] for name, path in path_of.items() if path in digests})
-
-
 def _passing_digests(
     checkpoints: Sequence[Checkpoint],
     tasks: Sequence[MergeTask],
@@ -261,7 +256,7 @@ def _passing_digests(
     read: dict[Location, set[tuple[int, int]]] = defaultdict(set)
     for entry in shown:
         read[entry.file].add((entry.offset, entry.nbytes))
-    unknown = [c.root / file.name for c in checkpoints for file in c.files if file.sha256 is None]
+    unknown = [file.location for checkpoint in checkpoints for file in checkpoint.files if file.id.sha256 is None]
     wanted = {
         path: files[path]
         for path in unknown

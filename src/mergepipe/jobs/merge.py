@@ -442,7 +442,7 @@ class MergeRun:
                 role=role,
                 model=model.text,
                 path=reference_text(model),
-                files=checkpoint.files,
+                files=checkpoint.file_ids,
                 content_id=content_ids.get(id(checkpoint)) or None,
                 read_bytes=0 if model.repeat else _tensor_bytes_read(checkpoint, usage),  # its files have one count
                 hub_id=self._hub_id(model),

@@ -66,7 +66,7 @@ def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) 
     changed = [
         Problem("input.changed", f"{record.path}/{name}", "is not what the snapshot was made from", _HINT)
         for record, (_, _, checkpoint) in zip(manifest.inputs, leaves, strict=True)
-        for name in changed_files(record.files, checkpoint.files, by_version=False)
+        for name in changed_files(record.files, checkpoint.file_ids, by_version=False)
     ]
     if changed:
         raise ConflictError(*changed)

@@ -277,7 +277,7 @@ def _planned_model(role: str, model: PlanningModel, full_cost_bytes: int, planne
         path=str(model.checkpoint.path),
         identity=model.identity,
         content_id=model.content_id,
-        files=model.checkpoint.files,
+        files=model.checkpoint.file_ids,
         full_cost_bytes=full_cost_bytes,
         planned_bytes=planned_bytes,
     )

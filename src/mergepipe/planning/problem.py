@@ -40,7 +40,7 @@ class PlanningModel:
     @property
     def identity(self) -> str:
         """The content id if known, else a digest of the files' names, sizes and headers."""
-        files = sorted((f.name, f.size_bytes, f.header_digest) for f in self.checkpoint.files)
+        files = sorted((f.name, f.size_bytes, f.header_digest) for f in self.checkpoint.file_ids)
         return self.content_id or digest_of(files)
 
 

@@ -26,6 +26,7 @@ _REVISION = r"(?:@(?P<revision>[^@:\s]+))?"
 _SUBFOLDER = r"(?::(?P<subfolder>[^@:\s]+))?"
 _HUB_ID = re.compile(rf"(?P<id>{_PART}/{_PART}|{_PART}){_REVISION}{_SUBFOLDER}")
 _PATH = re.compile(rf"(?P<path>.+?){_REVISION}{_SUBFOLDER}")
+_ADDRESS_OF_ADAPTER = re.compile(r"(?<=.)\+(?=[A-Za-z][A-Za-z0-9.-]*://.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +116,39 @@ def reference_text(model: ModelInput) -> str:
 
 def referenced_paths(text: str, store: Store) -> tuple[Location, ...]:
     """Return the paths in a text that `reference_text` wrote: the model's, and its adapter's if it has one."""
+    before, adapter = _cut_at_address(text)
+    if adapter:
+        return Location.parse(before), Location.parse(adapter)
     pluses = [index for index, character in enumerate(text) if character == "+"]
     whole = Location.parse(text)
-    if not pluses or store.stat(whole) is not None:
+    if not pluses or _is_at(store, whole):
         return (whole,)
     cuts = [(Location.parse(text[:index]), Location.parse(text[index + 1 :])) for index in pluses]
-    return next((cut for cut in cuts if all(store.stat(path) is not None for path in cut)), cuts[0])
+    return next((cut for cut in cuts if all(_is_at(store, path) for path in cut)), cuts[0])
+
+
+def _is_at(store: Store, location: Location) -> bool:
+    try:
+        return store.stat(location) is not None
+    except NotFoundError:  # a text that is cut at the wrong place names no revision of the Hub
+        return False
+
+
+def _cut_at_address(text: str) -> tuple[str, str]:
+    """Cut `model+scheme://adapter` without asking any store; the second text is empty where there is no address."""
+    match = _ADDRESS_OF_ADAPTER.search(text)
+    return (text, "") if match is None else (text[: match.start()], text[match.start() + 1 :])
 
 
 def _parts(reader: DocumentReader, text: str) -> tuple[str, str | None]:
     """Cut `model+adapter`; a path that exists may have a plus in its name."""
     pluses = [index for index, character in enumerate(text) if character == "+"]
-    if not pluses or text in reader.documents or _exists(reader, text):
+    if not pluses or text in reader.documents:
+        return text, None
+    model, adapter = _cut_at_address(text)
+    if adapter:
+        return model, adapter
+    if _exists(reader, text):
         return text, None
     cuts = [(text[:index], text[index + 1 :]) for index in pluses if 0 < index < len(text) - 1]
     documents = (cut for cut in cuts if cut[0] in reader.documents or _exists(reader, cut[0]))

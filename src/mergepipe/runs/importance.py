@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, CheckpointKind, Readable, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.stacked_experts import Stacked
 from mergepipe.core.blocks import BlockGrid, Span, element_count
@@ -101,12 +101,12 @@ def open_named_weights(store: Store, path: Location) -> tuple[Checkpoint, Mappin
     return replace(checkpoint, tensors={}), {name: _checked(path, name, n, -math.inf) for name, n in numbers.items()}
 
 
-def _file(store: Store, place: Location, content: object) -> FileId:
+def _file(store: Store, place: Location, content: object) -> CheckpointFile:
     """Identify a file that no reader of weights knows; `content` stands for what is taken from it."""
     status = store.stat(place)
     if status is None:
         raise NotFoundError.of("model.not-found", place, "the file is gone")
-    return FileId(place.name, status.size_bytes, status.version, digest_of(content))
+    return CheckpointFile(place, FileId(place.name, status.size_bytes, status.version, digest_of(content)))
 
 
 def _second_moments(store: Store, path: Location) -> Mapping[str, StoredState]:

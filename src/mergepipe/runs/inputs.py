@@ -118,9 +118,11 @@ def _as_delta(weights: Checkpoint) -> Checkpoint:
         else tensor
         for name, tensor in weights.tensors.items()
     }
-    digests = (blake3(f"delta {file.header_digest}".encode()).hexdigest(length=16) for file in weights.files)
-    files = tuple(replace(file, header_digest=digest) for file, digest in zip(weights.files, digests, strict=True))
-    return replace(weights, tensors=MappingProxyType(tensors), files=files, kind=CheckpointKind.DELTA)
+    files = []
+    for file in weights.files:
+        digest = blake3(f"delta {file.id.header_digest}".encode()).hexdigest(length=16)
+        files.append(replace(file, id=replace(file.id, header_digest=digest)))
+    return replace(weights, tensors=MappingProxyType(tensors), files=tuple(files), kind=CheckpointKind.DELTA)
 
 
 def _required(base: Checkpoint | None, path: Location, what: str) -> Checkpoint:
@@ -205,10 +207,7 @@ class Inputs:
         return {
             "version": mergepipe.__version__,
             "recipe": self.recipe_text,
-            "inputs": [
-                [str(checkpoint.root), [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]]
-                for _, _, checkpoint in self.leaves()
-            ],
+            "inputs": [[str(checkpoint.root), checkpoint.fingerprints] for _, _, checkpoint in self.leaves()],
             "alignment": self.vocabulary,
         }
 

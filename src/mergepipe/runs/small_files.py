@@ -253,7 +253,7 @@ def left_out_files(store: Store, model: Checkpoint, copied: Collection[str]) -> 
     """
     if model.path != model.root or not model.files:  # or the result of another document of the recipe
         return ()
-    used = {*(file.name for file in model.files), *copied}
+    used = {*(file.name for file in model.file_ids), *copied}
     folders = ("", *model.components)  # the output has indices of its own
     names = [
         name for name in _names_below(store, model.root, _MOST_DEPTH)

@@ -100,7 +100,7 @@ def open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
     problems = [
         Problem("input.changed", f"{model.path}/{name}", "changed since the plan was made", hint)
         for model, checkpoint in zip(plan.models, inputs.checkpoints, strict=True)
-        for name in changed_files(model.files, checkpoint.files, by_version=True)
+        for name in changed_files(model.files, checkpoint.file_ids, by_version=True)
     ]
     if inputs.vocabulary != plan.vocabulary:
         message = "the tokenizers of its models are not those that it was made for"

@@ -49,7 +49,7 @@ def test_open_adapter__gives_low_rank_deltas_under_the_names_of_the_base(tmp_pat
     assert (adapter.kind, sorted(adapter.tensors)) == (CheckpointKind.ADAPTER, [f"{UP}.weight", f"{Q}.weight"])
     for module in (Q, UP):
         np.testing.assert_allclose(change(adapter, f"{module}.weight"), 2.0 * product(factors, module), rtol=1e-5)
-    assert [file.name for file in adapter.files] == ["adapter_model.safetensors", "adapter_config.json"]
+    assert [file.name for file in adapter.file_ids] == ["adapter_model.safetensors", "adapter_config.json"]
 
 
 def test_open_adapter__reads_no_tensor_byte(tmp_path: Path, base: Checkpoint) -> None:
@@ -285,7 +285,7 @@ def test_open_model__base_and_adapter_is_full_weights(tmp_path: Path, base: Chec
     np.testing.assert_allclose(fetched(both.tensors[f"{Q}.weight"]), expected, rtol=1e-4, atol=1e-4)
     assert all(isinstance(t, TensorEntry) for n, t in both.tensors.items() if n != f"{Q}.weight")
     assert len(both.files) == len(other.files) + 2
-    assert all((both.root / file.name).local_path.stat().st_size == file.size_bytes for file in both.files)
+    assert all(file.location.local_path.stat().st_size == file.id.size_bytes for file in both.files)
 
 
 def test_open_model__an_adapter_of_an_adapted_anchor_is_not_taken_for_one_of_its_base(tmp_path: Path) -> None:

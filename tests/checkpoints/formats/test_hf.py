@@ -57,7 +57,7 @@ def test_open_checkpoint__reads_a_bare_file(tmp_path: Path) -> None:
 def test_open_checkpoint__fingerprints_each_file(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     os.utime(tmp_path / SHARD_1, ns=(5, 123_456_789))
-    first, second = open_checkpoint(MetadataStore(), Location.local(tmp_path)).files
+    first, second = open_checkpoint(MetadataStore(), Location.local(tmp_path)).file_ids
     header = read_header(MetadataStore(), Location.local(tmp_path / SHARD_1))
     version = version_of(tmp_path / SHARD_1, (tmp_path / SHARD_1).stat())
     assert (first.name, first.version, first.header_digest) == (SHARD_1, version, header.digest)
@@ -146,7 +146,7 @@ def test_open_checkpoint__follows_the_link_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "x.safetensors").write_bytes(honest_file("a"))
     link = tmp_path / "link.safetensors"
     link.symlink_to("elsewhere/x.safetensors")
-    assert open_checkpoint(MetadataStore(), Location.local(link)).files[0].name == "link.safetensors"
+    assert open_checkpoint(MetadataStore(), Location.local(link)).file_ids[0].name == "link.safetensors"
 
 
 @pytest.mark.parametrize("path", ["absent", "absent/model.safetensors", "absent.safetensors", "nul\0byte"])

@@ -197,7 +197,7 @@ def test_open_checkpoint__reads_sharded_pickles(tmp_path: Path) -> None:
     (tmp_path / "training_args.bin").write_bytes(b"not looked at")
     checkpoint = open_checkpoint(MetadataStore(), Location.local(tmp_path))
     assert list(checkpoint.tensors) == ["a", "b"]
-    assert [file.name for file in checkpoint.files] == sorted(shards)
+    assert [file.name for file in checkpoint.file_ids] == sorted(shards)
     index.write_text(json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")}))
     with pytest.raises(CorruptError, match=r"must be a plain file name ending in \.bin or"):
         open_checkpoint(MetadataStore(), Location.local(tmp_path))

@@ -142,11 +142,11 @@ def test_analyze__the_same_name_with_other_content_gets_its_own(bench: Bench) ->
 
 def test_analyze__takes_digests_from_what_it_reads(bench: Bench) -> None:
     for name in NAMES:
-        (file,) = opened_with_digests(bench.home, bench.folder / name).files
+        (file,) = opened_with_digests(bench.home, bench.folder / name).file_ids
         assert file.sha256 == hashlib.sha256(bench.only_file(name).read_bytes()).hexdigest()
-    assert opened_with_digests(bench.home, bench.folder / "expert3").files[0].sha256 is None
+    assert opened_with_digests(bench.home, bench.folder / "expert3").file_ids[0].sha256 is None
     analyse(bench, "expert3")
-    assert opened_with_digests(bench.home, bench.folder / "expert3").files[0].sha256 is not None
+    assert opened_with_digests(bench.home, bench.folder / "expert3").file_ids[0].sha256 is not None
 
 
 def test_analyze__keeps_the_cuts_that_were_asked_for_before(bench: Bench) -> None:

@@ -1,0 +1,93 @@
+"""Adapters and the weights they are applied to, each at a place of its own: the bytes of the local merge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mergepipe
+from mergepipe.options import MergeOptions, VerifyOptions
+from support.model_folders import recipe_of, write_adapter, write_model
+from support.placed_models import PLACES, PlacedModels, placed_models
+
+MODULES = ("model.layers.0.q_proj", "model.layers.1.q_proj")
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlacedModels]:
+    """A base, an expert and two adapters in folders of this machine."""
+    root = tmp_path_factory.mktemp("placed")
+    random = np.random.default_rng(3)
+
+    def values(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape).astype(np.float32)
+
+    for name in ("base", "expert"):
+        write_model(root / name, {f"{module}.weight": values(12, 8) for module in MODULES}, CONFIG)
+    for name in ("first", "second"):
+        factors = {}
+        for module in MODULES:
+            factors |= {f"{module}.lora_A.weight": values(4, 8), f"{module}.lora_B.weight": values(12, 4)}
+        write_adapter(root / name, factors)
+    with placed_models(root) as placed:
+        yield placed
+
+
+@pytest.fixture(autouse=True)
+def _servers(models: PlacedModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    models.lead(monkeypatch)
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("base", "adapter"), [p for p in product(PLACES, PLACES) if p != ("folder", "folder")])
+def test_lora_apply__makes_the_same_bytes_wherever_base_and_adapter_are(
+    models: PlacedModels, tmp_path: Path, base: str, adapter: str
+) -> None:
+    mergepipe.apply_lora(models.root / "base", models.root / "first", tmp_path / "local")
+    mergepipe.apply_lora(
+        models.put(models.root / "base", base), models.put(models.root / "first", adapter), tmp_path / "out"
+    )
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local")
+    assert mergepipe.verify(tmp_path / "out", options=VerifyOptions(deep_fraction=1.0)).is_sound
+    mergepipe.replay(tmp_path / "out", tmp_path / "again")
+    assert weights_of(tmp_path / "again") == weights_of(tmp_path / "local")
+
+
+@pytest.mark.parametrize("places", [("hub", "bucket", "folder"), ("folder", "hub", "web"), ("bucket", "folder", "hub")])
+def test_lora_apply__takes_adapters_of_several_places(
+    models: PlacedModels, tmp_path: Path, places: tuple[str, str, str]
+) -> None:
+    local = [models.root / name for name in ("base", "first", "second")]
+    mergepipe.apply_lora(local[0], local[1:], tmp_path / "local")
+    base, *adapters = (models.put(folder, place) for folder, place in zip(local, places, strict=True))
+    mergepipe.apply_lora(base, adapters, tmp_path / "out")
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local")
+
+
+@pytest.mark.parametrize(("place", "other"), [("hub", "hub"), ("hub", "folder"), ("folder", "hub"), ("bucket", "web")])
+def test_merge__takes_a_model_with_an_adapter_from_any_places(
+    models: PlacedModels, tmp_path: Path, place: str, other: str
+) -> None:
+    root = models.root
+
+    def merged(name: str, base: str, expert: str, adapter: str) -> Path:
+        recipe = recipe_of("task_arithmetic", {f"{expert}+{adapter}": {"weight": 0.5}}, base)
+        path = tmp_path / f"{name}.yml"
+        path.write_text(json.dumps(recipe))
+        mergepipe.merge(path, tmp_path / name, options=MergeOptions(budget="60%"))
+        return tmp_path / name
+
+    local = merged("local", str(root / "base"), str(root / "expert"), str(root / "first"))
+    base, expert = (models.put(root / name, place) for name in ("base", "expert"))
+    out = merged("out", base, expert, models.put(root / "first", other))
+    assert weights_of(out) == weights_of(local)
+    assert mergepipe.explain(out).path == out
