@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from mergepipe.core.flags import Flag, Options, option
 from mergepipe.core.units import positive, share, shown_number, whole
-from mergepipe.errors import LimitError, MergePipeError, RecipeError, UnsupportedError
+from mergepipe.errors import LimitError, MergePipeError, RecipeError
 from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.storage.contract import CONNECTIONS, MAX_CONNECTIONS
-from mergepipe.storage.location import OBJECT_SCHEMES, Location
+from mergepipe.storage.output_places import output_place
 
 if TYPE_CHECKING:
     from mergepipe.engine.work import EngineOptions
@@ -621,11 +621,14 @@ def home_of(
     A `home` has precedence over $MERGEPIPE_HOME, which has precedence over the platform's user data folder. Empty
     texts count as unset, as does an $XDG_DATA_HOME that is not absolute. The environment is by default that of the
     process.
+
+    Raises:
+        OutputError: `output.place`, it is not a folder of this machine.
     """
     environment = os.environ if environment is None else environment
     configured = home or environment.get(HOME_VARIABLE, "")
     if configured:
-        return _absolute(Path(configured))
+        return _absolute(output_place(configured).local_path)
     data = Path("~/Library/Application Support")
     if platform != "darwin":
         stated = Path(environment.get("XDG_DATA_HOME", ""))
@@ -640,12 +643,3 @@ def _absolute(path: Path) -> Path:
 def catalog_home(options: RunOptions) -> Path | None:
     """Return the catalog's home; None where no catalog is wanted."""
     return home_of(options.home) if options.catalog else None
-
-
-def place_of_packs(place: str | Path) -> Location:
-    """Return the folder, of this machine or of a bucket, that experts are packed into."""
-    location = Location.of(place)
-    if not location.is_local and location.scheme not in OBJECT_SCHEMES:
-        hint = "pack into a folder, then `mergepipe push` each store"
-        raise UnsupportedError.of("pack.unsupported", location, "experts are packed into folders and buckets", hint)
-    return location

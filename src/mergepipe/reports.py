@@ -852,7 +852,7 @@ class Explanation(Displayed):
 
     verdict: BudgetVerdict | None = shown(default=None)
     kind: str = shown("{kind}", lambda r: str(r.path) if r.path != Path() else "not stored")
-    path: Path
+    path: Path | Location
     sid: str | None = shown("sid")
     plan_digest: str | None = shown("plan digest")
     operator: str = shown("operator")
@@ -1069,14 +1069,17 @@ class SearchReport(Displayed):
 # --- snapshots ---
 
 
+_NOT_IN_CATALOG = "not in the catalog: `mergepipe catalog rebuild` adds it"
+
+
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class SnapshotReport(Displayed):
     """One published snapshot. `is_present` tells whether its manifest is still at `path`, `is_recorded` whether the
-    catalog knows it."""
+    catalog knows it. Of one in a bucket or repository nothing says when it was made."""
 
     sid: str = shown("snapshot")
-    path: Path = shown("path", lambda snapshot: snapshot.place)
-    created: datetime = shown("made (UTC)")
+    path: Path | Location = shown("path", lambda snapshot: snapshot.place)
+    created: datetime | None = shown("made (UTC)")
     operator: str = shown("operator")
     plan_digest: str | None = shown("plan")
     inputs: tuple[Input, ...] = shown(
@@ -1088,9 +1091,7 @@ class SnapshotReport(Displayed):
     analysis_bytes: int
     output_bytes: int = shown("written")
     is_present: bool
-    is_recorded: bool = shown(
-        "notice", lambda r: "" if r.is_recorded else "not in the catalog: `mergepipe catalog rebuild` adds it"
-    )
+    is_recorded: bool = shown("notice", lambda r: "" if r.is_recorded or r.created is None else _NOT_IN_CATALOG)
 
     @property
     def place(self) -> str:
@@ -1248,8 +1249,8 @@ class SnapshotDiff(Displayed):
 
     a_sid: str = shown("a", "{a_sid} {a}")
     b_sid: str = shown("b", "{b_sid} {b}")
-    a: Path
-    b: Path
+    a: Path | Location
+    b: Path | Location
     settings: tuple[str, ...] = shown("setting")
     inputs: tuple[str, ...] = shown("input")
     tensors: tuple[TensorChange, ...]

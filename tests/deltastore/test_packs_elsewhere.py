@@ -14,7 +14,7 @@ from packing_cases import make_family, write_model
 import mergepipe
 from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME, INDEX_NAME, PIECE_NAMES, StoreIndex
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
-from mergepipe.errors import MergePipeError, NotFoundError, OutputError, StorageError, UnsupportedError
+from mergepipe.errors import MergePipeError, NotFoundError, OutputError, StorageError
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import PackReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -278,6 +278,6 @@ def test_verify__of_a_remote_pack_names_the_tensor_that_is_damaged(packs: Packs)
 
 def test_pack__onto_the_hub_or_a_web_server_is_refused_before_anything_is_read(packs: Packs) -> None:
     for place in ("hf://org/packs", f"{packs.server.url}/bucket"):
-        with refuses(UnsupportedError, "pack.unsupported"):
+        with refuses(OutputError, "output.place"):
             mergepipe.pack(packs.folder / "base", [packs.folder / "expert-1"], place)
     assert packs.server.requests == []

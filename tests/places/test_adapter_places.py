@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.options import MergeOptions, VerifyOptions
@@ -25,13 +26,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlacedModels]:
     root = tmp_path_factory.mktemp("placed")
     random = np.random.default_rng(3)
 
-    def values(*shape: int) -> np.ndarray:
+    def values(*shape: int) -> NDArray[np.float32]:
         return random.standard_normal(shape).astype(np.float32)
 
     for name in ("base", "expert"):
         write_model(root / name, {f"{module}.weight": values(12, 8) for module in MODULES}, CONFIG)
     for name in ("first", "second"):
-        factors = {}
+        factors: dict[str, NDArray[np.float32]] = {}
         for module in MODULES:
             factors |= {f"{module}.lora_A.weight": values(4, 8), f"{module}.lora_B.weight": values(12, 4)}
         write_adapter(root / name, factors)
@@ -52,9 +53,9 @@ def weights_of(folder: Path) -> bytes:
 def test_lora_apply__makes_the_same_bytes_wherever_base_and_adapter_are(
     models: PlacedModels, tmp_path: Path, base: str, adapter: str
 ) -> None:
-    mergepipe.apply_lora(models.root / "base", models.root / "first", tmp_path / "local")
+    mergepipe.apply_lora(models.root / "base", [models.root / "first"], tmp_path / "local")
     mergepipe.apply_lora(
-        models.put(models.root / "base", base), models.put(models.root / "first", adapter), tmp_path / "out"
+        models.put(models.root / "base", base), [models.put(models.root / "first", adapter)], tmp_path / "out"
     )
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local")
     assert mergepipe.verify(tmp_path / "out", options=VerifyOptions(deep_fraction=1.0)).is_sound

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from mergepipe.cli import main
+from mergepipe.cli.app import build_command
 from support.families import TINY, FamilyPaths, write_family
 
 RECIPE = """\
@@ -145,3 +146,15 @@ def finish(process: subprocess.Popen[str]) -> Ran:
 def file_bytes(directory: Path) -> Mapping[str, bytes]:
     """Name and content of every file of a directory."""
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def command_names() -> list[str]:
+    """All commands, with those of `tailor` and `catalog`."""
+    names, commands = [], [("", build_command())]
+    while commands:
+        name, command = commands.pop()
+        below = getattr(command, "commands", {})
+        commands += [(f"{name} {each}".strip(), below[each]) for each in below]
+        if not below:
+            names.append(name)
+    return sorted(names)

@@ -88,6 +88,11 @@ class HubServer(FaultServer):
         """The commit that a branch leads to."""
         return self._models[model].branches[branch]
 
+    @property
+    def models(self) -> list[str]:
+        """The names of all models."""
+        return sorted(self._models)
+
     def n_commits(self, model: str) -> int:
         return len(self._models[model].commits)
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from workplace import BLOCK_ELEMENTS, command_names, workplace
+from workplace import BLOCK_ELEMENTS, workplace
 
 from mergepipe import errors
 from mergepipe.errors import MergePipeError
-from support.command_line import run_command
+from support.command_line import command_names, run_command
 from support.goldens import Goldens, steady_text
 from support.model_folders import write_adapter
 from support.safetensors_bytes import file_bytes, honest_file, record

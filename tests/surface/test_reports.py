@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from workplace import BLOCK_ELEMENTS, RECIPES, command_names, recipe_text, workplace
+from workplace import BLOCK_ELEMENTS, RECIPES, recipe_text, workplace
 
-from support.command_line import run_command
+from support.command_line import command_names, run_command
 from support.goldens import Goldens, layout, steady_text, steady_value
 from support.remote_stores import set_environment
 from support.s3_server import s3_server

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.cli.app import build_command
 from support.families import FamilyShape, write_family
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_hf, write_zero3
 
@@ -20,18 +19,6 @@ RECIPES = {
     "dare.yml": ("dare_ties", "weight: 0.6, density: 0.3", "weight: 0.4, density: 0.5"),
 }
 BLOCK_ELEMENTS = 16384
-
-
-def command_names() -> list[str]:
-    """All commands, with those of `tailor` and `catalog`."""
-    names, commands = [], [("", build_command())]
-    while commands:
-        name, command = commands.pop()
-        below = getattr(command, "commands", {})
-        commands += [(f"{name} {each}".strip(), below[each]) for each in below]
-        if not below:
-            names.append(name)
-    return sorted(names)
 
 
 def recipe_text(operator: str, *parameters: str, folder: str = "family") -> str:

@@ -14,12 +14,14 @@ def pages() -> dict[str, str]:
     from tools.reference.command_line import command_line_page
     from tools.reference.error_codes import error_page
     from tools.reference.parameters import parameter_page
+    from tools.reference.places import place_page
     from tools.reference.python_api import python_page
 
     writers: dict[str, Callable[[], str]] = {
         "cli.md": command_line_page,
         "errors.md": lambda: error_page(SOURCE),
         "parameters.md": parameter_page,
+        "places.md": place_page,
         "python.md": python_page,
     }
     return {name: NOTE + write().rstrip() + "\n" for name, write in writers.items()}

@@ -37,6 +37,7 @@ from mergepipe.jobs.evaluate import write_text_importance
 from mergepipe.jobs.explain import overlaps_of
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics
 from mergepipe.options import AnalyzeOptions, block_elements_of, engine_options, home_of
+from mergepipe.recipes.references import named_location
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.inputs import open_path
@@ -44,6 +45,7 @@ from mergepipe.runs.work import KnownStatistics
 from mergepipe.storage.contract import RangeFile, is_folder
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.output_places import output_place
 from mergepipe.storage.ranges import WaitingRoom, read_exact
 from mergepipe.storage.stores import Stores
 
@@ -81,15 +83,17 @@ def analyze(
     started, settings = time.perf_counter(), AnalyzeOptions.of(options, fields)
     engine, home = engine_options(settings), home_of(settings.home)
     experts = several(experts)
-    base_path, expert_paths = Location.of(base), [Location.of(expert) for expert in experts]
+    store = Stores(engine.connections)
+    base_path = named_location(store, base)
+    expert_paths = [named_location(store, expert) for expert in experts]
     if settings.text is not None and settings.importance_out is not None:
-        text, out = Location.of(settings.text), Path(settings.importance_out)
-        if not is_folder(Stores(), Location.local(out.absolute().parent)):  # before the gradient is computed
+        text = Location.of(settings.text)
+        out = output_place(settings.importance_out).local_path
+        if not is_folder(store, Location.local(out.absolute().parent)):  # before the gradient is computed
             raise NotFoundError.of("storage.not-found", out.parent, "no such directory", "make it, or choose another")
         write_text_importance(base_path.local_path, experts, text, out, engine.threads)
     block_elements = block_elements_of(settings.block_elements)
     densities = tuple(sorted({*COMMON_DENSITIES, *settings.densities}))
-    store = Stores(engine.connections)
     opened_base = open_path(store, base_path)
     opened = [open_path(store, path, opened_base) for path in expert_paths]
     notices: list[str] = []

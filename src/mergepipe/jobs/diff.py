@@ -38,16 +38,18 @@ def diff(
         reads_tensors: work out the norms; without, only manifests are read.
     """
     store = Stores()
-    place_a, place_b = (find_snapshot(snapshot, home).local_path for snapshot in (a, b))
-    first, second = (read_manifest_value(store, Location.local(path)) for path in (place_a, place_b))
+    place_a = find_snapshot(a, home)
+    place_b = find_snapshot(b, home)
+    first = read_manifest_value(store, place_a)
+    second = read_manifest_value(store, place_b)
     lines_a, lines_b = (manifest.recipe.splitlines(keepends=True) for manifest in (first, second))
     changes, equal = _changes(first, second)
     measured = tuple(_measured(store, place_a, place_b, changes, on_progress)) if reads_tensors else tuple(changes)
     changes_with_norm = [change for change in measured if change.norm is not None]
     norm = math.sqrt(sum((change.norm or 0.0) ** 2 for change in changes_with_norm)) if reads_tensors else None
     return SnapshotDiff(
-        a=place_a,
-        b=place_b,
+        a=place_a.as_reported,
+        b=place_b.as_reported,
         a_sid=first.sid,
         b_sid=second.sid,
         recipe="".join(difflib.unified_diff(lines_a, lines_b, "a", "b", n=1)),
@@ -120,10 +122,10 @@ def _kind(a: OutputTensor | None, b: OutputTensor | None) -> str:
 
 
 def _measured(
-    store: Store, a: Path, b: Path, changes: list[TensorChange], on_progress: ProgressCallback | None
+    store: Store, a: Location, b: Location, changes: list[TensorChange], on_progress: ProgressCallback | None
 ) -> Iterator[TensorChange]:
     """Add `||A - B||` and `||A||` to the changes where both are floats of one shape."""
-    first, second = (open_checkpoint(store, Location.local(path)) for path in (a, b))
+    first, second = (open_checkpoint(store, place) for place in (a, b))
     comparable = [c.name for c in changes if c.kind == "values" or c.kind.startswith("dtype")]
     total = sum(model.tensors[name].nbytes for name in comparable for model in (first, second))
     norms = tensor_norms(store, first, second, comparable, ByteProgress(on_progress, "compare", total).add)

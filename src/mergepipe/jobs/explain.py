@@ -23,7 +23,7 @@ from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span, eleme
 from mergepipe.core.units import format_bytes
 from mergepipe.engine.work import FREE, OMITTED, level_of_blocks
 from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError, did_you_mean
-from mergepipe.jobs.snapshots import find_snapshot_path, read_manifest_value, with_inputs_found
+from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value, with_inputs_found
 from mergepipe.operators.base import NUMBERS_OF
 from mergepipe.operators.statistics import N_SKETCH, TensorStatistics
 from mergepipe.options import home_of
@@ -41,6 +41,7 @@ from mergepipe.snapshots.staging import Staging, check_target
 from mergepipe.storage.contract import RangeFile, Store, is_file
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.output_places import output_place
 from mergepipe.storage.stores import Stores
 
 
@@ -60,19 +61,21 @@ def explain(
             restore it with. This reads the merged weights, the base's and the experts'.
     """
     store, folder = Stores(), home_of(home)
+    masks_folder = None if masks is None else output_place(masks).local_path
     if isinstance(subject, Plan):
         explanation = explanation_of(Path(), subject, None, tensor)
     else:
-        place, decided, manifest = Location.of(subject), None, None
-        if place.name != MANIFEST_NAME and Path(place.name).suffix not in FILE_SUFFIXES and is_file(store, place):
-            path, decided = Path(subject), read_plan(subject)
+        place, manifest = Location.of(subject), None
+        is_snapshot = place.name == MANIFEST_NAME or place.suffix in FILE_SUFFIXES
+        if not is_snapshot and place.is_local and is_file(store, place):
+            decided: Plan | None = read_plan(subject)
         else:
-            path = find_snapshot_path(subject, folder)
-            manifest = read_manifest_value(store, Location.local(path))
-            decided = plan_of(manifest, f"{path / MANIFEST_NAME}: plan")
-        explanation = explanation_of(path, decided, manifest, tensor)
+            place = find_snapshot(subject, folder)
+            manifest = read_manifest_value(store, place)
+            decided = plan_of(manifest, f"{place / MANIFEST_NAME}: plan")
+        explanation = explanation_of(place.as_reported, decided, manifest, tensor)
         explanation = replace(explanation, overlaps=_overlaps(store, decided, manifest, folder))
-    return explanation if masks is None else _with_masks(explanation, Path(masks), folder)
+    return explanation if masks_folder is None else _with_masks(explanation, masks_folder, folder)
 
 
 def _overlaps(store: Store, plan: Plan | None, manifest: Manifest | None, home: Path) -> tuple[Overlap, ...]:
@@ -88,7 +91,9 @@ def _overlaps(store: Store, plan: Plan | None, manifest: Manifest | None, home: 
     return overlaps_of(experts)
 
 
-def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pattern: str | None) -> Explanation:
+def explanation_of(
+    path: Path | Location, plan: Plan | None, manifest: Manifest | None, pattern: str | None
+) -> Explanation:
     """Explain a plan, a manifest, or a manifest that contains its plan."""
     source = plan if plan is not None else manifest
     if source is None:
@@ -257,7 +262,7 @@ def _with_masks(explanation: Explanation, out: Path, home: Path) -> Explanation:
 
     if explanation.sid is None:
         raise RecipeError.of("option.conflict", "masks", "a plan has no merged weights", "give a snapshot")
-    store, place = Stores(), Location.local(explanation.path)
+    store, place = Stores(), Location.of(explanation.path)
     manifest = read_manifest_value(store, place)
     inputs = open_recorded(with_inputs_found(manifest, store, home), store)
     if inputs.intermediates:

@@ -25,6 +25,7 @@ from mergepipe.core.blocks import F32, BlockGrid, DTypeKind, Span
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.operators.spectral import norm_of, orthonormal
 from mergepipe.options import ExtractLoraOptions
+from mergepipe.recipes.references import named_location
 from mergepipe.reports import ByteProgress, ExtractedTensor, ExtractLoraReport, NotExtracted, ProgressCallback
 from mergepipe.runs.adapters import WEIGHTS_NAME, AdapterWriter, LargestShape, adapter_config, factor_names
 from mergepipe.runs.inputs import open_path
@@ -34,6 +35,7 @@ from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import write_durably
+from mergepipe.storage.output_places import output_place
 from mergepipe.storage.stores import Stores
 
 _WEIGHT, _BIAS = ".weight", ".bias"
@@ -69,10 +71,11 @@ def extract_lora(
         MismatchError: nothing differs.
     """
     started, made = time.perf_counter(), ExtractLoraOptions.of(options, fields)
-    target, model_path = Path(out), Location.of(model)
+    target = output_place(out).local_path
     stated_ids = parse_base_model_ids([] if made.base_model_id is None else [made.base_model_id]).of_merge
     store = Stores()
-    base_checkpoint = open_path(store, Location.of(base))
+    model_path = named_location(store, model)
+    base_checkpoint = open_path(store, named_location(store, base))
     model_checkpoint = open_path(store, model_path, base_checkpoint)
     check_target(target, (base_checkpoint.path, model_checkpoint.path), force=None)
     architecture = TokenizerFiles(base_checkpoint, store).document(CONFIG_NAME)

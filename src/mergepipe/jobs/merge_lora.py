@@ -55,6 +55,7 @@ from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, RangeFile
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
+from mergepipe.storage.output_places import output_place
 from mergepipe.storage.stores import Stores
 
 CONCATENATION, TRUNCATION = "cat", "svd"
@@ -121,7 +122,7 @@ def merge_lora(
         UnsupportedError: DoRA, whose delta depends on the base.
     """
     started = time.perf_counter()
-    store, target, core_recipe = Stores(), Path(out), None
+    store, target, core_recipe = Stores(), output_place(out).local_path, None
     names, made = [str(adapter) for adapter in several(adapters)], MergeLoraOptions.of(options, fields)
     if len(names) == 1 and Path(names[0]).suffix in _RECIPE_SUFFIXES:
         names, core_recipe, made = _read_recipe(store, Path(names[0]), made)

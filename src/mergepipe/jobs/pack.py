@@ -41,7 +41,8 @@ from mergepipe.deltastore.job import check_names, doubt_about, is_done, job_of, 
 from mergepipe.deltastore.pieces import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec, RawBytes, corrupt
 from mergepipe.deltastore.tensor import PackedFetch
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, Problem, RecipeError
-from mergepipe.options import PackOptions, UnpackOptions, home_of, place_of_packs, threads_of
+from mergepipe.options import PackOptions, UnpackOptions, home_of, threads_of
+from mergepipe.recipes.references import named_location
 from mergepipe.reports import (
     BaseMatch,
     ByteProgress,
@@ -58,6 +59,7 @@ from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile, make_folders
+from mergepipe.storage.output_places import HERE_OR_BUCKET, output_place
 from mergepipe.storage.ranges import aligned_buffer, allow_open_files
 from mergepipe.storage.stores import Stores
 
@@ -98,10 +100,12 @@ def pack(
             whole or not at all.
     """
     made = PackOptions.of(options, fields)
-    bases = None if base is None else [Location.of(model) for model in several(base)]
-    paths = [Location.of(expert) for expert in several(experts)]
+    place = output_place(out, HERE_OR_BUCKET, "pack into a folder, then `mergepipe push` each store")
+    store = Stores()
+    bases = None if base is None else [named_location(store, model) for model in several(base)]
+    paths = [named_location(store, expert) for expert in several(experts)]
     pack_models = _pack_experts if made.chain is None else _pack_chain
-    return pack_models(bases, paths, place_of_packs(out), made, on_progress)
+    return pack_models(bases, paths, place, made, on_progress)
 
 
 def _pack_experts(
@@ -239,7 +243,7 @@ def _packed_facts(job: PackJob, opened: OpenedStore, *, is_new: bool) -> PackedE
     codecs = np.unique(opened.index.rows["codec"], return_counts=True)
     return PackedExpert(
         expert=job.expert.path,
-        store=job.place.local_path if job.place.is_local else job.place,
+        store=job.place.as_reported,
         tensor_bytes=job.expert.tensor_bytes,
         store_bytes=sum(file.size_bytes for file in opened.fingerprints),
         blocks=dict(sorted((Codec(int(codec)).name.lower(), int(count)) for codec, count in zip(*codecs, strict=True))),
@@ -300,8 +304,11 @@ def unpack(
         OutputError, StorageError: the files cannot go there; nothing was published.
     """
     started, made = time.perf_counter(), UnpackOptions.of(options, fields)
-    threads, store, root, target = threads_of(made.threads), Stores(), Location.of(path), Path(out)
-    opened, checkpoint, bases = open_packed(store, root, None if made.base is None else Location.of(made.base))
+    threads, store = threads_of(made.threads), Stores()
+    target = output_place(out).local_path
+    root = named_location(store, path)
+    base = None if made.base is None else named_location(store, made.base)
+    opened, checkpoint, bases = open_packed(store, root, base)
     check_target(target, (root, *(base_checkpoint.path for base_checkpoint in bases)), force=None)
     tensor_bytes = sum(entry.nbytes for entry in opened.header.tensors)
     check_free_space(target, tensor_bytes)
@@ -337,7 +344,7 @@ def verify_pack(
         check_unchanged(store, (*bases, checkpoint))
     usage = store.ledger.usage()
     return VerifyReport(
-        path=path.local_path if path.is_local else path,
+        path=path.as_reported,
         sid=opened.header.content_id,
         files=len(opened.header.files) + len(opened.header.kept),
         tensors=len(opened.header.tensors),

@@ -11,7 +11,7 @@ import mergepipe
 from mergepipe.deltastore.builder import published_store
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.index import is_own_name
-from mergepipe.errors import CorruptError, OutputError, RecipeError, UnsupportedError
+from mergepipe.errors import CorruptError, RecipeError, UnsupportedError
 from mergepipe.jobs.snapshots import find_published, read_manifest_value
 from mergepipe.options import PushOptions
 from mergepipe.recipes.references import resolve_model_name
@@ -26,7 +26,8 @@ from mergepipe.snapshots.manifest import (
 )
 from mergepipe.snapshots.object_upload import HubUpload, ObjectContent, ObjectUpload, OutputContent, Upload
 from mergepipe.storage.contract import Digested, Store, files_below
-from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
+from mergepipe.storage.location import HUB_SCHEME, Location
+from mergepipe.storage.output_places import ELSEWHERE, output_place
 from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.remote.objects import BucketFolder
 from mergepipe.storage.stores import Stores
@@ -51,10 +52,7 @@ def push(
     """
     started, made = time.perf_counter(), PushOptions.of(options, fields)
     name = resolve_model_name(destination, lambda path: Path(path).exists())
-    target = name.remote if name.remote is not None and name.is_hub_id else Location.parse(destination)
-    if target.scheme not in (*OBJECT_SCHEMES, HUB_SCHEME):
-        hint = "push to org/name on the Hub, hf://org/name, s3://, gs:// or az://"
-        raise OutputError.of("output.place", target, "no snapshot can be pushed there", hint)
+    target = output_place(name.remote or destination, ELSEWHERE)
     if target.scheme != HUB_SCHEME and (made.create or made.message is not None):
         option, message = "--create" if made.create else "--message", "only the Hub has repositories and commits"
         raise RecipeError.of("option.conflict", option, message, "leave it out, or push to org/name")

@@ -45,6 +45,7 @@ from mergepipe.snapshots.staging import check_target, temporary_folder
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders
+from mergepipe.storage.output_places import output_place
 from mergepipe.storage.stores import Stores
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def search(
     if isinstance(evaluate, str):
         evaluate, fields = None, {**fields, "evaluate": evaluate}
     made = SearchOptions.of(options, fields)
-    study = _Search(recipe_of(recipe), Path(out), evaluate, made, on_progress, loads_models)
+    study = _Search(recipe_of(recipe), output_place(out).local_path, evaluate, made, on_progress, loads_models)
     with temporary_folder("search") as directory:
         study.try_values(directory / "trial")
     return study.publish()
@@ -424,7 +425,7 @@ def sweep(
     made, budgets = SweepOptions.of(options, fields), several(budgets)
     if not budgets:
         raise RecipeError.of("option.invalid", "--budgets", "none is given", "give some, such as 10%,50%")
-    work = None if made.work is None else Path(made.work)
+    work = None if made.work is None else output_place(made.work).local_path
     if work is not None and not work.is_dir():
         raise NotFoundError.of("storage.not-found", work, "no such directory", "make it, or give another with --work")
     parsed = [(number_text(budget).strip(), parse_budget(budget, "--budgets")) for budget in budgets]

@@ -30,7 +30,7 @@ from mergepipe.checkpoints.directory import is_packed
 from mergepipe.core.flags import several
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.options import home_of
-from mergepipe.recipes.references import referenced_paths
+from mergepipe.recipes.references import named_location, referenced_paths
 from mergepipe.reports import Garbage, GcReport, SnapshotReport
 from mergepipe.snapshots.manifest import (
     BESIDE,
@@ -46,7 +46,7 @@ from mergepipe.snapshots.staging import allocated_bytes, find_staging, is_dead, 
 from mergepipe.snapshots.work_log import merge_state, read_work_log
 from mergepipe.storage import owned
 from mergepipe.storage.contract import MANIFEST_BYTES, Store, modified_at
-from mergepipe.storage.location import Location, is_remote
+from mergepipe.storage.location import Location
 from mergepipe.storage.owned import is_alive, newest_change
 from mergepipe.storage.stores import Stores
 
@@ -83,11 +83,14 @@ def list_snapshots(
 
 
 def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotReport:
-    """Look a snapshot up by its directory, its sid, or at least four first digits of it.
+    """Look a snapshot up by its directory, where it is in a bucket or repository, its sid, or first digits of it.
 
     Raises:
         NotFoundError, RecipeError: no snapshot is known by that name, or several are.
     """
+    place = find_elsewhere(snapshot)
+    if place is not None:
+        return _report_elsewhere(Stores(), place)
     try:
         return _report(Catalog(home_of(home)).snapshot(str(snapshot)), is_recorded=True)
     except NotFoundError:
@@ -160,18 +163,25 @@ def find_snapshot_path(reference: str | Path, home: Path) -> Path:
 
 def find_snapshot(reference: str | Path, home: str | Path | None) -> Location:
     """Find a snapshot as `find_snapshot_path` does, or in a bucket or repository by its address."""
-    if is_remote(str(reference)):
-        return Location.parse(str(reference))
-    return Location.local(find_snapshot_path(reference, home_of(home)))
+    return find_elsewhere(reference) or Location.local(find_snapshot_path(reference, home_of(home)))
+
+
+def find_elsewhere(reference: str | Path) -> Location | None:
+    """Return the location of a snapshot named by an address or an id of the Hub; None for any other name."""
+    store = Stores()
+    place = named_location(store, reference)
+    return None if place.is_local else store.pin(place)
 
 
 def find_published(reference: str | Path, home: str | Path | None, store: Store) -> tuple[Location, bool]:
     """Find a packed expert by its place, or a snapshot, which may be packed itself; and whether it is packed."""
-    place = Location.of(reference)
+    place = find_elsewhere(reference) or Location.of(reference)
     if is_packed(store, place):
         return place, True
+    if not place.is_local:
+        return place, False
     place = find_snapshot(reference, home)
-    return place, place.is_local and is_packed(store, place)
+    return place, is_packed(store, place)
 
 
 def read_manifest_value(store: Store, directory: Location) -> Manifest:
@@ -227,6 +237,25 @@ def _report(row: SnapshotRow, *, is_recorded: bool) -> SnapshotReport:
         inputs=row.inputs,
         is_present=_has_manifest(row.path),
         is_recorded=is_recorded,
+    )
+
+
+def _report_elsewhere(store: Store, place: Location) -> SnapshotReport:
+    """Describe a snapshot in a bucket or repository by its manifest; no catalog knows it."""
+    manifest = read_manifest_value(store, place)
+    return SnapshotReport(
+        sid=manifest.sid,
+        path=place,
+        operator=manifest.operator,
+        created=None,
+        plan_digest=manifest.plan_digest,
+        base_bytes=manifest.realized.base,
+        expert_bytes=manifest.realized.expert,
+        analysis_bytes=manifest.realized.analysis,
+        output_bytes=manifest.realized.output,
+        inputs=manifest.inputs,
+        is_present=True,
+        is_recorded=False,
     )
 
 

@@ -32,6 +32,7 @@ from mergepipe.jobs.replay import RebuiltTensor, cause_of_change, open_recorded,
 from mergepipe.jobs.snapshots import find_published, read_manifest_value, with_inputs_found
 from mergepipe.options import MergeOptions, RunOptions, VerifyOptions, catalog_home, engine_options
 from mergepipe.recipes.output_tensors import shape_contradictions
+from mergepipe.recipes.references import named_location
 from mergepipe.recipes.yaml_source import shortened
 from mergepipe.reports import ByteProgress, Damage, ProgressCallback, RepairReport, VerifyReport
 from mergepipe.runs.small_files import plan_small_files, sidecar_contents
@@ -111,7 +112,7 @@ def verify(
             raise RecipeError.of("option.conflict", "--deep", f"{snapshot} is a packed expert", "leave it out")
         from mergepipe.jobs.pack import verify_pack
 
-        base = None if made.base is None else Location.of(made.base)
+        base = None if made.base is None else named_location(store, made.base)
         return verify_pack(path, base=base, threads=engine.threads, on_progress=on_progress)
     if made.base is not None:
         raise RecipeError.of("option.conflict", "--base", f"{snapshot} is no packed expert", "leave it out")
@@ -128,7 +129,7 @@ def verify(
         examination = replace(examination, manifest=with_inputs_found(examination.manifest, store, catalog_home(made)))
     replayed = tuple(_replayed(store, examination, names, engine)) if names else ()
     return VerifyReport(
-        path=path.local_path if path.is_local else path,
+        path=path.as_reported,
         sid=examination.manifest.sid,
         files=len(examination.manifest.files) + len(examination.manifest.sidecars),
         tensors=len(examination.manifest.tensors),
@@ -322,7 +323,7 @@ def _verify_composite(store: Store, path: Location, threads: int, on_progress: P
             damages.extend([damage] if damage is not None else [])
             progress.add(file.size_bytes)
     return VerifyReport(
-        path=path.local_path if path.is_local else path,
+        path=path.as_reported,
         sid=record.sid,
         files=len(files),
         tensors=0,

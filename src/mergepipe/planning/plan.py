@@ -20,6 +20,7 @@ from mergepipe.reports import Fallback, Sampling
 from mergepipe.storage.contract import FileId
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.output import replace_durably
+from mergepipe.storage.output_places import output_place
 from mergepipe.storage.ranges import os_error, read_head
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
@@ -324,7 +325,7 @@ def store_plan(plan: Plan, path: str | Path) -> None:
         OutputError: `output.not-ours`, something else stands there.
         StorageError, NotFoundError: it cannot be written there.
     """
-    path = Path(path)
+    path = output_place(path).local_path
     try:
         if path.is_symlink():
             message = "is a link, and nothing is written through links"

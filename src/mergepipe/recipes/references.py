@@ -71,6 +71,14 @@ def resolve_model_name(text: str, exists: Callable[[str], bool]) -> ModelName:
     return ModelName(remote=location, is_hub_id=True)
 
 
+def named_location(store: Store, name: str | os.PathLike[str] | Location) -> Location:
+    """Return the location of an input that a caller names: a path, an address, or an id of the Hub."""
+    if not name or not isinstance(name, str):
+        return Location.of(name)
+    resolved = resolve_model_name(name, lambda candidate: _is_at(store, Location.parse(candidate)))
+    return resolved.remote or Location.local(Path(resolved.path))
+
+
 # --- resolve model references of a recipe to locations ---
 
 
@@ -130,7 +138,7 @@ def referenced_paths(text: str, store: Store) -> tuple[Location, ...]:
 def _is_at(store: Store, location: Location) -> bool:
     try:
         return store.stat(location) is not None
-    except NotFoundError:  # a text that is cut at the wrong place names no revision of the Hub
+    except MergePipeError:  # what is wrong with it is said where it is opened
         return False
 
 

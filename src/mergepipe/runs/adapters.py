@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.stored_adapters import PREFIX, read_adapter
 from mergepipe.core.blocks import F32
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError
-from mergepipe.recipes.references import resolve_model_name
+from mergepipe.recipes.references import named_location
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Ledger, Purpose
@@ -191,8 +191,7 @@ def located_adapters(store: Store, adapters: Sequence[str]) -> list[Location]:
     """Return where adapters are: at paths, addresses or ids of the Hub."""
     locations = []
     for text in adapters:
-        name = resolve_model_name(text, lambda candidate: store.stat(Location.of(candidate)) is not None)
-        location = store.pin((name.remote or Location.of(name.path)).absolute())
+        location = store.pin(named_location(store, text).absolute())
         if store.stat(location) is None:
             raise NotFoundError.of("model.not-found", text, "there is no such adapter", "give its folder, or its id")
         locations.append(location)

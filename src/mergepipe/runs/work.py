@@ -44,6 +44,7 @@ from mergepipe.snapshots.manifest import BESIDE, FILE_SUFFIXES
 from mergepipe.snapshots.shards import SINGLE_NAME, SUFFIX, index_name
 from mergepipe.storage.contract import STATISTICS_BYTES, Store, is_file
 from mergepipe.storage.location import Location
+from mergepipe.storage.output_places import ANYWHERE, output_place
 
 # --- the settings of a run, and how the options of a call give them ---
 
@@ -99,7 +100,7 @@ def merge_settings(
     """Return the settings of a merge, which begins now; without `out` it is for the caller to say."""
     ids = parse_base_model_ids(options.base_model_ids)
     settings = MergeSettings(options, engine_options(options), ids, on_progress)
-    return settings if out is None else _placed(settings, Location.of(out))
+    return settings if out is None else _placed(settings, output_place(out, ANYWHERE))
 
 
 def _placed(settings: MergeSettings, location: Location) -> MergeSettings:
@@ -110,9 +111,9 @@ def _placed(settings: MergeSettings, location: Location) -> MergeSettings:
         raise OutputError.of("output.place", location, message, f"write {location.parent / location.stem}")
     if location.is_local:
         return replace(settings, out=location.without_detours().local_path, file=location.name if is_file_name else "")
-    from mergepipe.snapshots.object_upload import check_destination, staging_place
+    from mergepipe.snapshots.object_upload import check_replaceable, staging_place
 
-    check_destination(location, force=settings.options.force)
+    check_replaceable(location, force=settings.options.force)
     return replace(settings, out=staging_place(location, home_of(settings.options.home)), destination=location)
 
 

@@ -37,7 +37,7 @@ from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME, is_composite, parse_manifest, read_composite
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import MANIFEST_BYTES, OWNER_BYTES, Store, files_below
-from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
+from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.owned import PARTS_MARK, Owner, is_alive, this_process
 from mergepipe.storage.owned import SILENCE_SECONDS as STAGING_SILENCE_SECONDS
 from mergepipe.storage.remote.hub_commit import HubRepository
@@ -277,14 +277,9 @@ def check_apart(destination: Location, inputs: Iterable[Location]) -> None:
             raise OutputError.of("output.place", destination, message, hint)
 
 
-def check_destination(destination: Location, *, force: bool = False) -> None:
-    """Refuse a place that is none for an output, and to replace what is in a bucket."""
-    if destination.scheme == HUB_SCHEME:
-        return
-    if destination.scheme not in OBJECT_SCHEMES:
-        hint = "name a bucket, or hf://org/name"
-        raise OutputError.of("output.place", destination, f"{destination.scheme}:// takes no outputs", hint)
-    if force:
+def check_replaceable(destination: Location, *, force: bool) -> None:
+    """Refuse to replace what is in a bucket; an output of the Hub is replaced by a commit."""
+    if force and destination.scheme != HUB_SCHEME:
         message = f"a snapshot in a bucket is never replaced ({destination}): who reads it would get parts of two"
         hint = "choose another prefix, and delete the old one when nobody reads it"
         raise RecipeError.of("option.conflict", "--force", message, hint)

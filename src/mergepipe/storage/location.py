@@ -99,8 +99,13 @@ class Location(WrittenAsText):
         """The path of a file of this machine."""
         if self.scheme:
             message = "is not on this machine"
-            raise RecipeError.of("location.invalid", self, message, "give a local path; only inputs may lie elsewhere")
+            raise RecipeError.of("location.invalid", self, message, "download it, and give its local path")
         return Path(self.path)
+
+    @property
+    def as_reported(self) -> Path | Location:
+        """The place as reports name it: a path where it is of this machine."""
+        return self if self.scheme else Path(self.path)
 
     @property
     def key(self) -> str:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from mergepipe.core.flags import several
 from mergepipe.errors import LimitError, did_you_mean, invalid_option
 from mergepipe.options import AverageOptions, ComposeOptions, ExportOptions
+from mergepipe.recipes.references import named_location
 from mergepipe.storage.location import Location
+from mergepipe.storage.output_places import ANYWHERE, output_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,7 +53,7 @@ def compose(
 ) -> CompositionReport:
     """Compose a training checkpoint as the recipe says and publish it at `out`, complete or not at all."""
     made = ComposeOptions.of(options, fields)
-    return _composed(recipe, Location.of(out), made, on_progress or (lambda *_: None))
+    return _composed(recipe, output_place(out, ANYWHERE), made, on_progress or (lambda *_: None))
 
 
 def _composed(
@@ -92,7 +94,7 @@ def average(
         made.alpha, OptimizerState(made.optimizer), out_dtype(made.dtype, "--dtype"),
         None if made.config is None else absolute(made.config),
     )  # fmt: skip
-    return run(request, Location.of(out), made, on_progress or (lambda *_: None))
+    return run(request, output_place(out, ANYWHERE), made, on_progress or (lambda *_: None))
 
 
 def export(
@@ -174,7 +176,7 @@ def recipe(
 
 def absolute(path: str | Path) -> Location:
     """A location that does not depend on the working directory; links are kept."""
-    return Location.of(path).normal()
+    return named_location(_store(), path).normal()
 
 
 def _store() -> Store:

@@ -19,7 +19,7 @@ from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import format_bytes, format_seconds, plural
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, mismatched
 from mergepipe.options import ComposeOptions, TailorOptions, home_of
-from mergepipe.recipes.references import real_location, text_with_relative_paths
+from mergepipe.recipes.references import named_location, real_location, text_with_relative_paths
 from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.snapshots.layout import file_digest, small_digest
 from mergepipe.snapshots.manifest import (
@@ -38,7 +38,7 @@ from mergepipe.snapshots.object_upload import (
     ObjectContent,
     OutputContent,
     check_apart,
-    check_destination,
+    check_replaceable,
     open_upload,
     staging_place,
 )
@@ -176,7 +176,7 @@ def compose(
     store = Stores()
     recipe = load_composition(path, store)
     if options.state_from is not None:
-        place = store.pin(Location.of(options.state_from).normal())
+        place = store.pin(named_location(store, options.state_from).normal())
         real = real_location(store, place)  # the recipe's own spelling counts, if it names it
         named = (source for source in recipe.sources if real_location(store, source) == real)
         recipe = replace(recipe, state_from=next(named, place))
@@ -211,7 +211,7 @@ def check_out(out: Location, inputs: Iterable[Location], options: TailorOptions)
     if out.is_local:
         check_target(out.local_path, inputs, force=options.force)
         return
-    check_destination(out, force=options.force)
+    check_replaceable(out, force=options.force)
     check_apart(out, inputs)
 
 

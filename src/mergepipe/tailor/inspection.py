@@ -31,7 +31,12 @@ from mergepipe.tailor.checkpoint import (
 )
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_writer import values_of
-from mergepipe.tailor.formats import TRAINING_FORMATS, open_source_checkpoint, open_training_checkpoint
+from mergepipe.tailor.formats import (
+    TRAINING_FORMATS,
+    open_source_checkpoint,
+    open_training_checkpoint,
+    refuse_unlisted,
+)
 from mergepipe.tailor.formats.contract import step_of_name
 from mergepipe.tailor.formats.partial import MANIFEST_NAME
 from mergepipe.tailor.saving.unit_choice import SCHEDULES, Schedule, read_log
@@ -286,6 +291,7 @@ def find_checkpoints(store: Store, run: Location, at: int | None) -> list[Traini
     Checkpoints are directories whose names end in their step, as `checkpoint-400` or `global_step400`; what cannot be
     read as one (a save that was cut short) is passed over.
     """
+    refuse_unlisted(run)
     numbered = []
     for entry in store.list(run) if is_folder(store, run) else ():
         step = step_of_name(entry.name)

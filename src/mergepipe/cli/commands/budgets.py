@@ -26,6 +26,7 @@ from mergepipe.options import (
     SearchOptions,
     SweepOptions,
 )
+from mergepipe.storage.output_places import output_place
 
 
 @command("mergepipe plan recipe.yml --budget 25% --out plan.json", "mergepipe plan recipe.yml --all --out plan.json")
@@ -47,16 +48,17 @@ def plan(
     Prints the share of each expert that is read. Uses statistics of experts that were analyzed, and the
     indices of packed experts.
     """
+    path = None if out is None else output_place(out).local_path
     decided = mergepipe.plan(recipe, budget, everything=everything, options=options)
-    if out is not None:
-        mergepipe.store_plan(decided, out)
-        note_committed(Path(out))
+    if path is not None:
+        mergepipe.store_plan(decided, path)
+        note_committed(path)
     if printing.as_json:  # the plan itself, with the content that is stored
         from mergepipe.planning.plan import PLAN_FORMAT
 
         print(json_line(PLAN_FORMAT.content(decided)))
     else:
-        print_report(replace(mergepipe.explain(decided), path=Path(out or "")), printing)
+        print_report(replace(mergepipe.explain(decided), path=path or Path()), printing)
 
 
 @command(
@@ -84,12 +86,12 @@ def explain(
     Reads no tensor data: a snapshot's mergepipe.json holds the answers. Only --masks reads all of it.
     """
     if html is not None:
-        check_page(Path(html))
+        page = checked_page(html)
     explanation = mergepipe.explain(subject, tensor=tensor, masks=masks, home=home)
     if html is not None:
         from mergepipe.cli.pages import explain_page
 
-        write_page(Path(html), explain_page(explanation, datetime.now(UTC)))
+        write_page(page, explain_page(explanation, datetime.now(UTC)))
     return explanation
 
 
@@ -138,13 +140,13 @@ def sweep(
     the chosen policy and for `random`; the distance of a sample tells nothing and is not measured.
     """
     if html is not None:
-        check_page(Path(html))
+        page = checked_page(html)
     tried = SWEEP_BUDGETS if budgets is None else budgets.split(",")
     report = mergepipe.sweep(recipe, tried, options=options, on_progress=on_progress)
     if html is not None:
         from mergepipe.cli.pages import sweep_page
 
-        write_page(Path(html), sweep_page(report, datetime.now(UTC)))
+        write_page(page, sweep_page(report, datetime.now(UTC)))
     return report
 
 
@@ -169,10 +171,11 @@ def search(
     return mergepipe.search(recipe, out, options=options, on_progress=on_progress)
 
 
-def check_page(path: Path) -> None:
-    """Refuse a page that could not be written, before anything is done."""
+def checked_page(name: str) -> Path:
+    """Return the path of a page; one that could not be written is refused before anything is done."""
     from mergepipe.errors import NotFoundError, OutputError
 
+    path = output_place(name).local_path
     if not path.absolute().parent.is_dir():
         raise NotFoundError.of("storage.not-found", path.parent, "no such directory", "make it, or choose another")
     if path.is_symlink():
@@ -180,6 +183,7 @@ def check_page(path: Path) -> None:
         raise OutputError.of("output.link", path, message, "name the file itself")
     if path.exists() and (not path.is_file() or path.suffix not in (".html", ".htm")):
         raise OutputError.of("output.not-ours", path, "exists, and is not an HTML file", "choose another name")
+    return path
 
 
 def write_page(path: Path, page: str) -> None:

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from mergepipe.checkpoints.directory import require_text_path
-from mergepipe.errors import NotFoundError
+from mergepipe.errors import NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file, is_folder
-from mergepipe.storage.location import Location
+from mergepipe.storage.location import WEB_SCHEMES, Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.formats.contract import TrainingFormat, refuse_foreign
 from mergepipe.tailor.formats.dcp import DCP
@@ -37,6 +37,7 @@ def open_training_checkpoint(store: Store, path: Location, home: Location | None
 
     Reads structure and step counters, never another tensor byte. `home` is where it will lie, if that is elsewhere.
     """
+    refuse_unlisted(path)
     if not is_folder(store, path) and not is_file(store, path):
         raise NotFoundError.of("model.not-found", path, "there is no such directory or file")
     if is_file(store, path / MANIFEST_NAME):
@@ -50,6 +51,14 @@ def open_training_checkpoint(store: Store, path: Location, home: Location | None
         )
         raise NotFoundError.of("model.not-found", path, "no training checkpoint is here", f"looked for {looked_for}")
     return known.open(store, path, home or path)
+
+
+def refuse_unlisted(path: Location) -> None:
+    """Refuse a place whose files cannot be listed: a part of a checkpoint there would be missing in silence."""
+    if path.scheme in WEB_SCHEMES:
+        message = "is on a web server, which lists no files: the optimizer's state would be missing in silence"
+        hint = "download it, or put it in a bucket or on the Hub"
+        raise UnsupportedError.of("checkpoint.unsupported", path, message, hint)
 
 
 # --- open the source checkpoints of a composition ---

@@ -1,0 +1,44 @@
+"""The places that outputs go to: the one function by which a verb takes the place of an output from its caller."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Final
+
+from mergepipe.errors import OutputError
+from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, WEB_SCHEMES, Location
+
+HERE: Final = ("",)
+"""The schemes of an output that is a folder or file of this machine, and nothing else."""
+HERE_OR_BUCKET: Final = (*HERE, *OBJECT_SCHEMES)
+ANYWHERE: Final = (*HERE_OR_BUCKET, HUB_SCHEME)
+ELSEWHERE: Final = (*OBJECT_SCHEMES, HUB_SCHEME)
+
+_KINDS: Final = {
+    **dict.fromkeys(HERE, "a place of this machine"),
+    **dict.fromkeys(OBJECT_SCHEMES, "a bucket (s3://, gs://, az://)"),
+    HUB_SCHEME: "the Hub (hf://org/name)",
+}
+
+
+def output_place(place: str | os.PathLike[str] | Location, schemes: Collection[str] = HERE, hint: str = "") -> Location:
+    """Return the location of an output that a caller names, refused unless its scheme is among `schemes`.
+
+    Makes no request and computes nothing, so that a place that takes no such output is refused first.
+
+    Raises:
+        OutputError: `output.place`.
+        RecipeError: `location.invalid`, it names no place.
+    """
+    location = Location.of(place)
+    if location.scheme in schemes:
+        return location
+    if location.scheme in WEB_SCHEMES:
+        kind = "a web server, which takes no outputs"
+    elif location.scheme in _KINDS:
+        kind = f"{_KINDS[location.scheme]}, which does not take this output"
+    else:
+        kind = f"no place that is known: {location.scheme}:// takes no outputs"
+    allowed = list(dict.fromkeys(_KINDS[scheme] for scheme in schemes))
+    raise OutputError.of("output.place", location, f"is {kind}", hint or f"name {' or '.join(allowed)}")

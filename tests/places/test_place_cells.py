@@ -1,0 +1,248 @@
+"""Every cell of the table of verbs and places: what works has the local bytes, what is refused leaves nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from tools.reference.places import INPUT_KINDS, INPUT_PLACES, OUTPUTS, VERBS, Refusal, Verb
+
+from support.bucket_outputs import objects_below
+from support.command_line import command_names
+from support.model_folders import recipe_of
+from support.place_cells import ENDS, Work, expect, run_in, steady, weights_below, write_subjects
+from support.placed_models import PlacedModels, files_of, placed_models
+
+BY_NAME = {verb.name: verb for verb in VERBS}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlacedModels]:
+    """What the cells read, in folders of this machine, and the stand-ins of all servers."""
+    root = tmp_path_factory.mktemp("cells")
+    with pytest.MonkeyPatch.context() as patched, placed_models(root) as placed:
+        patched.setenv("MERGEPIPE_HOME", str(root / "home"))
+        placed.lead(patched)
+        write_subjects(root)
+        yield placed
+
+
+@pytest.fixture
+def work(models: PlacedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
+    monkeypatch.setenv("MERGEPIPE_HOME", str(models.root / "home"))
+    models.lead(monkeypatch)
+    return Work(models, tmp_path)
+
+
+def local_out(verb: Verb, folder: Path) -> str:
+    """Return a place of this machine for the output of a verb, in the form that it takes; empty if it takes none."""
+    if verb.outputs is None or verb.name in ("sweep", "explain"):
+        return ""
+    if verb.name == "push":
+        return f"s3://bucket/{folder.name}"
+    return str(folder / "out")
+
+
+def result_of(verb: Verb, work: Work, subject: str) -> tuple[dict[str, bytes], object]:
+    """Run a verb; the weights that it wrote, and what it printed that does not depend on places."""
+    out = local_out(verb, work.folder)
+    printing = [] if verb.outputs is not None or verb.name == "tailor recipe" else ["--json"]
+    ran = run_in(work.folder, [*work.command(verb.name, subject, out), *printing])
+    assert ran.exit_code == 0, ran.err
+    if verb.name == "push":
+        return weights_below(objects_below(out)), None
+    written = weights_below(files_of(Path(out))) if out else {}
+    return written, steady(ran.json()) if printing else None
+
+
+_local: dict[str, tuple[dict[str, bytes], object]] = {}
+
+
+def inputs_where(*, refused: bool) -> list[tuple[str, str]]:
+    """The cells of inputs that are refused, or work."""
+    return [
+        (verb.name, kind)
+        for verb in VERBS
+        for kind in (*INPUT_PLACES, *INPUT_KINDS)
+        if (kind in verb.inputs) == refused
+    ]
+
+
+def outputs_where(*, refused: bool) -> list[tuple[str, str]]:
+    """The cells of outputs that are refused, or work."""
+    return [
+        (verb.name, kind)
+        for verb in VERBS
+        for kind in OUTPUTS
+        if verb.outputs is not None and kind not in verb.absent_outputs and (kind in verb.outputs) == refused
+    ]
+
+
+@pytest.mark.parametrize(("name", "kind"), inputs_where(refused=False))
+def test_input__gives_what_the_local_one_gives(work: Work, name: str, kind: str) -> None:
+    verb = BY_NAME[name]
+    made = result_of(verb, work, work.subject(name, kind))
+    if kind == "folder":
+        _local[name] = made
+    elif kind in INPUT_PLACES:
+        if name not in _local:
+            folder = work.folder / "local"
+            folder.mkdir()
+            _local[name] = result_of(verb, Work(work.models, folder), work.subject(name, "folder"))
+        assert made == _local[name]
+
+
+@pytest.mark.parametrize(("name", "kind"), inputs_where(refused=True))
+def test_input__that_is_refused_leaves_nothing(work: Work, name: str, kind: str) -> None:
+    verb = BY_NAME[name]
+    subject = work.subject(name, kind)
+    before = state_of(work.models)
+    check_refused(work, verb.inputs[kind], verb, subject, local_out(verb, work.folder))
+    assert state_of(work.models) == before
+
+
+def place_of(kind: str, work: Work) -> str:
+    """Name a new place for an output of a kind."""
+    name = work.folder.name
+    match kind:
+        case "bucket":
+            return f"s3://bucket/{name}"
+        case "hub":
+            return f"hf://user/{name}"
+        case "web":
+            return f"{work.models.web.url}/{name}"
+        case "safetensors" | "gguf":
+            return str(work.folder / f"out.{kind}")
+    return str(work.folder / "out")
+
+
+@pytest.mark.parametrize(("name", "kind"), outputs_where(refused=False))
+def test_output__has_the_weights_of_a_folder(work: Work, name: str, kind: str) -> None:
+    verb = BY_NAME[name]
+    subject, out = work.subject(name, "folder"), place_of(kind, work)
+    if kind == "hub" and name != "push":
+        work.models.hub.commit(f"user/{work.folder.name}", {"README.md": b"mine"})
+    command = work.command(name, subject, out)
+    ran = run_in(work.folder, command)
+    assert ran.exit_code == 0, ran.err
+    assert not (work.folder / "hf:").exists()
+    assert not (work.folder / "s3:").exists()
+    if kind == "force":
+        again = run_in(work.folder, [*command, "--force"])
+        assert again.exit_code == 0, again.err
+    if kind == "gguf":
+        assert Path(out).read_bytes().startswith(b"GGUF")
+        return
+    if kind == "safetensors":
+        assert load_file(out)
+        return
+    if name in PAGES:
+        assert Path(out).is_file()
+        return
+    files = {"bucket": objects_below, "hub": lambda _: work.models.hub.model_files(f"user/{work.folder.name}")}
+    written = weights_below(files[kind](out) if kind in files else files_of(Path(out)))
+    local = work.folder / "local"
+    local.mkdir()
+    expected = result_of(verb, Work(work.models, local), subject)[0]
+    assert written == expected
+    assert written or name == "analyze"
+
+
+PAGES = ("plan", "sweep", "explain")
+"""Verbs whose output is one small file."""
+
+
+@pytest.mark.parametrize(("name", "kind"), outputs_where(refused=True))
+def test_output__that_is_refused_asks_no_server(
+    work: Work, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    verb = BY_NAME[name]
+    assert verb.outputs is not None
+    subject, models = work.subject(name, "folder"), work.models
+    monkeypatch.setenv("AWS_ENDPOINT_URL", models.web.url)  # which tells of every request, as the Hub does
+    before = len(models.web.requests), len(models.hub.requests)
+    out = place_of("folder" if kind == "force" else kind, work)
+    check_refused(work, verb.outputs[kind], verb, subject, out, *(["--force"] if kind == "force" else []))
+    assert (len(models.web.requests), len(models.hub.requests)) == before
+
+
+def check_refused(work: Work, refusal: Refusal, verb: Verb, subject: str, out: str, *more: str) -> None:
+    """Run a command that must be refused in one line, and must leave nothing on this machine."""
+    command = [*work.command(verb.name, subject, out), *more]
+    before = files_of(work.folder)
+    ran = run_in(work.folder, command)
+    assert (ran.exit_code != 0, ran.codes) == (True, [refusal.code]), ran.err
+    assert len(ran.error_lines) == 1
+    assert files_of(work.folder) == before
+    assert not (work.folder / "out").exists()
+
+
+def state_of(models: PlacedModels) -> object:
+    """What lies on all servers."""
+    hub = models.hub
+    return objects_below("s3://bucket"), {model: hub.n_commits(model) for model in hub.models}
+
+
+def test_table__has_a_row_for_every_verb() -> None:
+    """Commands on the catalog and on this machine alone name no models and no outputs."""
+    without_places = {"ls", "lineage", "gc", "status", "catalog rebuild", "catalog stats", "tailor diff"}
+    assert {verb.name for verb in VERBS} == set(command_names()) - without_places
+    for verb in VERBS:
+        assert verb.inputs.keys() <= {*INPUT_PLACES, *INPUT_KINDS}
+        assert (verb.outputs or {}).keys() | verb.absent_outputs <= OUTPUTS.keys()
+
+
+def test_table__has_a_column_for_every_place() -> None:
+    from mergepipe.storage.output_places import ANYWHERE
+
+    assert {"folder", "bucket", "hub"} <= OUTPUTS.keys()
+    assert {"": "folder", "s3": "bucket", "gs": "bucket", "az": "bucket", "hf": "hub"}.keys() == {*ANYWHERE}
+    assert {f".{kind}" for kind in OUTPUTS} >= {*ENDS}
+
+
+MIXED = {
+    "an expert on the Hub beside one in a bucket": ("folder", ("expert", "hub"), ("other", "bucket")),
+    "a base on the Hub and experts here and on the web": ("hub", ("expert", "folder"), ("other", "web")),
+    "a base in a bucket and a revision beside a folder": ("bucket", ("expert", "revision"), ("other", "folder")),
+    "packed beside raw": ("folder", ("packs/expert", "bucket"), ("other", "hub")),
+    "quantised beside raw": ("hub", ("quantised", "hub"), ("other", "folder")),
+    "a snapshot beside a model": ("folder", ("snapshot", "bucket"), ("other", "hub")),
+}
+"""The place of the base, and two experts: a folder of the subjects, and the place that it is put at."""
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_merge__has_the_same_bytes_whatever_places_are_mixed(work: Work, case: str) -> None:
+    base, *experts = MIXED[case]
+
+    def merged(name: str, places: list[str]) -> dict[str, bytes]:
+        named = [
+            work.models.put(work.models.root / folder, place)
+            for (folder, _), place in zip(experts, places[1:], strict=True)
+        ]
+        models = {named[0]: {"weight": 0.6}, named[1]: {"weight": 0.4}}
+        text = json.dumps(recipe_of("task_arithmetic", models, work.models.put(work.models.root / "base", places[0])))
+        (work.folder / f"{name}.yml").write_text(text)
+        expect(run_in(work.folder, ["merge", f"{name}.yml", name]))
+        return weights_below(files_of(work.folder / name))
+
+    assert merged("mixed", [base, *(place for _, place in experts)]) == merged("local", ["folder"] * 3)
+
+
+@pytest.mark.parametrize("verb", ["pack", "lora extract", "analyze", "diff"])
+def test_two_inputs__of_two_places_give_what_local_ones_give(work: Work, verb: str) -> None:
+    root = work.models.root
+    names = ("snapshot", "other-snapshot") if verb == "diff" else ("base", "expert")
+    more = {"pack": ["--out"], "lora extract": ["--rank", "2", "-o"], "analyze": ["--home"], "diff": ["--json"]}[verb]
+
+    def made(places: tuple[str, str], out: str) -> object:
+        first, second = (work.models.put(root / name, place) for name, place in zip(names, places, strict=True))
+        ran = expect(run_in(work.folder, [*verb.split(), first, second, *more, *([] if verb == "diff" else [out])]))
+        return steady(ran.json()) if verb == "diff" else weights_below(files_of(work.folder / out))
+
+    local = made(("folder", "folder"), "local")
+    assert made(("hub", "bucket"), "first") == local
+    assert made(("bucket", "folder"), "second") == local
