@@ -101,6 +101,7 @@ THREADS = Flag(
 HOME = Flag(
     "Where the catalog is.", metavar="DIR", default="$MERGEPIPE_HOME, else the user data folder", panel=WORK_PANEL
 )
+NO_CATALOG = Flag("Use no catalog, and record nothing in it.", panel=WORK_PANEL)
 FORCE = Flag("Replace OUT, if mergepipe made it.")
 APPLY_MEMORY_BYTES = 512 << 20
 """Buffers of an adapter's application: more would not make it faster."""
@@ -160,7 +161,7 @@ class MachineOptions(Options):
 class RunOptions(MachineOptions):
     """Options of using the machine and the catalog. None of them changes a byte of a result."""
 
-    catalog: bool = option(True, "Use no catalog, and record nothing in it.", panel=WORK_PANEL)
+    catalog: bool = option(True, NO_CATALOG)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,7 +465,17 @@ class ApplyLoraOptions(OutputOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeLoraOptions(Options):
+class AdapterOptions(Options):
+    """Options of making an adapter: what is replaced and recorded, and what its card says of its base."""
+
+    force: bool = option(False, FORCE)
+    base_model_id: str | None = option(None, "The base on the Hub.", metavar="ID")
+    home: str | Path | None = option(None, HOME)
+    catalog: bool = option(True, NO_CATALOG)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeLoraOptions(AdapterOptions):
     """Options of `merge_lora`. Operators by default keep all ranks that the result has."""
 
     method: str = option(
@@ -479,7 +490,7 @@ class MergeLoraOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtractLoraOptions(Options):
+class ExtractLoraOptions(AdapterOptions):
     """Options of `extract_lora`. One of `rank` and `energy` is needed; with both, `rank` is the limit."""
 
     rank: int | None = option(None, LARGEST_RANK)
@@ -487,7 +498,6 @@ class ExtractLoraOptions(Options):
         None, "Keep this share of each matrix's square sum.", metavar="SHARE", read=_read_share, check=share
     )
     save_modules: bool = option(False, "Store embeddings, output heads, norms and biases that changed in full.")
-    base_model_id: str | None = option(None, "The base on the Hub.", metavar="ID")
 
     def __post_init__(self) -> None:
         super().__post_init__()

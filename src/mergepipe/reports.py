@@ -590,7 +590,9 @@ class ExtractLoraReport(Displayed):
     model_bytes: int = shown("model read", default=0)
     seconds: float = shown("time", default=0.0)
     adapter_bytes: int = shown("written")
-    out: Path = shown("output")
+    sid: str = shown("snapshot", default="")
+    notices: tuple[str, ...] = shown("notice", default=())
+    out: Path | Location = shown("output")
 
     @property
     def error_text(self) -> str:
@@ -628,7 +630,9 @@ class MergeLoraReport(Displayed):
     read_bytes: int = shown("read")
     seconds: float = shown("time")
     adapter_bytes: int = shown("written")
-    out: Path = shown("output")
+    sid: str = shown("snapshot")
+    notices: tuple[str, ...] = shown("notice", default=())
+    out: Path | Location = shown("output")
 
     @property
     def kept_text(self) -> str:

@@ -221,7 +221,9 @@ def test_merge_lora__keeps_the_names_of_kohya(tmp_path: Path, method: str) -> No
     first, second = write_kohya(tmp_path / "a.safetensors", 0), write_kohya(tmp_path / "b.safetensors", 1, alpha=None)
     rank = 20 if method == "svd" else None
     mergepipe.merge_lora([first, second], tmp_path / "out", method=method, weights=(0.25, 0.75), rank=rank)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["out.safetensors"]
+    records = {"README.md", "mergepipe.blocks", "mergepipe.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"out.safetensors", *records}
+    assert mergepipe.verify(tmp_path / "out").is_sound
     written = load_file(tmp_path / "out" / "out.safetensors")
     assert written["lora_unet_conv_in.lora_down.weight"].shape[1:] == (4, 3, 3)
     assert written["lora_unet_conv_in.lora_up.weight"].shape[2:] == (1, 1)
@@ -416,7 +418,7 @@ def test_extract_lora__names_the_modules_of_transformers(tmp_path: Path, names: 
         write_model(tmp_path / folder, tensors)
     mergepipe.extract_lora(tmp_path / "base", tmp_path / "model", tmp_path / "lora", rank=8)
     config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["model.language_model.layers.0.q_proj"]
+    assert config["target_modules"] == ["language_model.layers.0.q_proj"]
     made = applied(tmp_path / "base", tmp_path / "out", tmp_path / "lora")
     np.testing.assert_allclose(made[text], np.eye(8), atol=1e-5)
 
@@ -458,5 +460,7 @@ def test_lora_apply__gives_a_tied_base_no_head_of_its_own_that_would_lose_someth
 
 
 def test_target_modules__are_named_in_full_where_a_last_name_means_others_too() -> None:
-    modules = ["a.0.q", "a.1.q", "a.0.v", "a.1.v", "merger.0"]
-    assert target_modules(["a.0.q", "a.1.q", "a.1.v", "merger.0"], modules) == ["merger.0", "q", "a.1.v"]
+    modules = ["a.0.q", "a.1.q", "a.0.v", "a.1.v", "merger.0", "text.0.mlp.out", "image.0.mlp.out", "text.0.end.out"]
+    adapted = ["a.0.q", "a.1.q", "a.1.v", "merger.0", "text.0.end.out"]
+    assert target_modules(adapted, modules) == ["a.1.v", "end.out", "merger.0", "q"]
+    assert target_modules(["a.q"], ["a.q", "q.b"]) == ["a.q"]

@@ -44,7 +44,10 @@ def diff(
     second = read_manifest_value(store, place_b)
     lines_a, lines_b = (manifest.recipe.splitlines(keepends=True) for manifest in (first, second))
     changes, equal = _changes(first, second)
-    measured = tuple(_measured(store, place_a, place_b, changes, on_progress)) if reads_tensors else tuple(changes)
+    measured = tuple(changes)
+    if reads_tensors:
+        weights_a, weights_b = _weights_of(first, place_a), _weights_of(second, place_b)
+        measured = tuple(_measured(store, weights_a, weights_b, changes, on_progress))
     changes_with_norm = [change for change in measured if change.norm is not None]
     norm = math.sqrt(sum((change.norm or 0.0) ** 2 for change in changes_with_norm)) if reads_tensors else None
     return SnapshotDiff(
@@ -59,6 +62,11 @@ def diff(
         tensors=measured,
         norm=norm,
     )
+
+
+def _weights_of(manifest: Manifest, place: Location) -> Location:
+    """Return where the tensors of a snapshot are opened: its folder, or the one file of an adapter."""
+    return place / manifest.files[0].name if manifest.is_adapter else place
 
 
 def _settings(a: Manifest, b: Manifest) -> Iterator[str]:

@@ -36,7 +36,7 @@ from mergepipe.runs.budget import BlockCounts, analysis_advice, blocks_by_level,
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.stored_plan import plan_of, read_plan
 from mergepipe.runs.work import KnownStatistics
-from mergepipe.snapshots.manifest import BESIDE, FILE_SUFFIXES, MANIFEST_NAME, Manifest
+from mergepipe.snapshots.manifest import BASE_ROLE, BESIDE, FILE_SUFFIXES, MANIFEST_NAME, Manifest
 from mergepipe.snapshots.staging import Staging, check_target
 from mergepipe.storage.contract import RangeFile, Store, is_file
 from mergepipe.storage.ledger import Purpose
@@ -100,7 +100,7 @@ def explanation_of(
         raise ValueError("neither a plan nor a manifest")
     tensors = plan.tensors if plan is not None else _full_merge_tensors(manifest) if manifest is not None else ()
     sources = plan.models if plan is not None else manifest.inputs if manifest is not None else ()
-    models = [(source.model, source.path) for source in sources if source.role == "expert"]
+    models = [(source.model, source.path) for source in sources if source.role != BASE_ROLE]
     block_elements = DEFAULT_BLOCK_ELEMENTS if plan is None else plan.block_elements
     counts = count_blocks(tensors, block_elements, len(models))
     return Explanation(
@@ -135,7 +135,7 @@ def explanation_of(
 
 def _full_merge_tensors(manifest: Manifest) -> tuple[PlannedTensor, ...]:
     """List the tensors of a full merge as if they were planned: every block of every expert, on the default grid."""
-    n_experts = sum(source.role == "expert" for source in manifest.inputs)
+    n_experts = sum(source.is_expert for source in manifest.inputs)
     tensors = []
     for tensor in manifest.tensors:
         if tensor.action == Action.MERGE.value:
@@ -150,7 +150,7 @@ def _expert_shares(
     counts: BlockCounts, models: Sequence[tuple[str, str]], plan: Plan | None, manifest: Manifest | None
 ) -> tuple[ExpertShare, ...]:
     planned = [model for model in plan.models if model.role == "expert"] if plan is not None else None
-    realized = [source.read_bytes for source in manifest.inputs if source.role == "expert"] if manifest else None
+    realized = [source.read_bytes for source in manifest.inputs if source.is_expert] if manifest else None
     read_E, free_E, omitted_E, in_part_E = (
         blocks_E.tolist() for blocks_E in (counts.read_E, counts.free_E, counts.omitted_E, counts.in_part_E)
     )

@@ -22,20 +22,24 @@ from mergepipe.checkpoints.stacked_experts import fused_name, inputs_first
 from mergepipe.checkpoints.stored_adapters import INNER, OUTER, PREFIX
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.blocks import F32, BlockGrid, DTypeKind, Span
+from mergepipe.core.units import format_percent
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.operators.spectral import norm_of, orthonormal
-from mergepipe.options import ExtractLoraOptions
+from mergepipe.options import ExtractLoraOptions, home_of
 from mergepipe.recipes.references import named_location
 from mergepipe.reports import ByteProgress, ExtractedTensor, ExtractLoraReport, NotExtracted, ProgressCallback
+from mergepipe.runs.adapter_output import AdapterFacts, adapter_output, recorded_recipe, relative_name
 from mergepipe.runs.adapters import WEIGHTS_NAME, AdapterWriter, LargestShape, adapter_config, factor_names
 from mergepipe.runs.inputs import open_path
-from mergepipe.runs.model_card import hub_id_of, parse_base_model_ids
-from mergepipe.snapshots.staging import Staging, check_free_space, check_target
-from mergepipe.storage.contract import RangeFile
+from mergepipe.runs.model_card import hub_id_of, stated_base_id
+from mergepipe.runs.work import tensor_bytes_read
+from mergepipe.snapshots.manifest import BASE_ROLE, EXPERT_ROLE, EXTRACTED_ADAPTER, InputRecord
+from mergepipe.snapshots.staging import check_free_space
+from mergepipe.snapshots.whole_output import staged_beside
+from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.output import write_durably
-from mergepipe.storage.output_places import output_place
+from mergepipe.storage.output_places import ANYWHERE, output_place
 from mergepipe.storage.stores import Stores
 
 _WEIGHT, _BIAS = ".weight", ".bias"
@@ -60,50 +64,60 @@ def extract_lora(
     on_progress: ProgressCallback | None = None,
     **fields: Any,
 ) -> ExtractLoraReport:
-    """Write the LoRA adapter that brings `base` closest to `model` into the new directory `out`, as PEFT reads it.
+    """Publish the LoRA adapter that brings `base` closest to `model` at `out`, as PEFT reads it.
 
-    Every matrix of the difference is decomposed by itself (truncated SVD) and written before the next is read. The
-    report names the error that is left, tensor by tensor, and what a LoRA cannot hold. `on_progress` tells the bytes
-    of tensors that are done.
+    `out` is a folder, a prefix of a bucket or a repository of the Hub, where the adapter appears with a card and a
+    record, complete or not at all. Every matrix of the difference is decomposed by itself (truncated SVD) and written
+    before the next is read. The report names the error that is left, tensor by tensor, and what a LoRA cannot hold.
+    `on_progress` tells the bytes of tensors that are done.
 
     Raises:
         RecipeError: a rank or an energy out of its range, or neither.
         MismatchError: nothing differs.
     """
     started, made = time.perf_counter(), ExtractLoraOptions.of(options, fields)
-    target = output_place(out).local_path
-    stated_ids = parse_base_model_ids([] if made.base_model_id is None else [made.base_model_id]).of_merge
+    place = output_place(out, ANYWHERE)
+    stated_base = stated_base_id(made.base_model_id)
     store = Stores()
     model_path = named_location(store, model)
     base_checkpoint = open_path(store, named_location(store, base))
     model_checkpoint = open_path(store, model_path, base_checkpoint)
-    check_target(target, (base_checkpoint.path, model_checkpoint.path), force=None)
     architecture = TokenizerFiles(base_checkpoint, store).document(CONFIG_NAME)
     paths = files_of((*base_checkpoint.tensors.values(), *model_checkpoint.tensors.values()))
     checkpoints = (base_checkpoint, model_checkpoint)
-    with open_files(store, paths, checkpoints) as files, Staging(target, force=False) as staging:
+    sources = (base_checkpoint.path, model_checkpoint.path)
+    with (
+        adapter_output(store, place, sources, made, started) as output,
+        open_files(store, paths, checkpoints) as files,
+    ):
         progress = ByteProgress(on_progress, "extract", base_checkpoint.tensor_bytes + model_checkpoint.tensor_bytes)
         is_tied = has_tied_head(store, base_checkpoint) and not architecture.get("is_encoder_decoder")
         is_tied &= TIED_HEAD not in model_checkpoint.tensors
         prefixes = _module_prefixes(architecture, base_checkpoint.tensors)
         extraction = _Extraction(*checkpoints, files, architecture, prefixes, is_tied, made, progress)
-        check_free_space(target, extraction.largest_bytes())
-        path = staging.path / WEIGHTS_NAME
+        check_free_space(staged_beside(place, home_of(made.home)), extraction.largest_bytes())
+        path = output.path / WEIGHTS_NAME
         with AdapterWriter(path, extraction.possible(), store.ledger) as writer:
             extraction.write(writer)
-            adapter_bytes = writer.finish()
+            weights = writer.finish()
         if not extraction.extracted and not extraction.saved:
             message = "no matrix of it differs from the base's: there is nothing to extract"
             raise MismatchError.of("extract.nothing", model_path, message, "is it the model that you mean?")
-        hub_id = next(iter(stated_ids), None) or hub_id_of(base_checkpoint.path, store)
-        write_durably(staging.path / ADAPTER_CONFIG_NAME, extraction.config(hub_id), store.ledger)
-        report = extraction.report(target, adapter_bytes, hub_id)
-        write_durably(staging.path / "README.md", adapter_card(report), store.ledger)
+        base_model = stated_base or hub_id_of(base_checkpoint.path, store) or ""
+        report = extraction.report(place, weights.file_bytes, base_model or None)
         check_unchanged(store, checkpoints)
-        staging.publish()
+        names = (relative_name(str(base), place), relative_name(str(model), place))
+        facts = extraction.facts(store, names, base_model, report.relative_error)
+        manifest = output.publish(weights, facts, {ADAPTER_CONFIG_NAME: extraction.config(base_model)})
     usage = store.ledger.usage()
-    seconds = time.perf_counter() - started
-    return replace(report, base_bytes=usage[Purpose.BASE], model_bytes=usage[Purpose.EXPERT], seconds=seconds)
+    return replace(
+        report,
+        base_bytes=usage[Purpose.BASE],
+        model_bytes=usage[Purpose.EXPERT],
+        sid=manifest.sid,
+        notices=tuple(output.link.notices),
+        seconds=time.perf_counter() - started,
+    )
 
 
 def _module_prefixes(architecture: Json, names: Iterable[str]) -> Mapping[str, str]:
@@ -185,9 +199,9 @@ class _Extraction:
             self._append(writer, name, f"{module}.base_layer{_BIAS}" if module in adapted else f"{module}{_BIAS}")
         self.left.sort(key=lambda skipped: skipped.name)
 
-    def config(self, hub_id: str | None) -> bytes:
+    def config(self, base_model: str) -> bytes:
         """Write the adapter's configuration."""
-        identity, _, revision = (hub_id or "").partition("@")
+        identity, _, revision = base_model.partition("@")
         names = self.architecture.get("architectures")
         is_causal = isinstance(names, list) and any(str(name).endswith("ForCausalLM") for name in names)
         modules = [self._module(name) for name in self.base.tensors if name.endswith(_WEIGHT)]
@@ -205,12 +219,48 @@ class _Extraction:
             more={"target_parameters": stacks or None, "bias": "all" if self.biases else "none", **tied},
         )
 
-    def report(self, out: Path, adapter_bytes: int, hub_id: str | None) -> ExtractLoraReport:
+    def facts(self, store: Store, names: tuple[str, str], base_model: str, relative_error: float) -> AdapterFacts:
+        """Return what is recorded of the adapter; `names` are those of base and model as they were given."""
+        usage = store.ledger.usage()
+
+        def record(role: str, name: str, model: Checkpoint, hub_id: str | None) -> InputRecord:
+            return InputRecord(
+                role=role,
+                model=name,
+                path=str(model.path),
+                content_id=model.content_id,
+                read_bytes=tensor_bytes_read(model, usage),
+                files=model.file_ids,
+                hub_id=hub_id,
+            )
+
+        base_name, model_name = names
+        options = {"rank": self.options.rank, "energy": self.options.energy}
+        parameters = {name: value for name, value in options.items() if value is not None}
+        if self.options.save_modules:
+            parameters["save_modules"] = True
+        recipe = {"output": "adapter", "base_model": base_name, "models": [{"model": model_name}]}
+        left = f"{format_percent(relative_error)} of the norm"
+        summary = f"LoRA adapter extracted from {model_name} against {base_name}"
+        return AdapterFacts(
+            operator=EXTRACTED_ADAPTER,
+            method="extract",
+            summary=f"{summary}: {left} of the difference left out",
+            recipe=recorded_recipe({**recipe, "parameters": parameters}),
+            inputs=(
+                record(BASE_ROLE, base_name, self.base, base_model or None),
+                record(EXPERT_ROLE, model_name, self.model, hub_id_of(self.model.path, store)),
+            ),
+            quality=f"Of the difference from the base, {left} is left out.",
+            base_model=base_model.partition("@")[0],
+        )
+
+    def report(self, out: Location, adapter_bytes: int, hub_id: str | None) -> ExtractLoraReport:
         """Report what was extracted; bytes read and the time are added at the end."""
         return ExtractLoraReport(
             base=self.base.path,
             model=self.model.path,
-            out=out,
+            out=out.local_path if out.is_local else out,
             base_model_id=hub_id,
             tensors=tuple(self.extracted),
             saved_modules=(*self.saved, *map(self._in_model, self.biases)),
@@ -367,15 +417,6 @@ def _is_stack(tensor: Readable) -> bool:
 def _bare(name: str) -> str:
     """Return the name of a tensor's module."""
     return name.removesuffix(_WEIGHT).removesuffix(_BIAS)
-
-
-def adapter_card(report: ExtractLoraReport) -> bytes:
-    """Write the card of an adapter: no path of this machine is in it."""
-    base = (report.base_model_id or "").partition("@")[0]
-    lines = ["---", *([f"base_model: {base}", "base_model_relation: adapter"] if base else []), "library_name: peft"]
-    lines += ["tags:", "- lora", "- mergepipe", "---", "# LoRA extracted from a fine-tuned model", ""]
-    lines += [f"Of the difference from the base, {report.relative_error:.2%} of its norm is left out.", ""]
-    return "\n".join(lines).encode()
 
 
 # --- a matrix as a product of two thin factors, of a fixed rank or as few as keep a share of its energy ---

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mergepipe
-from mergepipe.checkpoints.contract import Checkpoint, files_of
 from mergepipe.checkpoints.directory import GGUF_SUFFIX
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import BF16, F32
@@ -43,6 +42,7 @@ from mergepipe.runs.work import (
     output_of,
     requantisation_error,
     spectral_cost,
+    tensor_bytes_read,
 )
 from mergepipe.snapshots.manifest import (
     BASE_MODEL_IDS_KEY,
@@ -68,7 +68,7 @@ from mergepipe.snapshots.shards import (
 from mergepipe.snapshots.staging import SPARE_BYTES, Staging, check_free_space, check_target, staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Digested, Store, traffic
-from mergepipe.storage.ledger import Purpose, Usage
+from mergepipe.storage.ledger import Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_all_durably, write_durably
 from mergepipe.storage.ranges import peak_memory_bytes
@@ -444,7 +444,7 @@ class MergeRun:
                 path=reference_text(model),
                 files=checkpoint.file_ids,
                 content_id=content_ids.get(id(checkpoint)) or None,
-                read_bytes=0 if model.repeat else _tensor_bytes_read(checkpoint, usage),  # its files have one count
+                read_bytes=0 if model.repeat else tensor_bytes_read(checkpoint, usage),  # its files have one count
                 hub_id=self._hub_id(model),
             )
             for role, model, checkpoint in self._inputs.leaves()
@@ -501,12 +501,3 @@ class MergeRun:
             peak_rss_bytes=peak_memory_bytes(),
             earlier_expert_bytes=progress.earlier_expert_bytes,
         )
-
-
-def _tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:
-    """Sum the bytes requested of a checkpoint's tensors, headers excluded, indices of encoded ones included."""
-    if checkpoint.encoded is None:
-        files = set(map(str, files_of(checkpoint.tensors.values())))
-    else:
-        files = {str(file) for file in (*checkpoint.encoded.files, checkpoint.encoded.index_file)}
-    return sum(n for (file, purpose), n in usage.by_file.items() if file in files and purpose is not Purpose.METADATA)

@@ -23,8 +23,9 @@ from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_con
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.stored_adapters import KOHYA, PREFIX, AdaptedModule, StoredAdapter, read_adapter
 from mergepipe.core.flags import several
+from mergepipe.core.outcome import private_outputs
 from mergepipe.core.strict_json import shown
-from mergepipe.core.units import one_of
+from mergepipe.core.units import format_percent, one_of
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError
 from mergepipe.jobs.load import load_file
 from mergepipe.jobs.merge import merge, run_merge
@@ -40,6 +41,7 @@ from mergepipe.options import (
 )
 from mergepipe.recipes.yaml_source import read_yaml, recipe_text
 from mergepipe.reports import MergedModule, MergeLoraReport, MergeReport, ProgressCallback
+from mergepipe.runs.adapter_output import AdapterFacts, adapter_output, recorded_recipe, relative_name
 from mergepipe.runs.adapters import (
     WEIGHTS_NAME,
     AdapterWriter,
@@ -48,14 +50,17 @@ from mergepipe.runs.adapters import (
     apply_recipe,
     factor_names,
     located_adapters,
+    stated_targets,
+    targets_of,
 )
+from mergepipe.runs.model_card import base_id, hub_id_of, stated_base_id
 from mergepipe.runs.work import merge_settings
-from mergepipe.snapshots.staging import Staging, check_target
-from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, RangeFile
+from mergepipe.snapshots.manifest import ADAPTER_ROLE, MERGED_ADAPTERS, InputRecord
+from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, RangeFile, Store
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.output import make_folders, write_durably
-from mergepipe.storage.output_places import output_place
+from mergepipe.storage.output import make_folders
+from mergepipe.storage.output_places import ANYWHERE, output_place
 from mergepipe.storage.stores import Stores
 
 CONCATENATION, TRUNCATION = "cat", "svd"
@@ -108,13 +113,14 @@ def apply_lora(
 def merge_lora(
     adapters: Sequence[str | Path], out: str | Path, *, options: MergeLoraOptions | None = None, **fields: Any
 ) -> MergeLoraReport:
-    """Merge LoRA adapters of one base into one adapter in the new directory `out`, as PEFT reads it; no base is read.
+    """Merge LoRA adapters of one base into one adapter, published at `out` as PEFT reads it; no base is read.
 
-    `cat` is exact: the factors stand side by side, and ranks add up. `svd` is the best approximation of the same sum of
-    a rank. Any operator of recipes (`linear`, `ties`, `dare_ties`, ...) merges the cores of the deltas in bases that
-    all adapters share, which loses nothing of a delta, and what comes out is cut to `rank`, if there is one.
-    In place of the adapters stands a recipe (`.yml`) of such an operator, with `output: adapter`: its filters and
-    gradients hold for the modules of the adapters.
+    `out` is a folder, a prefix of a bucket or a repository of the Hub, where the adapter appears with a card and a
+    record, complete or not at all. `cat` is exact: the factors stand side by side, and ranks add up. `svd` is the best
+    approximation of the same sum of a rank. Any operator of recipes (`linear`, `ties`, `dare_ties`, ...) merges the
+    cores of the deltas in bases that all adapters share, which loses nothing of a delta, and what comes out is cut to
+    `rank`, if there is one. In place of the adapters stands a recipe (`.yml`) of such an operator, with
+    `output: adapter`: its filters and gradients hold for the modules of the adapters.
 
     Raises:
         RecipeError: options that do not fit together.
@@ -122,39 +128,48 @@ def merge_lora(
         UnsupportedError: DoRA, whose delta depends on the base.
     """
     started = time.perf_counter()
-    store, target, core_recipe = Stores(), output_place(out).local_path, None
+    store, place, core_recipe = Stores(), output_place(out, ANYWHERE), None
     names, made = [str(adapter) for adapter in several(adapters)], MergeLoraOptions.of(options, fields)
     if len(names) == 1 and Path(names[0]).suffix in _RECIPE_SUFFIXES:
         names, core_recipe, made = _read_recipe(store, Path(names[0]), made)
     made = replace(made, weights=made.weights or (1.0,) * len(names))
     _check_options(made, len(names))
+    stated_base = stated_base_id(made.base_model_id)
     locations = located_adapters(store, names)
     opened = [read_adapter(store, location) for location in locations]
-    check_target(target, locations, force=None)
     entries = [entry for adapter in opened for entry in _entries(adapter)]
-    with open_files(store, {entry.file for entry in entries}) as files, Staging(target, force=False) as staging:
+    with (
+        adapter_output(store, place, locations, made, started) as output,
+        open_files(store, {entry.file for entry in entries}) as files,
+    ):
         merge = _AdapterMerge(tuple(names), opened, made, files, store.ledger, core_recipe)
         is_kohya = opened[0].config.kind == KOHYA
-        path = staging.path / (f"{target.name}.safetensors" if is_kohya else WEIGHTS_NAME)
+        path = output.path / (f"{place.name or place.root}.safetensors" if is_kohya else WEIGHTS_NAME)
         with AdapterWriter(path, merge.possible(), store.ledger) as writer:
             merge.write(writer)
-            adapter_bytes = writer.finish()
-        if not is_kohya:
-            config_path = locations[0] / ADAPTER_CONFIG_NAME
-            first = parse_config(store.read_small(config_path, ADAPTER_CONFIG_BYTES), config_path)
-            write_durably(staging.path / ADAPTER_CONFIG_NAME, merge.config(first), store.ledger)
-        staging.publish()
+            weights = writer.finish()
+        small = {} if is_kohya else {ADAPTER_CONFIG_NAME: merge.config(_configs(store, locations))}
+        base_model = stated_base or base_id(opened[0].config.base)
+        manifest = output.publish(weights, merge.facts(store, place, locations, base_model), small)
     return MergeLoraReport(
         adapters=tuple(names),
-        out=target,
+        out=place.local_path if place.is_local else place,
         method=made.method,
         modules=tuple(merge.merged),
         saved_modules=tuple(merge.full),
         kept_energy=_share_kept(merge.lost_square, merge.square),
-        adapter_bytes=adapter_bytes,
+        adapter_bytes=weights.file_bytes,
         read_bytes=store.ledger.usage()[Purpose.EXPERT],
+        sid=manifest.sid,
+        notices=tuple(output.link.notices),
         seconds=time.perf_counter() - started,
     )
+
+
+def _configs(store: Store, locations: Sequence[Location]) -> list[Json]:
+    """Read the configurations of adapters."""
+    paths = [location / ADAPTER_CONFIG_NAME for location in locations]
+    return [parse_config(store.read_small(path, ADAPTER_CONFIG_BYTES), path) for path in paths]
 
 
 def _read_recipe(store: Stores, path: Path, options: MergeLoraOptions) -> tuple[list[str], Json, MergeLoraOptions]:
@@ -347,8 +362,12 @@ class _AdapterMerge:
             return f"{module}.lora_down.weight", f"{module}.lora_up.weight"
         return factor_names(module, is_embedding=parts.is_embedding)
 
-    def config(self, first: Json) -> bytes:
-        """Write the configuration: that of a plain LoRA in which alpha equals the rank, module by module."""
+    def config(self, stated: Sequence[Json]) -> bytes:
+        """Write the configuration: that of a plain LoRA in which alpha equals the rank, module by module.
+
+        `stated` are the configurations of the adapters; the first one's base and task are kept.
+        """
+        first = stated[0]
         names = {module: self._parameter_names(module) for module in self._modules}
         ranks = {name: module.rank for module in self.merged for name in names[module.module] or [module.module]}
         bare = {name for module in self._modules for name in names[module]}
@@ -358,7 +377,10 @@ class _AdapterMerge:
             "lora_bias": any(parts.bias for adapter in self.adapters for parts in adapter.modules.values()),
             "target_parameters": sorted(bare) or None,
             "trainable_token_indices": rows.get("", rows) or None,
-            "target_modules": [module for module in self._modules if not names[module]],
+            "target_modules": stated_targets(
+                (module for module in self._modules if not names[module]),
+                (target for config in stated for target in targets_of(config)),
+            ),
             "use_dora": any(adapter.config.is_dora for adapter in self.adapters),
         }
         if any(name.endswith(".bias") for name in self.full):
@@ -375,6 +397,46 @@ class _AdapterMerge:
             task_type=_text(first.get("task_type")),
             more=more,
         )
+
+    def facts(self, store: Store, out: Location, locations: Sequence[Location], base_model: str) -> AdapterFacts:
+        """Return what is recorded of the merged adapter, which goes to `out`."""
+        names = [relative_name(name, out) for name in self.names]
+        by_file = self.ledger.usage().by_file
+        inputs = []
+        for index, (name, place, adapter) in enumerate(zip(names, locations, self.adapters, strict=True)):
+            paths = {str(entry.file) for entry in _entries(adapter)}
+            is_repeated = place in locations[:index]  # its files have one count
+            read_bytes = 0 if is_repeated else sum(by_file[path, Purpose.EXPERT] for path in paths)
+            inputs.append(
+                InputRecord(
+                    role=ADAPTER_ROLE,
+                    model=name,
+                    path=str(place),
+                    content_id=None,
+                    read_bytes=read_bytes,
+                    files=adapter.file_ids,
+                    hub_id=hub_id_of(place, store),
+                )
+            )
+        kept = format_percent(_share_kept(self.lost_square, self.square))
+        return AdapterFacts(
+            operator=MERGED_ADAPTERS,
+            method=self.options.method,
+            summary=f"LoRA adapters {' and '.join(names)} merged by {self.options.method}: {kept} of their deltas kept",
+            recipe=recorded_recipe({"output": "adapter", **self._recipe_with_names(names)}),
+            inputs=tuple(inputs),
+            quality=f"It keeps {kept} of the square sum of the merged deltas.",
+            base_model=base_model,
+            seed=self.options.seed,
+        )
+
+    def _recipe_with_names(self, names: Sequence[str]) -> Json:
+        """Return the recipe, or the options as one, with the adapters by `names`."""
+        recipe = dict(self.recipe or self._stated_recipe())
+        models = recipe["models"]
+        assert isinstance(models, list)
+        recipe["models"] = [{**entry, "model": name} for entry, name in zip(models, names, strict=True)]
+        return recipe
 
     def _parameter_names(self, module: str) -> list[str]:
         """List the bare parameters that factors under the name of a module may be of."""
@@ -424,7 +486,8 @@ class _AdapterMerge:
                 recipe["base_model"] = "zeros"
             out = root / "merged"
             settings = merge_settings(MergeOptions(catalog=False, seed=self.options.seed, card=False), out)
-            run_merge(recipe_text(recipe, Location.local(root)), settings)
+            with private_outputs():
+                run_merge(recipe_text(recipe, Location.local(root)), settings)
             tensors = load_file(out, threads=1)
             return {name: np.asarray(tensors[name], np.float64) for name in tensors}
 

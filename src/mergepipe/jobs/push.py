@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,14 @@ import mergepipe
 from mergepipe.deltastore.builder import published_store
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.index import is_own_name
-from mergepipe.errors import CorruptError, RecipeError, UnsupportedError
-from mergepipe.jobs.snapshots import find_published, read_manifest_value
+from mergepipe.errors import RecipeError
+from mergepipe.jobs.snapshots import find_published
 from mergepipe.options import PushOptions
 from mergepipe.recipes.references import resolve_model_name
 from mergepipe.reports import ByteProgress, ProgressCallback, PushReport
-from mergepipe.snapshots.layout import read_small_file, small_digest
-from mergepipe.snapshots.manifest import (
-    MANIFEST_NAME,
-    file_without_paths,
-    is_composite,
-    relative_reference,
-    with_changed_paths,
-)
-from mergepipe.snapshots.object_upload import HubUpload, ObjectContent, ObjectUpload, OutputContent, Upload
-from mergepipe.storage.contract import Digested, Store, files_below
+from mergepipe.snapshots.manifest import is_composite
+from mergepipe.snapshots.object_upload import HubUpload, ObjectUpload, OutputContent, Upload, published_snapshot
+from mergepipe.storage.contract import Store, files_below
 from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.output_places import ELSEWHERE, output_place
 from mergepipe.storage.remote.hub_commit import HubRepository
@@ -89,32 +81,8 @@ def _read_composite(store: Store, path: Path) -> tuple[OutputContent, str, str]:
 
 
 def _read_snapshot(store: Store, path: Path) -> tuple[OutputContent, str, str]:
-    """Read the small files of a snapshot, each compared with its digest, and look for the large ones."""
-    folder = Location.local(path)
-    manifest = read_manifest_value(store, folder)
-    if not manifest.files:
-        hint = "upload the file itself: `hf upload org/name FILE`"
-        raise UnsupportedError.of("model.unsupported", path, "is the record of a GGUF file", hint)
-    for file in manifest.files:
-        size_bytes = store.size_bytes(folder / file.name)
-        if size_bytes != file.size_bytes:
-            message = f"has {size_bytes} bytes, {file.size_bytes} were written"
-            raise CorruptError.of("snapshot.damaged", folder / file.name, message, "`mergepipe repair` the snapshot")
-    records = (*manifest.sidecars, manifest.blocks)
-    small = {record.name: read_small_file(store, folder / record.name, record.size_bytes) for record in records}
-    for record in records:
-        if small_digest(small[record.name]) != record.blake3:
-            message = "is not what was written"
-            raise CorruptError.of("snapshot.damaged", folder / record.name, message, "`mergepipe repair` the snapshot")
-    small = {name: file_without_paths(name, raw) for name, raw in small.items()}
-    sidecars = tuple(Digested.of(record.name, small[record.name]) for record in manifest.sidecars)
-    files = zip(manifest.in_folder().files, manifest.files, strict=True)
-    objects = {to.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for to, file in files}
-    objects |= {name: ObjectContent(small[name], len(small[name]), small_digest(small[name])) for name in sorted(small)}
-    copy = replace(manifest.in_folder(), sidecars=sidecars)
-    copy = with_changed_paths(copy, lambda text: relative_reference(text, None))
-    output = OutputContent(MANIFEST_NAME, copy.to_json(), objects)
-    return output, copy.sid, f"Merge by {copy.operator} (mergepipe {copy.version})"
+    copy, output = published_snapshot(store, path)
+    return output, copy.sid, f"{copy.title} (mergepipe {copy.version})"
 
 
 def _open_upload(destination: Location, name: str, options: PushOptions, message: str) -> Upload:

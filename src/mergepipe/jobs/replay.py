@@ -15,7 +15,7 @@ from mergepipe.core.outcome import Notice
 from mergepipe.core.units import first_names
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.work import EngineOptions, plan_output, whole
-from mergepipe.errors import ConflictError, NotFoundError, Problem
+from mergepipe.errors import ConflictError, NotFoundError, Problem, UnsupportedError
 from mergepipe.jobs.merge import MergeRun, intermediate_writer
 from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value, with_inputs_found
 from mergepipe.options import MergeOptions, OutputOptions, RunOptions
@@ -49,6 +49,10 @@ class RebuiltTensor:
 
 def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) -> Inputs:
     """Open the inputs of a snapshot at their recorded paths; `stage` writes intermediates that must be complete."""
+    if manifest.is_adapter:
+        message = f"is an adapter made by `mergepipe {manifest.operator}`, which is not made again from its record"
+        hint = "run that command again: the recipe in its record has the options"
+        raise UnsupportedError.of("model.unsupported", manifest.sid, message, hint)
     gone = [
         Problem("input.not-found", str(path), f"the input {record.model} is gone", _GONE_HINT)
         for record in manifest.inputs

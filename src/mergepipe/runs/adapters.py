@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.stored_adapters import PREFIX, read_adapter
-from mergepipe.core.blocks import F32
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, F32
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError
 from mergepipe.recipes.references import named_location
+from mergepipe.snapshots.manifest import OutputTensor
+from mergepipe.snapshots.shards import (
+    BlockTable,
+    ShardLayout,
+    TensorDigest,
+    TensorSpec,
+    block_digest,
+    file_digest_of,
+    table_of,
+)
 from mergepipe.storage import owned
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Digested, Store
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import os_errors
@@ -32,6 +42,37 @@ LargestShape = tuple[str, tuple[int, ...]]
 """The name of a tensor that an adapter may hold, and its largest shape: its own is known when it is written."""
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenWeights:
+    """A finished weight file with the digests of its tensors, both in the order of the file."""
+
+    layout: ShardLayout
+    digests: tuple[TensorDigest, ...]
+
+    @property
+    def file_bytes(self) -> int:
+        return self.layout.file_bytes
+
+    @property
+    def table(self) -> BlockTable:
+        """The digests of the header and of all blocks."""
+        return table_of((self.layout,), self.digests)
+
+    @property
+    def file(self) -> Digested:
+        """The record of the file."""
+        roots = {digest.name: digest.root for digest in self.digests}
+        return Digested(self.layout.name, self.file_bytes, file_digest_of(self.layout, roots))
+
+    @property
+    def tensors(self) -> tuple[OutputTensor, ...]:
+        """The records of the tensors."""
+        return tuple(
+            OutputTensor(spec.name, spec.dtype.name, spec.shape, self.layout.name, digest.root, "merge", "")
+            for spec, digest in zip(self.layout.tensors, self.digests, strict=True)
+        )
+
+
 class AdapterWriter:
     """Writes a safetensors file tensor by tensor, of shapes that are known only then.
 
@@ -42,7 +83,8 @@ class AdapterWriter:
     def __init__(self, path: Path, possible: Iterable[LargestShape], ledger: Ledger) -> None:
         self._path = path
         self._ledger = ledger
-        self._rows: dict[str, dict[str, object]] = {}
+        self._rows: dict[str, _Row] = {}
+        self._blocks: dict[str, tuple[bytes, ...]] = {}
         self._written_bytes = 0
         largest = {name: _row(shape, (1 << 62, 1 << 62)) for name, shape in possible}
         self._header_bytes = -(-len(_header(largest)) // _ALIGNMENT) * _ALIGNMENT
@@ -56,18 +98,28 @@ class AdapterWriter:
         self._write(content, _LENGTH_BYTES + self._header_bytes + start)
         self._written_bytes += len(content)
         self._rows[name] = _row(tuple(shape), (start, self._written_bytes), dtype)
+        step = DEFAULT_BLOCK_ELEMENTS * DTYPES[dtype].itemsize
+        self._blocks[name] = tuple(block_digest(content[at : at + step]) for at in range(0, len(content), step))
 
     def relabel(self, name: str, other: str) -> None:
         """Give a tensor that is written a name that is no longer."""
         self._rows[other] = self._rows.pop(name)
+        self._blocks[other] = self._blocks.pop(name)
 
-    def finish(self) -> int:
-        """Write the header, make the file durable, and return its size."""
-        header = _header(self._rows).ljust(self._header_bytes)
-        self._write(len(header).to_bytes(_LENGTH_BYTES, "little") + header, 0)
+    def finish(self) -> WrittenWeights:
+        """Write the header, make the file durable, and return what was written."""
+        header = self._padded_header()
+        self._write(header, 0)
         with os_errors(self._path, "making it durable"):
             owned.sync_file(self._descriptor)
-        return _LENGTH_BYTES + self._header_bytes + self._written_bytes
+        rows = sorted(self._rows.items(), key=lambda item: item[1]["data_offsets"])
+        specs = tuple(TensorSpec(name, DTYPES[row["dtype"]], tuple(row["shape"])) for name, row in rows)
+        digests = tuple(TensorDigest(name, self._blocks[name]) for name, _ in rows)
+        return WrittenWeights(ShardLayout(self._path.name, specs, header), digests)
+
+    def _padded_header(self) -> bytes:
+        header = _header(self._rows).ljust(self._header_bytes)
+        return len(header).to_bytes(_LENGTH_BYTES, "little") + header
 
     def __enter__(self) -> AdapterWriter:
         return self
@@ -130,27 +182,67 @@ def adapter_config(
     return (json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def target_modules(adapted: Iterable[str], modules: Collection[str]) -> list[str]:
-    """Name the adapted modules: by their last names where these mean no other module, else in full.
+def target_modules(adapted: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """Name exactly the adapted modules: by the shortest ends of names that no other module has, else in full.
 
-    PEFT adapts every module of which `target` is the whole name or the end of it after a dot.
+    PEFT adapts every module of which `target` is the whole name or the end of it after a dot; `modules` are those that
+    have a weight, and the parts of the model that hold them are modules too.
     """
-    chosen, parents = set(adapted), {word for module in modules for word in module.split(".")[:-1]}
-    by_leaf: dict[str, list[str]] = defaultdict(list)
-    for module in modules:
-        by_leaf[module.rpartition(".")[2]].append(module)
-    targets: list[str] = []
-    for leaf, alike in sorted(by_leaf.items()):
-        chosen_alike = sorted(chosen.intersection(alike))
-        targets += [leaf] if len(chosen_alike) == len(alike) and leaf not in parents else chosen_alike
-    return targets
+    chosen = set(adapted)
+    others = {*modules, *(parent for module in modules for parent in _parents_of(module))} - chosen
+    other_ends = {end for module in others for end in _ends_of(module)}
+    targets = set()
+    for module in chosen:
+        usable = (end for end in _ends_of(module) if end not in other_ends and not end[0].isdigit())
+        targets.add(next(usable, module))
+    return sorted(targets)
 
 
-def _row(shape: tuple[int, ...], offsets: tuple[int, int], dtype: str = F32.name) -> dict[str, object]:
+def stated_targets(adapted: Iterable[str], stated: Iterable[str]) -> list[str]:
+    """Name the modules of merged adapters by the `stated` targets of these, and in full where none names a module.
+
+    PEFT has adapted every module that a target names, so that no module of the base without factors has such a name.
+    """
+    names = set(stated)
+    targets = set()
+    for module in adapted:
+        usable = (end for end in _ends_of(module) if end in names)
+        targets.add(next(usable, module))
+    return sorted(targets)
+
+
+def targets_of(config: Mapping[str, object]) -> list[str]:
+    """Return the targets of an adapter's configuration that name all modules with that end; none of a pattern."""
+    stated = config.get("target_modules")
+    is_limited = any(config.get(key) not in (None, [], "") for key in ("layers_to_transform", "exclude_modules"))
+    if is_limited or not isinstance(stated, list):
+        return []
+    return [target for target in stated if isinstance(target, str)]
+
+
+def _ends_of(name: str) -> list[str]:
+    """List the ends of a dotted name, the shortest first, the whole name last."""
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]
+
+
+def _parents_of(name: str) -> list[str]:
+    """List the dotted names above a name."""
+    parts = name.split(".")
+    return [".".join(parts[:stop]) for stop in range(1, len(parts))]
+
+
+class _Row(TypedDict):
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
+def _row(shape: tuple[int, ...], offsets: tuple[int, int], dtype: str = F32.name) -> _Row:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-def _header(rows: Mapping[str, Mapping[str, object]]) -> bytes:
+def _header(rows: Mapping[str, _Row]) -> bytes:
     content = {"__metadata__": {"format": "pt"}, **rows}
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from itertools import islice
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 import yaml
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.directory import MODULES_NAME, PIPELINE_NAME
+from mergepipe.checkpoints.directory import ADAPTER_NAMES, MODULES_NAME, PIPELINE_NAME
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
 from mergepipe.core.display import as_line, markdown_code, markdown_text, yaml_scalar
 from mergepipe.core.units import format_bytes, plural
@@ -78,6 +78,17 @@ def parse_base_model_ids(texts: Iterable[str]) -> BaseModelIds:
         else:
             of_merge.append(hub_id)
     return BaseModelIds(by_model, tuple(of_merge))
+
+
+def stated_base_id(text: str | None) -> str:
+    """Parse the one base that `--base-model-id` states of an adapter; empty without."""
+    ids = parse_base_model_ids([] if text is None else [text]).of_merge
+    return ids[0] if ids else ""
+
+
+def base_id(text: str) -> str:
+    """Return the name of a base in an adapter's configuration where it is an id of the Hub; empty for a path."""
+    return text if is_hub_id(text) and not Path(text).exists() else ""
 
 
 def hub_id_of(location: Location, store: Store) -> str | None:
@@ -245,14 +256,49 @@ def card_and_recipe(
         licenses=_different_licenses(shown, cards),
         usage=_usage(library, files),
         verdict=None if plan is None else verdict_of(plan),
-        fence="`" * max(3, 1 + max(map(len, _BACKTICKS.findall(recipe)), default=0)),
+        fence=_fence(recipe),
         recipe=recipe.expandtabs().splitlines(),
     )
     return text.encode(), recipe
 
 
+def adapter_card(manifest: Manifest, method: str, quality: str, base_model: str) -> bytes:
+    """Write the card of an adapter in the Hub's form.
+
+    `quality` is a sentence on what it leaves out, `base_model` the id of its base on the Hub, empty if unknown. No path
+    of this machine is in the card.
+    """
+    names = _last_names([record.model for record in manifest.inputs])
+    names |= {record.model: record.hub_id for record in manifest.inputs if record.hub_id is not None}
+    recipe = with_renamed(manifest.recipe, lambda text: _hub_name(text, names))
+    text = _template("adapter_card.md.j2").render(
+        manifest=manifest,
+        method=method,
+        quality=quality,
+        base_model=base_model,
+        title=_with_names(manifest.title, names),
+        inputs=[{"role": record.role, "name": _hub_name(record.model, names)} for record in manifest.inputs],
+        is_for_peft=any(file.name in ADAPTER_NAMES for file in manifest.files),
+        fence=_fence(recipe),
+        recipe=recipe.splitlines(),
+    )
+    return text.encode()
+
+
+def _with_names(title: str, names: Mapping[str, str]) -> str:
+    """Return a title in which models go by the names that others know them by."""
+    for path in sorted(names, key=len, reverse=True):
+        title = title.replace(path, without_revision(names[path]))
+    return title
+
+
+def _fence(text: str) -> str:
+    """Return the fence of a block of Markdown that holds a text."""
+    return "`" * max(3, 1 + max(map(len, _BACKTICKS.findall(text)), default=0))
+
+
 @cache
-def _template() -> Template:
+def _template(name: str = "card.md.j2") -> Template:
     from jinja2 import Environment, StrictUndefined  # nothing that only checks needs templates
 
     environment = Environment(
@@ -260,7 +306,7 @@ def _template() -> Template:
     )
     environment.filters |= {"code": markdown_code, "text": markdown_text, "yaml": yaml_scalar, "size": _size}
     environment.globals["plural"] = plural
-    return environment.from_string(resources.files("mergepipe.runs").joinpath("card.md.j2").read_text("utf-8"))
+    return environment.from_string(resources.files("mergepipe.runs").joinpath(name).read_text("utf-8"))
 
 
 def _size(nbytes: object) -> str:

@@ -43,6 +43,7 @@ from mergepipe.runs.model_card import BaseModelIds, parse_base_model_ids
 from mergepipe.snapshots.manifest import BESIDE, FILE_SUFFIXES
 from mergepipe.snapshots.shards import SINGLE_NAME, SUFFIX, index_name
 from mergepipe.storage.contract import STATISTICS_BYTES, Store, is_file
+from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output_places import ANYWHERE, output_place
 
@@ -333,3 +334,12 @@ def requantisation_error(inputs: Inputs) -> float | None:
     squares = [s.shared["squares"] for s in sources if isinstance(s, Requantised) and "squares" in s.shared]
     error, numbers = sum(squares, np.zeros(2)).tolist()
     return float(f"{math.sqrt(error / numbers) if numbers else 0.0:.3g}") if squares else None
+
+
+def tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:
+    """Sum the bytes requested of a checkpoint's tensors, headers excluded, indices of encoded ones included."""
+    if checkpoint.encoded is None:
+        files = set(map(str, files_of(checkpoint.tensors.values())))
+    else:
+        files = {str(file) for file in (*checkpoint.encoded.files, checkpoint.encoded.index_file)}
+    return sum(n for (file, purpose), n in usage.by_file.items() if file in files and purpose is not Purpose.METADATA)

@@ -30,11 +30,16 @@ CARD_NAME = "README.md"
 MANIFEST_FORMAT_NAME = "mergepipe-manifest"
 MANIFEST_VERSION = 5
 """Of the one format of manifests, of which each `kind` has its own record: snapshot, composite, pack, partial."""
+BASE_ROLE, EXPERT_ROLE, ADAPTER_ROLE = "base", "expert", "adapter"
+MERGED_ADAPTERS, EXTRACTED_ADAPTER = "lora merge", "lora extract"
+"""The operators of snapshots that are adapters: the commands that made them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """One model that a snapshot was made from: `role` is base or expert, `read_bytes` of its tensors were requested.
+    """One model that a snapshot was made from: `read_bytes` of its tensors were requested.
+
+    `role` is base, expert, or adapter: of a LoRA that was folded into the base, or merged with others.
 
     `path` is as recorded; `sid` is set where the model was a snapshot itself, and that is known.
     """
@@ -45,6 +50,11 @@ class Input:
     content_id: str | None
     read_bytes: Size
     sid: str | None = None
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the snapshot has changes from it: it is an expert or an adapter."""
+        return self.role != BASE_ROLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +127,7 @@ _RECORD_SUFFIX = ".mergepipe"
 BESIDE: Final = "../"
 _USUAL_NAME: Final = "model.safetensors"
 
+SUMMARY_KEY = "summary"  # in `Manifest.run`: what the snapshot is, where `Merge by OPERATOR` does not say it
 BASE_MODEL_IDS_KEY = "base_model_ids"  # in `Manifest.run`: Hub ids that were stated of the merge, between spaces
 
 
@@ -158,6 +169,21 @@ class Manifest:
             "files": encode(self.in_folder().files),
         }
         return digest_of(identity)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the snapshot is a LoRA adapter, not a model."""
+        return self.operator in (MERGED_ADAPTERS, EXTRACTED_ADAPTER)
+
+    @property
+    def summary(self) -> str:
+        """One line that says what an adapter, or a model with adapters folded in, is; empty for any other merge."""
+        return str(self.run.get(SUMMARY_KEY, ""))
+
+    @property
+    def title(self) -> str:
+        """One line that says what the snapshot is."""
+        return self.summary or f"Merge by {self.operator}"
 
     def in_folder(self) -> Manifest:
         """Return the record of the same output as a folder: a file has the usual name there, whatever its own."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Final, TypeAlias
@@ -33,10 +33,20 @@ from mergepipe.errors import (
     StorageError,
     UnsupportedError,
 )
-from mergepipe.snapshots.layout import small_digest
-from mergepipe.snapshots.manifest import MANIFEST_NAME, is_composite, parse_manifest, read_composite
+from mergepipe.snapshots.layout import read_small_file, small_digest
+from mergepipe.snapshots.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    file_without_paths,
+    is_composite,
+    parse_manifest,
+    read_composite,
+    relative_reference,
+    with_absolute_paths,
+    with_changed_paths,
+)
 from mergepipe.snapshots.shards import INDEX_NAME
-from mergepipe.storage.contract import MANIFEST_BYTES, OWNER_BYTES, Store, files_below
+from mergepipe.storage.contract import MANIFEST_BYTES, OWNER_BYTES, Digested, Store, files_below
 from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.owned import PARTS_MARK, Owner, is_alive, this_process
 from mergepipe.storage.owned import SILENCE_SECONDS as STAGING_SILENCE_SECONDS
@@ -109,6 +119,38 @@ class OutputContent:
             upload.send(name, content.source, content.digest)
             advance(content.size_bytes)
         upload.commit(self.record, self.sizes_bytes)
+
+
+def published_snapshot(store: Store, path: Path) -> tuple[Manifest, OutputContent]:
+    """Return a finished snapshot of a folder as others get it: without paths of this machine.
+
+    Small files are compared with their digests, of large ones the size.
+    """
+    folder = Location.local(path)
+    place = folder / MANIFEST_NAME
+    manifest = with_absolute_paths(parse_manifest(store.read_small(place, MANIFEST_BYTES), place), folder)
+    if not manifest.files:
+        hint = "upload the file itself: `hf upload org/name FILE`"
+        raise UnsupportedError.of("model.unsupported", path, "is the record of a GGUF file", hint)
+    for file in manifest.files:
+        size_bytes = store.size_bytes(folder / file.name)
+        if size_bytes != file.size_bytes:
+            message = f"has {size_bytes} bytes, {file.size_bytes} were written"
+            raise CorruptError.of("snapshot.damaged", folder / file.name, message, "`mergepipe repair` the snapshot")
+    records = (*manifest.sidecars, manifest.blocks)
+    small = {record.name: read_small_file(store, folder / record.name, record.size_bytes) for record in records}
+    for record in records:
+        if small_digest(small[record.name]) != record.blake3:
+            message = "is not what was written"
+            raise CorruptError.of("snapshot.damaged", folder / record.name, message, "`mergepipe repair` the snapshot")
+    small = {name: file_without_paths(name, raw) for name, raw in small.items()}
+    sidecars = tuple(Digested.of(record.name, small[record.name]) for record in manifest.sidecars)
+    files = zip(manifest.in_folder().files, manifest.files, strict=True)
+    objects = {to.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for to, file in files}
+    objects |= {name: ObjectContent(small[name], len(small[name]), small_digest(small[name])) for name in sorted(small)}
+    copy = replace(manifest.in_folder(), sidecars=sidecars)
+    copy = with_changed_paths(copy, lambda text: relative_reference(text, None))
+    return copy, OutputContent(MANIFEST_NAME, copy.to_json(), objects)
 
 
 class ObjectUpload:

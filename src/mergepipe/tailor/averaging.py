@@ -24,12 +24,13 @@ from mergepipe.recipes.references import text_with_relative_paths
 from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.snapshots.manifest import MANIFEST_NAME, AverageRecord, CompositeManifest, read_composite
 from mergepipe.snapshots.shards import ShardLayout, TensorSpec, index_files, plan_shards
+from mergepipe.snapshots.whole_output import check_place
 from mergepipe.storage.contract import CONFIG_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, choose_steps, state_to_copy
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState, TrainingCheckpoint, differences
-from mergepipe.tailor.composition import CompositionReport, Job, OnProgress, check_out, check_same_run, publish
+from mergepipe.tailor.composition import CompositionReport, Job, OnProgress, check_same_run, publish
 from mergepipe.tailor.composition_plan import CompositionPlan, SkeletonChanges, unpacked
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, joined, patch_states
 from mergepipe.tailor.formats import open_source_checkpoint, open_source_checkpoints, open_training_checkpoint
@@ -63,7 +64,7 @@ def average(
     if out is None:
         plan = averaging.plan()
         return CompositionReport(plan, None, None, time.perf_counter() - started, averaging.record)
-    check_out(out, [source.path for source in averaging.sources], options)
+    check_place(out, [source.path for source in averaging.sources], force=options.force)
     return publish(store, averaging.job(request.to_yaml(), out), out, options, on_progress, started)
 
 
@@ -431,7 +432,7 @@ class Averager:
         if (done and newest.step <= done[-1]) or (self._count is not None and len(done) >= self._count):
             return False
         options = ExportOptions(force=True)
-        check_out(self._out, [newest.path], options)
+        check_place(self._out, [newest.path], force=options.force)
         weights = self._weights(len(done) + 1)
         request = AverageRequest((newest.path,), dtype=F32, config=self._config)
         views, notice = views_of(store, newest, self._config)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
@@ -34,15 +35,9 @@ from mergepipe.snapshots.manifest import (
     file_without_paths,
     read_composite,
 )
-from mergepipe.snapshots.object_upload import (
-    ObjectContent,
-    OutputContent,
-    check_apart,
-    check_replaceable,
-    open_upload,
-    staging_place,
-)
-from mergepipe.snapshots.staging import SPARE_BYTES, Staging, check_free_space, check_target
+from mergepipe.snapshots.object_upload import ObjectContent, OutputContent
+from mergepipe.snapshots.staging import SPARE_BYTES, check_free_space
+from mergepipe.snapshots.whole_output import check_place, open_output, staged_beside
 from mergepipe.storage.contract import TRAINER_JSON_BYTES, Digested, FileId, Store, is_file, sidecar_limit
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -182,7 +177,7 @@ def compose(
         recipe = replace(recipe, state_from=next(named, place))
     opened = {source: open_source_checkpoint(store, source) for source in recipe.sources}
     if out is not None:  # what is no place for an output is told first
-        check_out(out, opened, options)
+        check_place(out, opened, force=options.force)
     check_same_run(store, tuple(opened.values()))
     assignment = assign(recipe, opened)
     plan = (plan_composition if options.export is None else plan_universal)(store, assignment)
@@ -204,15 +199,6 @@ def compose(
     folder = recipe.path.parent
     text = text_with_relative_paths(recipe.text, folder.local_path) if folder.is_local else recipe.text
     return publish(store, Job(text, plan, sources, open_result), out, options, on_progress, started)
-
-
-def check_out(out: Location, inputs: Iterable[Location], options: TailorOptions) -> None:
-    """Refuse a place that is none for an output, or where something is; of a bucket, without a request."""
-    if out.is_local:
-        check_target(out.local_path, inputs, force=options.force)
-        return
-    check_replaceable(out, force=options.force)
-    check_apart(out, inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,23 +227,20 @@ def publish(
     An output for a bucket is uploaded from its staging directory, which then goes: the same command sends again only
     what the bucket lacks.
     """
-    place = out.local_path if out.is_local else staging_place(out, home_of(None))
+    home = home_of(None)
+    place = staged_beside(out, home)
     check_free_space(place, job.plan.output_bytes + SPARE_BYTES)
     with ExitStack() as stack:
         check = ResultCheck(store, Thoroughness(options.self_check), job.summands, job.weights)
         stack.enter_context(check).read_ahead(job.expected)
-        upload = None if out.is_local else open_upload(out, force=options.force)
-        if upload is not None:
-            stack.enter_context(upload)
-        staging = stack.enter_context(Staging(place, force=options.force))
-        manifest = _fill(store, job, check, staging.path, options.memory_bytes, on_progress)
+        output = stack.enter_context(open_output(out, force=options.force, home=home))
+        manifest = _fill(store, job, check, output.path, options.memory_bytes, on_progress)
         manifest = replace(manifest, run={"seconds": round(time.perf_counter() - started, 3)})
-        write_durably(staging.path / MANIFEST_NAME, manifest.without_paths(place).to_json(), store.ledger)
-        if upload is None:
-            staging.publish()
-        else:
-            manifest, output = published_composite(store, staging.path)
-            output.send_by(upload, lambda _: on_progress("upload", upload.sent_bytes, output.total_bytes))
+        write_durably(output.path / MANIFEST_NAME, manifest.without_paths(place).to_json(), store.ledger)
+        content = None
+        if not out.is_local:
+            manifest, content = published_composite(store, output.path)
+        output.publish(content, partial(on_progress, "upload"))
     made = place if out.is_local else out
     return CompositionReport(job.plan, manifest, made, time.perf_counter() - started, job.average)
 

@@ -104,6 +104,7 @@ def apply_lora(
     "mergepipe lora merge first/ second/ -o both/",
     "mergepipe lora merge first/ second/ --weight 0.7 --weight 0.3 --method svd --rank 16 -o both/",
     "mergepipe lora merge first/ second/ third/ --method ties --density 0.3 -o all/",
+    "mergepipe lora merge first/ second/ -o hf://org/both",
     name="lora merge",
 )
 def merge_lora(
@@ -112,13 +113,14 @@ def merge_lora(
         typer.Argument(metavar="ADAPTER...", help="LoRA adapters of one base, or a recipe with `output: adapter`."),
     ],
     *,
-    out: OutDirectory,
+    out: OutOption,
     options: MergeLoraOptions,
     on_progress: OnProgress,  # noqa: ARG001 - it has the options of those that run long
 ) -> Displayed:
     """Merge each ADAPTER into one adapter.
 
-    Reads no base. Prints the share of the merged deltas that the adapter keeps.
+    Reads no base. OUT appears when it is complete, or not at all, with a card and a record.
+    Prints the share of the merged deltas that the adapter keeps.
     """
     return mergepipe.merge_lora(adapters, out, options=options)
 
@@ -132,12 +134,13 @@ def extract_lora(
     base: Annotated[str, typer.Argument(metavar="BASE", help="The base: a directory, or a model of the Hub.")],
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The model that was fine-tuned from it.")],
     *,
-    out: OutDirectory,
+    out: OutOption,
     options: ExtractLoraOptions,
     on_progress: OnProgress,
 ) -> Displayed:
     """Write the difference of MODEL from BASE as a LoRA adapter.
 
+    OUT appears when it is complete, or not at all, with a card and a record.
     Prints the share of the difference that the adapter lacks, and the tensors that no LoRA can hold.
     """
     return mergepipe.extract_lora(base, model, out, options=options, on_progress=on_progress)

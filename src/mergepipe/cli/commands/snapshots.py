@@ -65,7 +65,7 @@ def list_snapshots(
             text_of("created", snapshot.created),
             snapshot.operator,
             snapshot.place,
-            str(sum(source.role == "expert" for source in snapshot.inputs)),
+            str(sum(source.is_expert for source in snapshot.inputs)),
             format_bytes(snapshot.expert_bytes + snapshot.analysis_bytes),
             text_of("budget", snapshot.plan_digest is not None),
         )
