@@ -246,7 +246,8 @@ class MergeReport(Displayed):
     COMPUTED: ClassVar = ("read_bytes", "bytes_per_second")  # also told as JSON
 
     verdict: BudgetVerdict | None = shown(default=None)  # of a merge under a budget
-    operator: str = shown("operator")
+    summary: str = shown("merged", default="")  # of adapters that were folded into a base
+    operator: str = shown("operator", lambda report: "" if report.summary else report.operator)
     base_bytes: int = shown("base read")
     expert_bytes: int = shown("experts read")
     earlier_expert_bytes: int = shown(
@@ -859,10 +860,13 @@ class Explanation(Displayed):
     path: Path | Location
     sid: str | None = shown("sid")
     plan_digest: str | None = shown("plan digest")
-    operator: str = shown("operator")
+    summary: str = shown("is", default="")
+    operator: str = shown("operator", lambda explanation: "" if explanation.summary else explanation.operator)
     policy: str | None = shown("policy", "{policy}, where omitted: {on_omit}")
     on_omit: str | None
-    seed: int = shown("plan", lambda r: "none: a full merge, every expert is everywhere" if r.policy is None else "")
+    seed: int = shown(
+        "plan", lambda r: "none: a full merge, every expert is everywhere" if r.policy is None and not r.summary else ""
+    )
     full_bytes: int | None
     budget_bytes: int | None = shown("budget", lambda r: _of_everything(r.budget_bytes, r.full_bytes))
     planned_bytes: int | None = shown("planned", lambda r: _of_everything(r.planned_bytes, r.full_bytes))
@@ -1084,6 +1088,7 @@ class SnapshotReport(Displayed):
     sid: str = shown("snapshot")
     path: Path | Location = shown("path", lambda snapshot: snapshot.place)
     created: datetime | None = shown("made (UTC)")
+    summary: str = shown("is", default="")
     operator: str = shown("operator")
     plan_digest: str | None = shown("plan")
     inputs: tuple[Input, ...] = shown(

@@ -462,3 +462,61 @@ def test_lora_apply__names_what_is_left_over_where_that_is_allowed(tmp_path: Pat
     (account,) = report.adapters
     assert (account.adapted_modules, account.applied_modules, len(account.left_over)) == (4, 2, 2)
     assert report.dropped_tensors == 2
+
+
+# --- names of the modules that a merged adapter adapts ---
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "targets"),
+    [
+        (Case("llama"), Case("llama", targets=("q_proj", "v_proj")), ["down_proj", "q_proj", "v_proj"]),
+        (
+            Case("llama", {"layers_to_transform": [1]}),
+            Case("llama", targets=("v_proj",)),
+            ["model.layers.1.mlp.down_proj", "model.layers.1.self_attn.q_proj", "v_proj"],
+        ),
+        (
+            Case("llama", {"target_modules": r".*\.0\.self_attn\.(q|k)_proj"}),
+            Case("llama", targets=("k_proj",)),
+            ["k_proj", "model.layers.0.self_attn.q_proj"],
+        ),
+        (Case("gpt2", {"fan_in_fan_out": True}, ("attn.c_proj",)), Case("gpt2", {"fan_in_fan_out": True}, ("c_fc",)),
+         ["attn.c_proj", "c_fc"]),
+    ],
+    ids=["ends", "some-layers", "pattern", "longer-ends"],
+)  # fmt: skip
+def test_merge_lora__names_modules_by_their_ends_where_peft_adapts_exactly_these(
+    tmp_path: Path, first: Case, second: Case, targets: list[str]
+) -> None:
+    base = base_of(tmp_path, first.model)
+    for name, case in (("a", first), ("b", second)):
+        trained(base, tmp_path / name, case)
+    mergepipe.merge_lora([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
+    assert json.loads((tmp_path / "both" / "adapter_config.json").read_text())["target_modules"] == targets
+    adapted = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "both")
+    start, merged = loaded(base).state_dict(), adapted.merge_and_unload().state_dict()
+    alone = [
+        peft.PeftModel.from_pretrained(loaded(base), tmp_path / name).merge_and_unload().state_dict() for name in "ab"
+    ]
+    for name, weights in start.items():
+        expected = weights + sum(one[name] - weights for one in alone)
+        torch.testing.assert_close(merged[name], expected, rtol=1e-4, atol=1e-5)
+    mergepipe.apply_lora(base, [tmp_path / "both"], tmp_path / "out")
+    torch.testing.assert_close(loaded(tmp_path / "out").state_dict(), merged, rtol=1e-4, atol=1e-5)
+
+
+def test_merge_lora__of_extracted_adapters_is_what_peft_reads(tmp_path: Path) -> None:
+    """Both differences from the base are in it: of layer 1 in one adapter, of all layers in the other."""
+    base = base_of(tmp_path, "llama")
+    for name, case in (("a", Case("llama", {"layers_to_transform": [1]})), ("b", Case("llama", targets=("v_proj",)))):
+        trained(base, tmp_path / name, case)
+        applied(base, tmp_path / name, tmp_path / f"tuned-{name}")
+        report = mergepipe.extract_lora(base, tmp_path / f"tuned-{name}", tmp_path / f"lora-{name}", energy=1.0)
+        assert report.relative_error < 1e-4
+    mergepipe.merge_lora([tmp_path / "lora-a", tmp_path / "lora-b"], tmp_path / "both", method="svd", rank=32)
+    adapted = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "both").merge_and_unload().state_dict()
+    start, *tuned = (loaded(tmp_path / name).state_dict() for name in (base.name, "tuned-a", "tuned-b"))
+    for name, weights in start.items():
+        expected = weights + sum(one[name] - weights for one in tuned)
+        torch.testing.assert_close(adapted[name], expected, rtol=1e-3, atol=1e-5)

@@ -41,6 +41,7 @@ class SnapshotRow:
     manifest_digest: str
     realized: RealizedBytes
     inputs: tuple[Input, ...]
+    summary: str = ""
 
     def __post_init__(self) -> None:
         if self.created.tzinfo is None:
@@ -111,7 +112,15 @@ def row_of(manifest: Manifest, digest: str, path: Path, created: datetime, sids:
         for i, sid in zip(manifest.inputs, sids, strict=True)
     )
     return SnapshotRow(
-        manifest.sid, path, manifest.operator, created, manifest.plan_digest, digest, manifest.realized, inputs
+        manifest.sid,
+        path,
+        manifest.operator,
+        created,
+        manifest.plan_digest,
+        digest,
+        manifest.realized,
+        inputs,
+        manifest.summary,
     )
 
 

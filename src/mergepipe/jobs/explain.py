@@ -27,7 +27,7 @@ from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value, with_in
 from mergepipe.operators.base import NUMBERS_OF
 from mergepipe.operators.statistics import N_SKETCH, TensorStatistics
 from mergepipe.options import home_of
-from mergepipe.planning.plan import ALL, Access, Plan, PlannedTensor, format_runs, read_alike
+from mergepipe.planning.plan import ALL, Access, Plan, PlannedTensor, format_runs
 from mergepipe.planning.selection import layer_of
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.reports import BlockUse, ExpertMask, ExpertShare, Explanation, LayerShare, Overlap, TensorUse
@@ -36,7 +36,7 @@ from mergepipe.runs.budget import BlockCounts, analysis_advice, blocks_by_level,
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.stored_plan import plan_of, read_plan
 from mergepipe.runs.work import KnownStatistics
-from mergepipe.snapshots.manifest import BASE_ROLE, BESIDE, FILE_SUFFIXES, MANIFEST_NAME, Manifest
+from mergepipe.snapshots.manifest import BASE_ROLE, BESIDE, FILE_SUFFIXES, MANIFEST_NAME, Manifest, changing_adapters
 from mergepipe.snapshots.staging import Staging, check_target
 from mergepipe.storage.contract import RangeFile, Store, is_file
 from mergepipe.storage.ledger import Purpose
@@ -108,6 +108,7 @@ def explanation_of(
         path=path,
         sid=None if manifest is None else manifest.sid,
         plan_digest=None if plan is None else plan.digest,
+        summary="" if manifest is None else manifest.summary,
         operator=source.operator,
         policy=None if plan is None else plan.policy,
         on_omit=None if plan is None else plan.on_omit,
@@ -136,13 +137,21 @@ def explanation_of(
 def _full_merge_tensors(manifest: Manifest) -> tuple[PlannedTensor, ...]:
     """List the tensors of a full merge as if they were planned: every block of every expert, on the default grid."""
     n_experts = sum(source.is_expert for source in manifest.inputs)
+    experts = tuple(range(n_experts))
     tensors = []
     for tensor in manifest.tensors:
-        if tensor.action == Action.MERGE.value:
-            n_elements = element_count(tensor.shape)
-            n_blocks = BlockGrid(n_elements, DEFAULT_BLOCK_ELEMENTS).n_blocks
-            reads = read_alike(Access(((0, n_blocks),) if n_blocks else ()), n_experts)
-            tensors.append(PlannedTensor(tensor.name, n_elements, 0, tuple(range(n_experts)), reads))
+        adapters = changing_adapters(tensor.reason)
+        if tensor.action != Action.MERGE.value and adapters is None:
+            continue
+        n_elements = element_count(tensor.shape)
+        n_blocks = BlockGrid(n_elements, DEFAULT_BLOCK_ELEMENTS).n_blocks
+        blocks = ((0, n_blocks),) if n_blocks else ()
+        accesses = [Access(blocks)] * n_experts
+        if adapters is not None:  # of a snapshot with adapters folded in: the others leave the base as it is
+            accesses = [Access(blocks) if expert in adapters else Access(free=blocks) for expert in experts]
+        reads = tuple(dict.fromkeys(accesses))
+        read_of = tuple(reads.index(access) for access in accesses)
+        tensors.append(PlannedTensor(tensor.name, n_elements, 0, experts, reads, read_of))
     return tuple(tensors)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mergepipe
+from mergepipe.checkpoints.contract import files_of
 from mergepipe.checkpoints.directory import GGUF_SUFFIX
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import BF16, F32
@@ -24,6 +25,7 @@ from mergepipe.options import ExecutorName, MergeOptions, OutputOptions, PathSty
 from mergepipe.planning.plan import NOTHING_READ, PLAN_FORMAT, Plan
 from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.references import reference_text
+from mergepipe.recipes.tasks import Action
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import AppliedAdapter, MergeReport, Progress, ProgressCallback
 from mergepipe.runs.budget import analysis_advice, coverage_of, verdict_of
@@ -45,13 +47,17 @@ from mergepipe.runs.work import (
     tensor_bytes_read,
 )
 from mergepipe.snapshots.manifest import (
+    ADAPTER_ROLE,
     BASE_MODEL_IDS_KEY,
     MANIFEST_NAME,
     NOTICES_KEY,
+    SUMMARY_KEY,
+    UNCHANGED,
     InputRecord,
     Manifest,
     OutputTensor,
     RealizedBytes,
+    changed_by,
     record_folder,
     relative_reference,
     with_changed_paths,
@@ -68,7 +74,7 @@ from mergepipe.snapshots.shards import (
 from mergepipe.snapshots.staging import SPARE_BYTES, Staging, check_free_space, check_target, staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Digested, Store, traffic
-from mergepipe.storage.ledger import Usage
+from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_all_durably, write_durably
 from mergepipe.storage.ranges import peak_memory_bytes
@@ -215,7 +221,7 @@ class MergeRun:
     def __init__(
         self, inputs: Inputs, plan: Plan | None, settings: MergeSettings, store: Store, link: CatalogLink
     ) -> None:
-        settings.base_model_ids.check_names(inputs.leaf_models)
+        settings.base_model_ids.check_names(inputs.source_models)
         self._inputs = inputs = with_known_digests(inputs, link)
         self._plan = plan
         self._settings = settings
@@ -396,6 +402,7 @@ class MergeRun:
             "kept_elements": ",".join(f"{one.kept_elements}/{one.elements}" for one in self._kept) or None,
             "requantisation_error": requantisation_error(self._inputs),
             NOTICES_KEY: "\n".join(map(str, self._inputs.notices)) or None,
+            SUMMARY_KEY: self._inputs.summary or None,
             BASE_MODEL_IDS_KEY: " ".join(self._settings.base_model_ids.of_merge) or None,
         }
         return Manifest(
@@ -407,7 +414,7 @@ class MergeRun:
             files=() if self._gguf else self._file_records(digests),
             tensors=() if self._gguf else self._tensor_records(digests),
             dropped=(*self._inputs.resolution.dropped, *self._inputs.dropped_rows()),
-            realized=RealizedBytes.of(usage),
+            realized=self._realized(usage),
             plan_digest=None if plan is None else str(plan["digest"]),
             plan=plan,
             coverage=None if self._plan is None else coverage_of(self._plan),
@@ -430,6 +437,10 @@ class MergeRun:
         actions = {task.name: (task.action.value, task.reason) for task in self._output.tasks}
         plain = self._inputs.plain.resolution.tasks if self._inputs.plain else ()
         actions |= {task.name: (task.action.value, task.reason) for task in plain}
+        if self._inputs.recipe.folds_adapters:
+            for name, adapters in self._inputs.changes.items():
+                action = Action.MERGE if adapters else Action.COPY
+                actions[name] = action.value, changed_by(adapters) if adapters else UNCHANGED
         return tuple(
             OutputTensor(task.name, task.dtype.name, task.shape, file_of[task.name], digest.root, *actions[task.name])
             for task, digest in zip(self._output.tasks, digests, strict=True)
@@ -447,7 +458,7 @@ class MergeRun:
                 read_bytes=0 if model.repeat else tensor_bytes_read(checkpoint, usage),  # its files have one count
                 hub_id=self._hub_id(model),
             )
-            for role, model, checkpoint in self._inputs.leaves()
+            for role, model, checkpoint in self._inputs.sources()
         )
 
     def _hub_id(self, model: ModelInput) -> str | None:
@@ -457,6 +468,14 @@ class MergeRun:
             return stated
         ids = [hub_id_of(place, self._store) for place in (model.path, model.adapter) if place is not None]
         return None if None in ids else "+".join(filter(None, ids))
+
+    def _realized(self, usage: Usage) -> RealizedBytes:
+        """Sum the bytes by purpose; those of adapters that are folded into the base are not the base's."""
+        realized = RealizedBytes.of(usage)
+        adapters = (checkpoint for role, _, checkpoint in self._inputs.sources() if role == ADAPTER_ROLE)
+        paths = {str(path) for checkpoint in adapters for path in files_of(checkpoint.tensors.values())}
+        adapter_bytes = sum(usage.by_file.get((path, Purpose.BASE), 0) for path in paths)
+        return replace(realized, base=realized.base - adapter_bytes, expert=realized.expert + adapter_bytes)
 
     def _budget_notices(self) -> tuple[str, ...]:
         """Return the plan's warnings: experts of which nothing is read, and what would make the plan better."""
@@ -469,14 +488,21 @@ class MergeRun:
     def _report(self, manifest: Manifest, progress: MergeProgress) -> MergeReport:
         """Report what was done, up to now."""
         by_purpose = self._store.ledger.usage()
-        usage = RealizedBytes.of(by_purpose)
+        usage = self._realized(by_purpose)
         resolution = (self._inputs.plain or self._inputs).resolution
+        n_merged = resolution.n_merged
+        n_copied = resolution.n_copied
+        if self._inputs.recipe.folds_adapters:
+            changes = self._inputs.changes
+            n_merged = sum(bool(adapters) for adapters in changes.values())
+            n_copied = len(changes) - n_merged
         return MergeReport(
             out=self._settings.place,
             sid=manifest.sid,
+            summary=manifest.summary,
             operator=manifest.operator,
-            merged_tensors=resolution.n_merged,
-            copied_tensors=resolution.n_copied,
+            merged_tensors=n_merged,
+            copied_tensors=n_copied,
             dropped_tensors=resolution.n_dropped,
             base_bytes=usage.base,
             expert_bytes=usage.expert,
@@ -495,7 +521,7 @@ class MergeRun:
             requantisation_error=requantisation_error(self._inputs),
             adapters=tuple(
                 AppliedAdapter(model.text, *astuple(account))
-                for _, model, checkpoint in self._inputs.leaves()
+                for _, model, checkpoint in self._inputs.sources()
                 for account in checkpoint.adapters
             ),
             peak_rss_bytes=peak_memory_bytes(),

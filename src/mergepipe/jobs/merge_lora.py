@@ -414,7 +414,7 @@ class _AdapterMerge:
                     path=str(place),
                     content_id=None,
                     read_bytes=read_bytes,
-                    files=adapter.file_ids,
+                    files=tuple(file.id for file in adapter.files),
                     hub_id=hub_id_of(place, store),
                 )
             )

@@ -124,7 +124,7 @@ def run_plan_on_ray(
     """
     place = settings.place.absolute()
     planned = open_output(plan, settings.options.shard_bytes, Stores(settings.engine.connections))
-    settings.base_model_ids.check_names(planned.inputs.leaf_models)
+    settings.base_model_ids.check_names(planned.inputs.source_models)
     check_output(place, planned.inputs, force=settings.options.force)
     if is_snapshot_of(place, plan.digest):
         raise OutputError.of("output.exists", place, "is what this plan makes", "remove it to make it again")

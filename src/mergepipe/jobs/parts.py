@@ -143,7 +143,7 @@ def make_part_of(
     if is_there():
         return report(is_published=True)
     planned = open_output(plan, settings.options.shard_bytes, store)
-    settings.base_model_ids.check_names(planned.inputs.leaf_models)
+    settings.base_model_ids.check_names(planned.inputs.source_models)
     check_output(out, planned.inputs, force=settings.options.force)
     parts = parts_place(out, planned.job(out), settings.out)
     claimant = Claimant(parts, part, plan.limit_bytes, plan.planned_bytes, settings.options.strict)

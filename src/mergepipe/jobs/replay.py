@@ -63,13 +63,13 @@ def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) 
         raise NotFoundError(*gone)
     recipes = reload_recipes(manifest.recipe, store, {record.model: record.path for record in manifest.inputs})
     inputs = open_recipes(recipes, store, ("*",), stage, LENIENT)  # the original merge accepted whatever is odd
-    leaves = tuple(inputs.leaves())
-    if [reference_text(model) for _, model, _ in leaves] != [record.path for record in manifest.inputs]:
+    sources = tuple(inputs.sources())
+    if [reference_text(model) for _, model, _ in sources] != [record.path for record in manifest.inputs]:
         message = "its inputs are not those of its recipe"
         raise NotFoundError.of("input.not-found", "the manifest", message, "merge again by the recipe")
     changed = [
         Problem("input.changed", f"{record.path}/{name}", "is not what the snapshot was made from", _HINT)
-        for record, (_, _, checkpoint) in zip(manifest.inputs, leaves, strict=True)
+        for record, (_, _, checkpoint) in zip(manifest.inputs, sources, strict=True)
         for name in changed_files(record.files, checkpoint.file_ids, by_version=False)
     ]
     if changed:

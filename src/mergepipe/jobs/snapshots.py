@@ -227,6 +227,7 @@ def _report(row: SnapshotRow, *, is_recorded: bool) -> SnapshotReport:
     return SnapshotReport(
         sid=row.sid,
         path=row.path,
+        summary=row.summary,
         operator=row.operator,
         created=row.created,
         plan_digest=row.plan_digest,

@@ -159,8 +159,9 @@ def _parts(reader: DocumentReader, text: str) -> tuple[str, str | None]:
     if _exists(reader, text):
         return text, None
     cuts = [(text[:index], text[index + 1 :]) for index in pluses if 0 < index < len(text) - 1]
-    documents = (cut for cut in cuts if cut[0] in reader.documents or _exists(reader, cut[0]))
-    return next(documents, cuts[0] if cuts else (text, None))
+    recorded = [cut for cut in cuts if cut[0] in reader.model_paths and cut[1] in reader.model_paths]
+    documents = [cut for cut in cuts if cut[0] in reader.documents or _exists(reader, cut[0])]
+    return next(iter((*recorded, *documents)), cuts[0] if cuts else (text, None))
 
 
 def _exists(reader: DocumentReader, text: str) -> bool:

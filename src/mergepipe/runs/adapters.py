@@ -258,7 +258,7 @@ def apply_recipe(base: str, adapters: Sequence[str], weights: Sequence[float], d
         message = f"{len(weights)} for {len(adapters)} adapters"
         raise RecipeError.of("option.conflict", "--weight", message, "give one for each, in order, or none")
     check_saved_modules(Stores(), adapters)
-    models = [{"model": {"model": base}, "lora": adapter} for adapter in adapters]
+    models = [{"model": base, "lora": adapter} for adapter in adapters]
     if len(adapters) == 1 and (not weights or weights[0] == 1.0):
         return {"merge_method": "passthrough", "models": [{"model": models[0]}], "dtype": dtype or "auto"}
     listed = [

@@ -34,13 +34,14 @@ from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
 from mergepipe.options import OutputOptions, PathStyle, RecipeOptions
 from mergepipe.recipes.fields import USUAL, Strictness, refuse_notices
 from mergepipe.recipes.output_tensors import weights_needed
-from mergepipe.recipes.recipe import ModelInput, ModelKey, Recipe, with_named_weights
+from mergepipe.recipes.recipe import Cases, ModelInput, ModelKey, Recipe, with_named_weights
 from mergepipe.recipes.recipe_files import load_recipes
 from mergepipe.recipes.references import with_relative_paths
 from mergepipe.recipes.resolution import REASON_ALLOWED, resolve
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
-from mergepipe.snapshots.manifest import MANIFEST_NAME, is_composite, read_composite
+from mergepipe.runs.folded_adapters import Source, adapters_by_tensor, folded_summary, split_source
+from mergepipe.snapshots.manifest import ADAPTER_ROLE, MANIFEST_NAME, is_composite, read_composite
 from mergepipe.storage.contract import Store, is_folder, map_at_once
 from mergepipe.storage.location import Location
 
@@ -186,10 +187,41 @@ class Inputs:
             else:
                 yield from ((role, leaf, source) for _, leaf, source in made.leaves())
 
+    def sources(self) -> Iterator[Source]:
+        """Yield what is recorded as inputs: the leaves; of a merge that folds adapters into a base, each by itself."""
+        for role, model, checkpoint in self.leaves():
+            if self.recipe.folds_adapters:
+                yield from split_source(model, checkpoint)
+            else:
+                yield role, model, checkpoint
+
     @property
-    def leaf_models(self) -> list[ModelInput]:
-        """The models that are read, as the recipe names them."""
-        return [model for _, model, _ in self.leaves()]
+    def source_models(self) -> list[ModelInput]:
+        """The models and adapters that are recorded as inputs."""
+        return [model for _, model, _ in self.sources()]
+
+    @property
+    def folded_adapters(self) -> tuple[Location, ...]:
+        """The adapters that the merge folds into a base; empty for a merge that does anything else."""
+        if not self.recipe.folds_adapters:
+            return ()
+        return tuple(model.path for role, model, _ in self.sources() if role == ADAPTER_ROLE)
+
+    @property
+    def changes(self) -> Mapping[str, tuple[int, ...]]:
+        """The folded adapters that change each tensor, as indices."""
+        return adapters_by_tensor(self.folded_adapters, (self.plain or self).resolution.tasks)
+
+    @property
+    def summary(self) -> str:
+        """One line that says what the merge makes, if it folds adapters into a base; else empty."""
+        if not self.recipe.folds_adapters:
+            return ""
+        stated = [model.parameters.get("weight", 1.0) for model in self.recipe.models]
+        weights = [weight for weight in stated if not isinstance(weight, Cases)]
+        changes = self.changes
+        n_changed = sum(bool(adapters) for adapters in changes.values())
+        return folded_summary(tuple(self.sources()), weights, n_changed, len(changes))
 
     @property
     def base(self) -> Checkpoint:

@@ -212,6 +212,7 @@ def _texts(content: Mapping[str, object], key: str) -> tuple[str, ...]:
 
 _BACKTICKS = re.compile("`+")
 TAGS = ("merge", "mergepipe")
+_FOLDED_TAGS = ("lora", *TAGS)
 _LIBRARY = "transformers"
 _LIBRARY_OF = {MODULES_NAME: "sentence-transformers", PIPELINE_NAME: "diffusers"}
 _LOADERS = {  # of those: what to import from where, and how it is called
@@ -237,18 +238,22 @@ def card_and_recipe(
         " + ".join(map(without_revision, (record.hub_id or "").split("+"))) or _hub_name(record.model, by_name)
         for record in manifest.inputs
     ]
-    for (_, model, _), record in zip(inputs.leaves(), manifest.inputs, strict=True):
+    for (_, model, _), record in zip(inputs.sources(), manifest.inputs, strict=True):
         by_name |= hub_names(model, record.hub_id, store)
     recipe = with_renamed(manifest.recipe, lambda text: _hub_name(text, by_name)) if by_name else manifest.recipe
     listed = (library for name, library in _LIBRARY_OF.items() if name in inputs.base.sidecars)
     library = cards[0].library or next(listed, _LIBRARY)
+    base_models = tuple(dict.fromkeys(_base_models(manifest, cards)))
+    folds_adapters = inputs.recipe.folds_adapters
     text = _template().render(
         manifest=manifest,
         card=cards[0],
-        base_models=tuple(dict.fromkeys(_base_models(manifest, cards))),
+        base_models=base_models,
+        relation="finetune" if folds_adapters and len(base_models) == 1 else "merge",
+        method="lora" if folds_adapters else manifest.operator,
         library=library,
-        tags=tuple(dict.fromkeys((*cards[0].tags, *TAGS))),
-        title=_title(inputs.recipe),
+        tags=tuple(dict.fromkeys((*cards[0].tags, *(_FOLDED_TAGS if folds_adapters else TAGS)))),
+        title=_with_names(markdown_text(manifest.summary), by_name) if folds_adapters else _title(inputs.recipe),
         inputs=[
             {"role": record.role, "name": name, "revision": _revision(record.hub_id)}
             for record, name in zip(manifest.inputs, shown, strict=True)

@@ -104,7 +104,7 @@ def plan_small_files(inputs: Inputs, store: Store, options: MergeOptions) -> Pla
     """Read what the chosen small files are made from; raises as `planned_sidecars`."""
     contents = chosen_files(planned_sidecars(inputs, store), inputs, options)
     cards = tuple(
-        read_input_card(store, checkpoint) if options.card else InputCard() for _, _, checkpoint in inputs.leaves()
+        read_input_card(store, checkpoint) if options.card else InputCard() for _, _, checkpoint in inputs.sources()
     )
     return PlannedFiles(contents, cards, left_out_files(store, inputs.base, contents))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
@@ -80,6 +80,26 @@ class OutputTensor:
     blake3: str
     action: str
     reason: str
+
+
+_CHANGED_BY = "changed by adapter "
+UNCHANGED = "no adapter changes it"
+"""The reason of a tensor that stays as the base has it, of a snapshot with adapters folded in."""
+
+
+def changed_by(adapters: Sequence[int]) -> str:
+    """Return the reason of a tensor that these of the folded adapters change, counted from 0."""
+    return _CHANGED_BY + ", ".join(str(adapter + 1) for adapter in adapters)
+
+
+def changing_adapters(reason: str) -> tuple[int, ...] | None:
+    """Return the adapters of a reason; None for any other. Law: `changing_adapters(changed_by(a)) == a`."""
+    if reason == UNCHANGED:
+        return ()
+    numbers = reason.removeprefix(_CHANGED_BY).split(", ")
+    if not reason.startswith(_CHANGED_BY) or not all(number.isdecimal() for number in numbers):
+        return None
+    return tuple(int(number) - 1 for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
