@@ -12,7 +12,7 @@ import yaml
 
 import mergepipe
 from mergepipe.cli.printing import report_text
-from mergepipe.errors import CorruptError, OutputError, StorageError, UnsupportedError
+from mergepipe.errors import CorruptError, OutputError, RecipeError, StorageError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.staging import staging_directory
 from support.bucket_outputs import check_published, files_below, new_prefix, objects_below
@@ -257,18 +257,32 @@ def test_adapters__appear_whole_or_not_at_all_whenever_the_process_is_killed(mod
         assert files_below(models / "made").keys() == mergepipe_files.keys()
 
 
-def test_merge_lora__of_a_recipe_is_recorded_with_it(models: Path) -> None:
-    merge("both")
-    recipe: dict[str, object] = {
-        "output": "adapter",
-        "merge_method": "ties",
-        "models": [{"model": "a1"}, {"model": "a2"}],
-    }
-    recipe["parameters"] = {"density": 0.5, "weight": 1.0}
-    (models / "ties.yml").write_text(yaml.safe_dump(recipe))
-    mergepipe.merge_lora("ties.yml", "made")
-    manifest = json.loads((models / "made" / MANIFEST_NAME).read_text())
-    assert yaml.safe_load(manifest["recipe"]) == recipe
-    (models / "again.yml").write_text(manifest["recipe"])
-    mergepipe.merge_lora("again.yml", "again")
-    assert mergepipe.show("again").sid == mergepipe.show("made").sid
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize("method", ["cat", "svd", "linear", "ties"])
+def test_merge_lora__is_recorded_as_a_recipe_that_makes_it_again(method: str) -> None:
+    rank = 3 if method in ("svd", "ties") else None
+    density = 0.5 if method == "ties" else None
+    made = merge("made", method=method, rank=rank, density=density)
+    recipe = json.loads((Path("made") / MANIFEST_NAME).read_text())["recipe"]
+    Path("again.yml").write_text(recipe)
+    again = mergepipe.merge_lora("again.yml", "again")
+    assert (again.sid, again.method) == (made.sid, method)
+    assert yaml.safe_load(recipe).get("rank") == rank
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": "8"}, "must be a whole number"),
+        ({"parameters": {"weight": 2}}, "give each model its own weight"),
+        ({"models": [{"model": "a1", "parameters": {"weight": [0, 1]}}]}, "must be one weight"),
+        ({"models": [{"model": "a1", "parameters": {"density": 0.5}}]}, "must be one weight"),
+    ],
+)
+def test_merge_lora__refuses_a_recipe_for_cat_with_what_it_would_ignore(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    recipe = {"output": "adapter", "merge_method": "cat", "models": [{"model": "a1"}], **changes}
+    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(RecipeError, match=message):
+        mergepipe.merge_lora(tmp_path / "recipe.yml", tmp_path / "out")

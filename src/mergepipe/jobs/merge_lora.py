@@ -39,7 +39,7 @@ from mergepipe.options import (
     OutputOptions,
     default_memory_bytes,
 )
-from mergepipe.recipes.yaml_source import read_yaml, recipe_text
+from mergepipe.recipes.yaml_source import YamlSource, read_yaml, recipe_text
 from mergepipe.reports import MergedModule, MergeLoraReport, MergeReport, ProgressCallback
 from mergepipe.runs.adapter_output import AdapterFacts, adapter_output, recorded_recipe, relative_name
 from mergepipe.runs.adapters import (
@@ -72,7 +72,7 @@ _WITHOUT_FACTORS = {
 _ROWS = ".token_adapter.trainable_tokens_delta"
 _RECIPE_LINE = re.compile(r"^recipe:\d+ \S+?(: |$)")
 _EXTRACT_HINT = "apply it to the base, and extract a LoRA from the result"
-_RECIPE_KEYS = ("output", "merge_method", "models", "parameters")
+_RECIPE_KEYS = ("output", "merge_method", "models", "parameters", "rank")
 Matrix = NDArray[np.float64]
 Pair = tuple[Matrix, Matrix]
 """Factors of one delta: (M, R) with all scales in it, and (R, N)."""
@@ -172,8 +172,13 @@ def _configs(store: Store, locations: Sequence[Location]) -> list[Json]:
     return [parse_config(store.read_small(path, ADAPTER_CONFIG_BYTES), path) for path in paths]
 
 
-def _read_recipe(store: Stores, path: Path, options: MergeLoraOptions) -> tuple[list[str], Json, MergeLoraOptions]:
-    """Return the adapters of a recipe with `output: adapter`, that recipe of their cores, and the options in force."""
+def _read_recipe(
+    store: Stores, path: Path, options: MergeLoraOptions
+) -> tuple[list[str], Json | None, MergeLoraOptions]:
+    """Return the adapters of a recipe with `output: adapter`, that recipe of their cores, and the options in force.
+
+    `cat` and `svd` merge no cores: their weights are among the options.
+    """
     source = read_yaml(Location.local(path).absolute(), store)
     root = source.root if isinstance(source.root, dict) else {}
     for key in root:
@@ -196,9 +201,41 @@ def _read_recipe(store: Stores, path: Path, options: MergeLoraOptions) -> tuple[
             raise RecipeError.of("recipe.incomplete", source.where("models", index), "`model` names no adapter")
         beside = path.parent / text
         adapters.append(str(beside) if store.stat(Location.local(beside).absolute()) is not None else text)
-    cores = [{**entry, "model": f"adapter-{k}"} for k, entry in enumerate(models) if isinstance(entry, dict)]
-    content = {key: value for key, value in root.items() if key != "output"}
-    return adapters, {**content, "models": cores}, replace(options, method=method)
+    made = replace(options, method=method, rank=_recipe_rank(source, root, options.rank))
+    entries = [entry for entry in models if isinstance(entry, dict)]
+    if method in (CONCATENATION, TRUNCATION):
+        weights = tuple(_recipe_weight(source, index, entry) for index, entry in enumerate(entries))
+        if root.get("parameters"):
+            message = f"has no meaning for {method}: give each model its own weight"
+            raise RecipeError.of("recipe.unknown-name", source.where("parameters"), message)
+        return adapters, None, replace(made, weights=weights)
+    cores = [{**entry, "model": f"adapter-{k}"} for k, entry in enumerate(entries)]
+    content = {key: value for key, value in root.items() if key not in ("output", "rank")}
+    return adapters, {**content, "models": cores}, made
+
+
+def _recipe_rank(source: YamlSource, root: Json, stated: int | None) -> int | None:
+    """Return the rank of a recipe, or the `stated` one of a recipe that has none."""
+    rank = root.get("rank")
+    if rank is None:
+        return stated
+    if stated is not None:
+        raise RecipeError.of("option.conflict", "--rank", "the recipe has a rank too", "leave one of the two out")
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise RecipeError.of("recipe.value", source.where("rank"), f"must be a whole number, found {shown(rank)}")
+    return rank
+
+
+def _recipe_weight(source: YamlSource, index: int, entry: Json) -> float:
+    """Return the weight of one adapter of a recipe for `cat` or `svd`, 1 where there is none."""
+    parameters = entry.get("parameters") or {}
+    weight = parameters.get("weight", 1.0) if isinstance(parameters, dict) else None
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not isinstance(parameters, dict) or not is_number or parameters.keys() - {"weight"}:
+        where = source.where("models", index, "parameters")
+        message = f"must be one weight, a number, found {shown(parameters)}"
+        raise RecipeError.of("recipe.value", where, message, "filters and gradients need an operator such as linear")
+    return float(weight)
 
 
 def _entries(adapter: StoredAdapter) -> Iterator[TensorEntry]:
@@ -432,11 +469,12 @@ class _AdapterMerge:
 
     def _recipe_with_names(self, names: Sequence[str]) -> Json:
         """Return the recipe, or the options as one, with the adapters by `names`."""
-        recipe = dict(self.recipe or self._stated_recipe())
-        models = recipe["models"]
-        assert isinstance(models, list)
-        recipe["models"] = [{**entry, "model": name} for entry, name in zip(models, names, strict=True)]
-        return recipe
+        recipe = self.recipe or self._stated_recipe()
+        listed = recipe["models"]
+        entries = listed if isinstance(listed, list) else []
+        models = [{**entry, "model": name} for entry, name in zip(entries, names, strict=True)]
+        rank = {} if self.options.rank is None else {"rank": self.options.rank}
+        return {**recipe, "models": models, **rank}
 
     def _parameter_names(self, module: str) -> list[str]:
         """List the bare parameters that factors under the name of a module may be of."""
