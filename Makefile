@@ -50,7 +50,7 @@ endef
 .PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench-codecs reproduce pages clean
 
 help:
-	@echo "make demo        install, make a small model family, merge it three ways, print a table"
+	@echo "make demo        install, write small models, merge them three ways, print a table"
 	@echo "make test        install what tests need (torch and transformers too), run them"
 	@echo "make test-peers  compare with mergekit, in an environment of its own"
 	@echo "make test-slow   the long proofs that need nothing but this environment"
@@ -70,7 +70,7 @@ help:
 	@echo "make bench-codecs  sizes of packing beside zstd, lmz, ZipNN and XOR, and its speed, in an environment of its own"
 	@echo "make reproduce  the papers' experiments into docs/benchmarks: PARTS=\"scaling sweep\" SIZE=0.6b, ARGUMENTS for more; all parts without PARTS"
 	@echo "make pages      write docs/benchmarks again from the stored results"
-	@echo "make clean       remove environments, demo and caches"
+	@echo "make clean       remove environments, what the demo wrote, and caches"
 
 # --- environments: one stamp for each thing that is installed, so that a second run installs nothing ---
 
@@ -161,7 +161,7 @@ $(PLOTS_VENV)/.plots: requirements/plots.txt
 # --- what to run ---
 
 demo: $(VENV)/.demo
-	@PYTHONPATH=tests $(BIN)/python examples/demo.py .demo
+	@PYTHONPATH=tests $(BIN)/python examples/demo.py
 
 # A test that hangs fails with the stack of every thread, and the run goes on.
 test: $(VENV)/.test
@@ -255,5 +255,6 @@ pages: $(VENV)/.test $(PLOTS_VENV)/.plots
 	PYTHONPATH=src:tests:. $(BIN)/python -m benchmarks.reproduce pages --plots-python $(PLOTS_VENV)/bin/python
 
 clean:
+	@if test -x $(BIN)/python; then PYTHONPATH=tests $(BIN)/python examples/demo.py --remove; fi
 	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(addprefix $(WHEEL_VENV)-,$(PYTHONS)) $(DOCS_VENV) $(RAY_VENV) $(NOTEBOOK_VENV) $(CODECS_VENV) $(PLOTS_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
 	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

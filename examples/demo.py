@@ -1,27 +1,23 @@
-"""The demonstration behind `make demo`: a small family, merged three ways by the command line, and one table."""
+"""The demonstration behind `make demo`: writes a small model family, merges it three ways, and prints one table.
+
+Run it from the root of the checkout. The models, the recipe `experts.yml` and the training checkpoints that it writes
+are those that the commands of README.md and of the guide read. `--remove` removes them.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
-from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.core.units import format_bytes, format_rate, format_seconds
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
-from support.families import DEMO, FamilyPaths, family_paths, write_family
+import mergepipe
+from support.demo_files import EXPERTS, NotOursError, demo_models, remove_demo_files, write_demo_files
 
-N_EXPERTS = 3
+OUTPUTS = Path(".demo")
 PARAMETERS = {
     "linear": "weight: 1.0",
     "ties": "weight: 1.0, density: 0.2",
@@ -37,37 +33,54 @@ class Change:
     changed_fraction: float
 
 
-def main(root: Path) -> int:
-    """Run the demonstration under `root`."""
-    family = make_family(root / "family")
-    rows = []
-    for operator, parameters in PARAMETERS.items():
-        recipe = write_recipe(root, operator, parameters, family)
-        out = root / f"merged-{operator}"
-        report = merge(recipe, out)
-        rows.append((operator, report, measure_change(family.base, out), out))
-    experts = [measure_change(family.base, expert) for expert in family.experts]
-    print_table(rows, experts)
-    print(f"\nrecipes: {root}/*.yml; to see what one would do:  .venv/bin/mergepipe check {root}/ties.yml")
+def main(arguments: list[str]) -> int:
+    """Run the demonstration in the working folder."""
+    here = Path()
+    if arguments == ["--remove"]:
+        remove_demo_files(here)
+        return 0
+
+    print("writing models/, experts.yml and run/ where they are missing", flush=True)
+    try:
+        write_demo_files(here)
+    except NotOursError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+    base, *experts = demo_models(here)
+    rows = [row_of_merge(operator, base) for operator in PARAMETERS]
+    print_table(rows, [measure_change(base, expert) for expert in experts])
+    print("\nNext, with this environment on the path:  export PATH=$PWD/.venv/bin:$PATH")
+    print("  mergepipe check experts.yml\n  mergepipe merge experts.yml merged\nREADME.md goes on from here.")
     return 0
 
 
-def make_family(root: Path) -> FamilyPaths:
-    """The family under `root`, written if it is not there yet."""
-    paths = family_paths(root, N_EXPERTS)
-    if all((model / "config.json").exists() for model in paths.models):
-        return paths
-    print(f"writing a base and {N_EXPERTS} experts to {root}/")
-    return write_family(root, DEMO, N_EXPERTS)
+def row_of_merge(operator: str, base: Path) -> list[str]:
+    """Merge the family by one operator; return the cells of its row."""
+    recipe = write_recipe(operator)
+    out = OUTPUTS / f"merged-{operator}"
+    report = merge(recipe, out)
+    change = measure_change(base, out)
+    return [
+        operator,
+        f"{report['seconds']:.1f} s",
+        f"{report['read_bytes'] / 1e6:.0f} MB",
+        f"{report['output_bytes'] / 1e6:.0f} MB",
+        f"{report['peak_rss_bytes'] / 1e6:.0f} MB",
+        *cells_of(change),
+    ]
 
 
-def write_recipe(root: Path, operator: str, parameters: str, family: FamilyPaths) -> Path:
-    """Write a mergekit recipe with paths relative to itself."""
-    lines = [f"merge_method: {operator}", f"base_model: {family.base.relative_to(root)}", "models:"]
-    for expert in family.experts:
-        lines += [f"  - model: {expert.relative_to(root)}", f"    parameters: {{{parameters}}}"]
-    recipe = root / f"{operator}.yml"
-    recipe.write_text("\n".join([*lines, "dtype: bfloat16", ""]), encoding="utf-8")
+def write_recipe(operator: str) -> Path:
+    """Write a mergekit recipe of all fine-tunes, with paths relative to itself."""
+    lines = [f"merge_method: {operator}", "base_model: ../models/base", "models:"]
+    for expert in EXPERTS:
+        lines.append(f"  - {{model: ../models/{expert}, parameters: {{{PARAMETERS[operator]}}}}}")
+    lines.append("dtype: bfloat16\n")
+
+    OUTPUTS.mkdir(exist_ok=True)
+    recipe = OUTPUTS / f"{operator}.yml"
+    recipe.write_text("\n".join(lines), encoding="utf-8")
     return recipe
 
 
@@ -75,64 +88,50 @@ def merge(recipe: Path, out: Path) -> dict[str, float]:
     """Merge by the command line; a snapshot of an earlier demonstration is replaced."""
     command = ["merge", str(recipe), str(out), "--force"]
     print(f"$ mergepipe {' '.join(command)}", flush=True)
-    ran = subprocess.run([sys.executable, "-m", "mergepipe", *command, "--json"], stdout=subprocess.PIPE, check=False)
-    if ran.returncode != 0:  # it has said why
-        sys.exit(ran.returncode)
-    report: dict[str, float] = json.loads(ran.stdout)
+    done = subprocess.run([sys.executable, "-m", "mergepipe", *command, "--json"], stdout=subprocess.PIPE, check=False)
+    if done.returncode != 0:  # it has said why
+        sys.exit(done.returncode)
+    report: dict[str, float] = json.loads(done.stdout)
     return report
 
 
 def measure_change(base: Path, model: Path) -> Change:
     """Compare a model with the base, tensor by tensor."""
     base_squares = delta_squares = 0.0
-    changed = total = 0
-    for base_N, model_N in paired_tensors(base, model):
-        delta_N = model_N.astype(np.float64) - base_N
-        base_squares += float(np.square(base_N, dtype=np.float64).sum())
+    n_changed = n_elements = 0
+    base_tensors = mergepipe.load_file(base)
+    model_tensors = mergepipe.load_file(model)
+    for name in base_tensors:
+        base_N = base_tensors[name].astype(np.float64)
+        delta_N = model_tensors[name] - base_N
+        base_squares += float(np.square(base_N).sum())
         delta_squares += float(np.square(delta_N).sum())
-        changed += int(np.count_nonzero(delta_N))
-        total += delta_N.size
-    return Change((delta_squares / base_squares) ** 0.5, changed / total)
+        n_changed += int(np.count_nonzero(delta_N))
+        n_elements += delta_N.size
+    return Change((delta_squares / base_squares) ** 0.5, n_changed / n_elements)
 
 
-def paired_tensors(base: Path, model: Path) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """The tensors of both, by name."""
-    opened = [open_checkpoint(LocalStore(), Location.local(path.absolute())) for path in (base, model)]
-    for name in sorted(opened[0].tensors):
-        yield read_tensor(opened[0], name), read_tensor(opened[1], name)
+def cells_of(change: Change) -> list[str]:
+    return [f"{change.relative_norm:.2%}", f"{change.changed_fraction:.0%}"]
 
 
-def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
-    """One bf16 tensor, flat."""
-    (entry,) = checkpoint.tensors[name].stored
-    stored_N = np.fromfile(entry.file.local_path, "<u2", entry.n_elements, offset=entry.offset)
-    return (stored_N.astype(np.uint32) << np.uint32(16)).view(np.float32)
+def print_table(rows: list[list[str]], experts: list[Change]) -> None:
+    """Print a row for each merge, and one for the mean of the fine-tunes. Changes are against the base."""
+    mean = Change(
+        sum(change.relative_norm for change in experts) / len(experts),
+        sum(change.changed_fraction for change in experts) / len(experts),
+    )
+    headings = ["operator", "time", "read", "written", "peak memory", "change", "elements changed"]
+    table = [headings, *rows, ["(a fine-tune, mean)", "", "", "", "", *cells_of(mean)]]
+    widths = [max(len(row[column]) for row in table) for column in range(len(headings))]
 
-
-def print_table(rows: list[tuple[str, dict[str, float], Change, Path]], experts: list[Change]) -> None:
-    """One line for each merge. Changes are against the base."""
-    table = Table(title=f"base + {N_EXPERTS} experts of {format_bytes(DEMO.n_parameters() * 2)} each")
-    for heading in ("operator", "time", "speed", "read", "written", "peak memory", "change", "elements changed"):
-        table.add_column(heading, justify="left" if heading == "operator" else "right")
-    for operator, report, change, _ in rows:
-        table.add_row(
-            operator,
-            format_seconds(report["seconds"]),
-            format_rate(report["bytes_per_second"]),
-            format_bytes(report["read_bytes"]),
-            format_bytes(report["output_bytes"]),
-            format_bytes(report["peak_rss_bytes"]),
-            f"{change.relative_norm:.2%}",
-            f"{change.changed_fraction:.0%}",
-        )
-    mean_norm = sum(change.relative_norm for change in experts) / len(experts)
-    mean_fraction = sum(change.changed_fraction for change in experts) / len(experts)
-    table.add_row("(an expert, mean)", *([""] * 5), f"{mean_norm:.2%}", f"{mean_fraction:.0%}")
-    Console(width=None if sys.stdout.isatty() else 110).print("", table)
-    print("change: norm of (result - base) over the norm of the base; at this size most of the time is start-up\n")
-    for operator, _, _, out in rows:
-        print(f"{operator:<10} {out}/")
+    print(f"\na base and {len(experts)} fine-tunes of 34 MB each:\n")
+    for row in table:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells]))
+    print("\nchange: norm of (result - base) over the norm of the base. At this size most of the time is start-up.")
+    print("\n".join(f"{row[0]:<10} {OUTPUTS}/merged-{row[0]}/" for row in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ".demo")))
+    sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import runpy
+import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 
 import mergepipe
 from mergepipe.operators.registry import has_operator, remove_operator
+from support.demo_files import remove_demo_files, write_demo_files
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RUNNABLE = {"first_merge.py": "merged", "budgeted_merge.py": "half", "own_operator.py": "largest"}
@@ -81,6 +84,37 @@ def test_notebook__runs_in_a_kernel_and_shows_progress_and_tables(name: str, mon
     assert len([html for html in results if "<table" in html]) == NOTEBOOKS[name]
     progress = [output.output_type for output in shown].count("display_data")
     assert progress >= (name == "first_merge.ipynb")
+
+
+def test_demo_files__are_written_over_nothing_and_removed_alone(demo_files: Path, tmp_path: Path) -> None:
+    shutil.copytree(demo_files, tmp_path, copy_function=os.link, dirs_exist_ok=True)
+    (tmp_path / "models" / "mine").mkdir()
+    shutil.rmtree(tmp_path / "models" / "code")
+    shutil.rmtree(tmp_path / "models" / "adapter")
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "models").rglob("*.safetensors")}
+    write_demo_files(tmp_path)
+    assert (tmp_path / "models" / "code" / "model.safetensors").exists()
+    assert (tmp_path / "models" / "adapter" / "adapter_config.json").exists()
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    remove_demo_files(tmp_path)
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["models", "models/mine"]
+
+
+@pytest.mark.parametrize("name", ["models", "run", "experts.yml"])
+def test_demo__leaves_what_it_did_not_make(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / name
+    if place.suffix:
+        place.write_text("merge_method: linear\n")
+    else:
+        place.mkdir()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.argv", ["demo.py"])
+        with pytest.raises(SystemExit, match="1"):
+            runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {name} is not")
+    remove_demo_files(tmp_path)
+    assert list(tmp_path.rglob("*")) == [place]
 
 
 def run_cell(source: str, names: dict[str, Any]) -> Any:

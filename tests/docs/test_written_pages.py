@@ -1,18 +1,21 @@
-"""Hand-written pages: links lead somewhere, named commands are there, and the README prints what it shows."""
+"""Hand-written pages: links lead somewhere, named commands are there, and what they print is what is shown.
+
+`--update-goldens` writes what has changed of shown output into the pages.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mergepipe.cli import main
 from mergepipe.cli.app import build_command
-from support.families import TINY, FamilyShape, write_family
-from support.training_trees import decay_groups, decoder_shapes, known_states, write_trainer_files, write_zero12
+from support.console_blocks import WIDTH, PageRun, blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = sorted((ROOT / "docs").rglob("*.md"))
@@ -115,59 +118,36 @@ def test_reference__writes_what_may_be_left_out_in_one_pair_of_brackets() -> Non
     assert "[[" not in (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
 
 
-README = Path(__file__).resolve().parents[2] / "README.md"
-ADAPTER = "lora extract models/base models/code -o models/adapter --rank 16 --quiet"
-VARIES = re.compile(r"\b[0-9a-f]{32}\b|\d[\d.,]*( ?[kMG]?B\b| s\b| ?%|/s\b)*")
-
-
-def write_inputs(root: Path, shape: FamilyShape, *, layers: int, width: int, vocabulary: int) -> None:
-    """Write what the README's commands read below `root`: `models`, `experts.yml`, and the checkpoints in `run`."""
-    family = write_family(root / "models", shape, 2)
-    for model, name in zip(family.experts, ("math", "code"), strict=True):
-        model.rename(root / "models" / name)
-    (root / "experts.yml").write_text(blocks("yaml")[0], encoding="utf-8")
-    shapes = decoder_shapes(layers, width, vocabulary, tied=True)
-    for number, step in enumerate((300, 400)):
-        known = known_states(shapes, seed=number, step=step)
-        folder = root / "run" / f"checkpoint-{step}"
-        write_trainer_files(folder, known, tied=True)
-        write_zero12(folder / f"global_step{step}", known, decay_groups(shapes), 2)
-        (folder / "latest").write_text(f"global_step{step}", encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-
-
-def shown() -> list[tuple[str, list[str]]]:
-    """The README's commands and the lines that each prints there."""
-    text = "\n".join(blocks("console"))
-    return [(part.splitlines()[0], part.splitlines()[1:]) for part in re.split(r"^\$ mergepipe ", text, flags=re.M)[1:]]
-
-
-def arguments(command: str) -> list[str]:
-    """The words of a command line, with the names that its patterns stand for in this folder."""
-    here = Path()
-    return [
-        name for word in shlex.split(command) for name in (sorted(map(str, here.glob(word))) if "*" in word else [word])
-    ]
-
-
-def without_numbers(lines: list[str]) -> list[str]:
-    return [" ".join(VARIES.sub("N", line).split()) for line in lines if line.strip()]
-
-
-def test_readme__commands_print_what_it_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def page_run(
+    demo_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> PageRun:
+    """Runs pages in a fresh folder after `make demo`; with `--update-goldens` it changes what they show."""
+    folder = tmp_path / "mergepipe"
+    shutil.copytree(demo_files, folder, copy_function=os.link)
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "120")
-    write_inputs(tmp_path, TINY, layers=2, width=16, vocabulary=32)
-    assert main(shlex.split(ADAPTER)) == 0
-    assert len(shown()) > 4
-    for command, lines in shown():
-        capsys.readouterr()
-        assert main(arguments(command)) == 0, command
-        printed = without_numbers(capsys.readouterr().out.splitlines())
-        assert [line for line in without_numbers(lines) if line != "..." and line not in printed] == [], command
+    monkeypatch.setenv("COLUMNS", WIDTH)
+    capsys = request.getfixturevalue("capsys")
+    return PageRun(capsys, is_rewritten=request.config.getoption("--update-goldens"))
+
+
+FIRST_PAGES = ("README.md", "docs/guide/first-merge.md")
+OTHER_PAGES = [
+    str(page.relative_to(ROOT))
+    for page in WRITTEN
+    if str(page.relative_to(ROOT)) not in FIRST_PAGES
+    and any(block.language == "console" and block.is_run for block in blocks(page))
+]
+
+
+def test_first_pages__show_what_their_commands_print(page_run: PageRun) -> None:
+    problems = [problem for page in FIRST_PAGES for problem in page_run.run(ROOT / page)]
+    assert problems == [], "\n\n".join(problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", OTHER_PAGES)
+def test_page__shows_what_its_commands_print(page: str, page_run: PageRun) -> None:
+    problems = page_run.run(ROOT / page)
+    assert problems == [], "\n\n".join(problems)

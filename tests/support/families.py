@@ -299,7 +299,7 @@ END_OF_TEXT = "<|endoftext|>"
 _END_OF_TEXT_ID = 256
 
 
-def write_sidecars(directory: Path, shape: FamilyShape, dtype: DType) -> None:
+def write_sidecars(directory: Path, shape: FamilyShape, dtype: DType = BF16) -> None:
     """Write everything but the weights of one model into `directory`."""
     files = {
         "config.json": _config(shape, dtype),

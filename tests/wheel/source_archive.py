@@ -11,7 +11,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-ONLY_IN_THE_REPOSITORY = (".ci/", ".gitignore")
+ONLY_IN_THE_REPOSITORY = (".ci/", ".github/", ".gitignore", ".pre-commit-config.yaml", ".readthedocs.yaml")
 WRITTEN_BY_THE_BUILD = ("PKG-INFO", "setup.cfg", "src/mergepipe.egg-info/")
 
 
