@@ -9,10 +9,12 @@ import os
 import re
 import shlex
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mergepipe.cli.app import build_command
 from support.console_blocks import WIDTH, PageRun, blocks
@@ -64,6 +66,32 @@ def test_pages__name_code_that_exists() -> None:
     assert [
         each for each in sorted(named) if not any((ROOT / at / each[1]).exists() for at in ("", "src/mergepipe"))
     ] == []
+
+
+def test_seconds_and_memory__are_the_same_on_all_pages() -> None:
+    readme, index, alternatives = (
+        (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/index.md", "docs/alternatives.md")
+    )
+    rows = re.findall(r"^\| .+, [\d.]+B \| .+$", readme, re.MULTILINE)
+    assert len(rows) == 6
+    assert rows == [row for row in index.splitlines() if row in rows]
+    merges = [row for row in rows if "mergekit: " in row]
+    assert len(merges) == 4
+    for row in merges:
+        _, name, ours, theirs, _ = (cell.strip() for cell in row.split("|"))
+        assert f"{ours} | {theirs.removeprefix('mergekit: ')} |" in alternatives, name
+
+
+def test_files_of_a_release__name_one_version_and_one_address() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == project["version"]
+    assert f"\n## [{project['version']}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    address = project["urls"]["Repository"]
+    assert citation["repository-code"] == address
+    for page in ("README.md", "mkdocs.yml", "docs/guide/install.md", "docs/index.md"):
+        named = set(re.findall(r"https://github\.com/\w+/mergepipe\b", (ROOT / page).read_text(encoding="utf-8")))
+        assert named == {address}, page
 
 
 WRITTEN = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guide").glob("*.md"))]

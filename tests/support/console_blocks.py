@@ -1,8 +1,8 @@
 """Runs the console blocks of pages: compares what they show with what is printed, or writes the pages anew.
 
-A line `...` is output that the page leaves out, and so is the rest of a line that ends in ` ...`. A block with a title
-is a file: it is written before the commands below it, or compared with the file of that name. A block below a comment
-`<!-- not run: REASON -->` needs more than the demo's files.
+A line `...` is output that the page leaves out, and so is the rest of a line that ends in ` ...`; of a command without
+any output below it nothing is compared. A block with a title is a file: it is written before the commands below it, or
+compared with the file of that name. A block below a comment `<!-- not run: REASON -->` needs more than the demo's files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +22,11 @@ import pytest
 from mergepipe.cli import main, mergekit_main
 
 WIDTH = "120"
+PAGE_WIDTH = 110
 SHOWN_FOLDER = "/srv/mergepipe"
 """What pages write for the folder in which commands run."""
+SHOWN_HOME = "/home/ada/.local/share/mergepipe"
+"""What pages write for `$MERGEPIPE_HOME`."""
 
 _FENCE = re.compile(r"^(`{3,})([\w-]*)(?: title=\"([^\"]+)\")?$")
 _NOT_RUN = re.compile(r"^<!-- not run: .+ -->$")
@@ -116,10 +120,10 @@ class PageRun:
                 exit_code, printed = self._printed(command)
                 if (exit_code != 0) != command.fails:
                     problems.append(f"{page.name}: $ {command.line}: exit code {exit_code}: {printed}")
-                elif not _is_shown(command.shown, printed):
+                elif command.shown and not _is_shown(command.shown, printed):
                     new = _refreshed(command.shown, printed)
                     changes.append((command, new))
-                    if not (self._is_rewritten and _is_shown(tuple(new), printed)):
+                    if not (self._is_rewritten and _is_shown(new, printed)):
                         problems.append(f"{page.name}: $ {command.line}\nprints:\n" + "\n".join(printed))
         if self._is_rewritten:
             _rewrite(page, changes)
@@ -134,8 +138,8 @@ class PageRun:
             output, errors = self._capsys.readouterr()
         else:
             exit_code, output, errors = _by_shell(command.line)
-        text = (output or errors).replace(self._folder, SHOWN_FOLDER)
-        return exit_code, [line.rstrip() for line in text.rstrip().splitlines()]
+        text = (output or errors).replace(self._folder, SHOWN_FOLDER).replace(os.environ["MERGEPIPE_HOME"], SHOWN_HOME)
+        return exit_code, _unwrapped([line.rstrip() for line in text.rstrip().splitlines()])
 
 
 def _by_shell(line: str) -> tuple[int, str, str]:
@@ -164,6 +168,24 @@ def _file_problems(block: Block) -> list[str]:
     return []
 
 
+def _unwrapped(lines: Sequence[str]) -> list[str]:
+    """Join lines that were wrapped, which are indented, with the line that they continue."""
+    result: list[str] = []
+    for line in lines:
+        if line.startswith("  ") and result and result[-1]:
+            result[-1] += f" {line.strip()}"
+        else:
+            result.append(line)
+    return result
+
+
+def _wrapped(line: str) -> list[str]:
+    """Wrap a line of a report for a page, below its text."""
+    label = re.match(r"\S+( \S+)*  +", line)
+    indent = " " * (len(label[0]) if label else 2)
+    return textwrap.wrap(line, PAGE_WIDTH, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True)
+
+
 def _without_what_varies(line: str) -> str:
     for pattern, replacement in _VARYING:
         line = pattern.sub(replacement, line)
@@ -177,9 +199,9 @@ def _is_same(shown: str, printed: str) -> bool:
     return _without_what_varies(shown) == _without_what_varies(printed)
 
 
-def _is_shown(shown: tuple[str, ...], printed: list[str]) -> bool:
+def _is_shown(shown: Sequence[str], printed: list[str]) -> bool:
     """Whether the shown lines are the printed ones, in order, with gaps only where lines are left out."""
-    lines = [line for line in shown if line]
+    lines = [line for line in _unwrapped(shown) if line]
     output = [line for line in printed if line]
     position = 0
     may_skip = False
@@ -196,13 +218,13 @@ def _is_shown(shown: tuple[str, ...], printed: list[str]) -> bool:
     return may_skip or position == len(output)
 
 
-def _refreshed(shown: tuple[str, ...], printed: list[str]) -> list[str]:
+def _refreshed(shown: Sequence[str], printed: list[str]) -> list[str]:
     """Return the shown lines as they are printed now; lines are found by their first column."""
     if _LEFT_OUT not in shown:
         return printed
     result: list[str] = []
     position = 0
-    for line in shown:
+    for line in _unwrapped(shown):
         if line in (_LEFT_OUT, ""):
             result.append(line)
             continue
@@ -225,5 +247,6 @@ def _rewrite(page: Path, changes: list[tuple[Command, list[str]]]) -> None:
     """Replace what a page shows below commands, from the last to the first."""
     lines = page.read_text(encoding="utf-8").splitlines()
     for command, new in reversed(changes):
-        lines[command.first : command.first + len(command.shown)] = new
+        wrapped = [part for line in new for part in (_wrapped(line) or [""])]
+        lines[command.first : command.first + len(command.shown)] = wrapped
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
