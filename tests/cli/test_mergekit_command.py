@@ -57,6 +57,30 @@ def test_merge__is_the_same_as_with_the_command_merge(work: Workplace, run: Runn
     assert (work.out / MERGEKIT_CONFIG_NAME).read_text() == work.recipe.read_text()
 
 
+def test_merge__takes_relative_paths_from_the_working_folder(work: Workplace, run: Runner) -> None:
+    """As mergekit does: where both folders have a model of that name, the recipe's own is another one."""
+    (work.root / "recipes/family").mkdir(parents=True)
+    recipe = work.recipe.rename(work.root / "recipes" / "recipe.yml")
+    assert run(recipe, work.out, "--quiet").exit_code == 0
+    manifest = json.loads((work.out / "mergepipe.json").read_text())
+    assert [Path(source["path"]).name for source in manifest["inputs"]] == ["base", "expert-1", "expert-2"]
+    assert main(["replay", str(work.out), str(work.root / "again"), "-q"]) == 0
+    assert main(["check", str(recipe)]) == 3
+
+
+def test_merge__says_that_the_recipe_s_folder_has_what_it_names(work: Workplace, run: Runner) -> None:
+    (work.root / "recipes").mkdir()
+    recipe = work.recipe.rename(work.root / "recipes" / "recipe.yml")
+    work.family.base.parent.rename(work.root / "recipes" / "family")
+    ran = run(recipe, work.out, "--quiet")
+    assert ran.exit_code == 3
+    assert ran.error_lines[0] == (
+        "error: recipe.yml:2 base_model: there is no folder 'family/base'; paths are relative to the working folder, "
+        "and the recipe's folder has one: write recipes/family/base [model.not-found]"
+    )
+    assert main(["check", str(recipe)]) == 0
+
+
 def test_merge__leaves_out_card_and_tokenizer_and_cuts_files(work: Workplace, run: Runner) -> None:
     (work.root / "family/base/tokenizer.json").write_text("{}")
     options = ["--no-write-model-card", "--no-copy-tokenizer", "--out-shard-size", "30k", "-v"]

@@ -292,7 +292,7 @@ BAD: list[tuple[str, ...]] = [
     (
         CHAIN.replace("name: second", "name: first"),
         "conflict 10 name: the name 'first' is taken, by recipe.yml:2; choose another name",
-        "model.not-found 8 base_model: there is no 'second'; looked for {folder}/second",
+        "model.not-found 8 base_model: there is no folder 'second'; looked for {folder}/second",
     ),
     (
         CHAIN.replace("models: [{model: a,", "models: [{model: second,"),

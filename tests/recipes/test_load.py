@@ -12,8 +12,8 @@ from small_recipes import load, load_refusal, make_models, said
 from mergepipe.core.blocks import BF16, F16, F32
 from mergepipe.errors import NotFoundError, RecipeError, did_you_mean
 from mergepipe.operators.registry import operator_specs
+from mergepipe.recipes.model_location import ModelName, resolve_model_name
 from mergepipe.recipes.recipe_files import load_recipes
-from mergepipe.recipes.references import ModelName, resolve_model_name
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 from support.refusals import refuses
@@ -336,7 +336,7 @@ def test_load_recipe__tells_exactly_what_is_wrong(folder: Path, bad: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "revision"), [("org/name", ""), ("org/name@v1", " --revision v1"), ("org/name:folder", "")]
+    ("name", "revision"), [("hub/name", ""), ("hub/name@v1", " --revision v1"), ("hub/name:folder", "")]
 )
 def test_load_recipe__says_how_to_get_a_hub_id_without_a_network(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, revision: str
@@ -345,18 +345,47 @@ def test_load_recipe__says_how_to_get_a_hub_id_without_a_network(
     error = load_refusal(folder, LINEAR.replace("./b", name))
     assert type(error) is NotFoundError
     assert [f"{p.code} | {p}" for p in error.problems] == [
-        f"model.not-found | recipe.yml:5 models[1].model: there is no folder '{name}', and as a model of the "
+        f"hub.offline | recipe.yml:5 models[1].model: there is no folder '{name}', and as a model of the "
         "Hub: HF_HUB_OFFLINE is set, and the local cache of the Hub does not hold it; where there is a network, run "
-        f"`hf download org/name{revision} --local-dir name`, and name that folder"
+        f"`hf download hub/name{revision} --local-dir name`, and name that folder"
     ]
 
 
 def test_load_recipe__says_where_it_looked(folder: Path) -> None:
-    error = load_refusal(folder, LINEAR.replace("./b", "./none") + "base_model: one.safetensors/x\n")
+    error = load_refusal(folder, LINEAR.replace("./b", "./none/b") + "base_model: one.safetensors/x\n")
     assert type(error) is NotFoundError
     assert [p.code for p in error.problems] == ["model.not-found"] * 2
-    assert error.problems[1].message == "there is no './none'"
-    assert error.problems[1].hint.startswith("looked for ")
+    assert error.problems[1].message == "there is no folder './none/b'"
+    assert error.problems[1].hint == f"looked for {folder}/none/b"
+
+
+def test_load_recipe__says_how_a_hub_id_below_a_folder_of_that_name_is_written(folder: Path) -> None:
+    problem = load_refusal(folder, LINEAR.replace("./b", "org/name@v1:sub")).problems[-1]
+    assert problem.hint.endswith("/org/ holds with+plus; a model of the Hub is written hf://org/name@v1/sub")
+
+
+def test_load_recipe__lists_the_neighbours_of_a_missing_folder_those_like_it_first(tmp_path: Path) -> None:
+    for name in ("math", *"abcdefgh"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    (tmp_path / "models" / ".cache").mkdir()
+    (tmp_path / "models" / "notes.txt").touch()
+    error = load_refusal(tmp_path, LINEAR.replace("./b", "models/maths"))
+    assert str(error.problems[-1]).endswith(
+        f"there is no folder 'models/maths'; {tmp_path}/models/ holds math, a, b, c, d, e, f, g and 1 more"
+    )
+
+
+def test_load_recipe__says_that_the_working_folder_has_what_the_recipe_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "math").mkdir(parents=True)
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    problem = load_refusal(tmp_path / "recipes", LINEAR.replace("./b", "models/math")).problems[-1]
+    assert problem.message == "there is no folder 'models/math'"
+    assert problem.hint == (
+        "paths are relative to the recipe's folder, and the working folder has one: write ../models/math"
+    )
 
 
 @pytest.mark.parametrize("name", ["~nobody-of-that-name/model", "x" * 5000, "loop"])
@@ -472,6 +501,20 @@ def test_resolve_model_name__ignores_the_revision_of_a_path(text: str, path: str
 )
 def test_resolve_model_name__leaves_what_is_no_hub_id_a_path(text: str) -> None:
     assert resolve(text) == ModelName(path=text)
+
+
+@pytest.mark.parametrize("text", ["models/maths", "models/maths@main", "models/maths:sub"])
+def test_resolve_model_name__leaves_a_name_below_a_folder_that_exists_a_path(text: str) -> None:
+    assert resolve(text, "models") == ModelName(path=text)
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [("hf://buckets/org/name/x", "a bucket"), ("hf://datasets/org/x", "a dataset"), ("hf://spaces/org/x", "a space")],
+)
+def test_resolve_model_name__refuses_what_is_no_model_of_the_hub(address: str, kind: str) -> None:
+    with refuses(RecipeError, "location.invalid", f"is {kind} of the Hub, which is not read here"):
+        resolve(address)
 
 
 @pytest.mark.parametrize("text", ["hf://org/name@v1/sub", "s3://bucket/prefix", "https://host/folder"])

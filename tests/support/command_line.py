@@ -117,11 +117,11 @@ class Runner:
         return Ran(exit_code, captured.out, captured.err)
 
 
-def run_command(arguments: list[str]) -> Ran:
+def run_command(arguments: list[str], program: Callable[[list[str]], int] = main) -> Ran:
     """Run one command in this process."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        exit_code = main(arguments)
+        exit_code = program(arguments)
     return Ran(exit_code, out.getvalue(), err.getvalue())
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import mergepipe
 from mergepipe.cli.app import PROGRAM_SETTINGS, SectionedCommand, Without, with_option_groups
 from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
 from mergepipe.cli.printing import DEBUG, ReportOptions, print_report, print_warnings, tell
@@ -17,6 +17,8 @@ from mergepipe.core.flags import Flag, declared_options, option
 from mergepipe.core.units import parse_size
 from mergepipe.errors import Problem, UnsupportedError
 from mergepipe.options import FORCE, MergeOptions, RecipeOptions
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 if TYPE_CHECKING:
     from typer.core import TyperCommand
@@ -132,7 +134,8 @@ def merge_as_mergekit(
 ) -> None:
     """Merge as mergekit-yaml is called: the models of CONFIG into the directory OUT.
 
-    Also writes `mergekit_config.yml` into OUT. For budgets, which mergekit has not, use `mergepipe merge`.
+    Relative paths of models in CONFIG are those of the working folder. Also writes `mergekit_config.yml` into OUT.
+    For budgets, which mergekit has not, use `mergepipe merge`.
     """
     flags.check()
     refuse_swapped(config, out, RECIPE_ENDINGS)
@@ -149,8 +152,15 @@ def merge_as_mergekit(
     printing = ReportOptions(quiet=bool(flags.quiet))
     if not printing.quiet:
         tell(f"notice: {notice}" for notice in flags.notices())
+    from mergepipe.jobs.merge import run_merge
+    from mergepipe.recipes.yaml_source import read_recipe
+    from mergepipe.runs.work import merge_settings
+
+    working_folder = Location.local(Path.cwd())  # which paths are relative to, as in mergekit
     with progress_shown(context.obj, silent=printing.quiet) as on_progress:
-        report = mergepipe.merge(config, out, options=options, on_progress=on_progress)
+        settings = merge_settings(options, out, on_progress)
+        recipe = read_recipe(Location.of(config), Stores(), working_folder)
+        report = run_merge(recipe, settings)
     if verbose or printing.quiet:
         print_report(report, printing)
     else:

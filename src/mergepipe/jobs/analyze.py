@@ -37,7 +37,7 @@ from mergepipe.jobs.evaluate import write_text_importance
 from mergepipe.jobs.explain import overlaps_of
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics
 from mergepipe.options import AnalyzeOptions, block_elements_of, engine_options, home_of
-from mergepipe.recipes.references import named_location
+from mergepipe.recipes.model_location import locate_model
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.inputs import open_path
@@ -84,8 +84,8 @@ def analyze(
     engine, home = engine_options(settings), home_of(settings.home)
     experts = several(experts)
     store = Stores(engine.connections)
-    base_path = named_location(store, base)
-    expert_paths = [named_location(store, expert) for expert in experts]
+    base_path = locate_model(store, base)
+    expert_paths = [locate_model(store, expert) for expert in experts]
     if settings.text is not None and settings.importance_out is not None:
         text = Location.of(settings.text)
         out = output_place(settings.importance_out).local_path

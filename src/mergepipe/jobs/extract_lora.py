@@ -26,7 +26,7 @@ from mergepipe.core.units import format_percent
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.operators.spectral import norm_of, orthonormal
 from mergepipe.options import ExtractLoraOptions, home_of
-from mergepipe.recipes.references import named_location
+from mergepipe.recipes.model_location import locate_model
 from mergepipe.reports import ByteProgress, ExtractedTensor, ExtractLoraReport, NotExtracted, ProgressCallback
 from mergepipe.runs.adapter_output import AdapterFacts, adapter_output, recorded_recipe, relative_name
 from mergepipe.runs.adapters import WEIGHTS_NAME, AdapterWriter, LargestShape, adapter_config, factor_names
@@ -79,8 +79,8 @@ def extract_lora(
     place = output_place(out, ANYWHERE)
     stated_base = stated_base_id(made.base_model_id)
     store = Stores()
-    model_path = named_location(store, model)
-    base_checkpoint = open_path(store, named_location(store, base))
+    model_path = locate_model(store, model)
+    base_checkpoint = open_path(store, locate_model(store, base))
     model_checkpoint = open_path(store, model_path, base_checkpoint)
     architecture = TokenizerFiles(base_checkpoint, store).document(CONFIG_NAME)
     paths = files_of((*base_checkpoint.tensors.values(), *model_checkpoint.tensors.values()))

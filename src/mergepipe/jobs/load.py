@@ -31,7 +31,7 @@ from mergepipe.errors import MergePipeError, MismatchError, RecipeError, Unsuppo
 from mergepipe.jobs.merge import intermediate_writer
 from mergepipe.jobs.plan import make_plan, plan_request
 from mergepipe.options import MergeOptions, OutputOptions, PathStyle, threads_of
-from mergepipe.recipes.references import named_location
+from mergepipe.recipes.model_location import locate_model
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.runs.inputs import Inputs, open_inputs, open_path, recipe_of, with_known_digests, with_parameters
@@ -137,9 +137,9 @@ def load_file(
     """
     tensors_of(framework)  # refuses what is none before anything is opened
     n_threads, store = threads_of(threads), Stores()
-    place = named_location(store, path)
+    place = locate_model(store, path)
     if is_packed(store, place):
-        base_place = None if base is None else named_location(store, base)
+        base_place = None if base is None else locate_model(store, base)
         opened, checkpoint, bases = open_packed(store, place, base_place)
         check_original_headers(store, opened)
         return LoadedTensors((checkpoint, *bases), store, framework, n_threads)

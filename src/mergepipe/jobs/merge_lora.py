@@ -235,6 +235,7 @@ def _recipe_weight(source: YamlSource, index: int, entry: Json) -> float:
         where = source.where("models", index, "parameters")
         message = f"must be one weight, a number, found {shown(parameters)}"
         raise RecipeError.of("recipe.value", where, message, "filters and gradients need an operator such as linear")
+    assert isinstance(weight, int | float)
     return float(weight)
 
 

@@ -42,7 +42,7 @@ from mergepipe.deltastore.pieces import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLO
 from mergepipe.deltastore.tensor import PackedFetch
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, Problem, RecipeError
 from mergepipe.options import PackOptions, UnpackOptions, home_of, threads_of
-from mergepipe.recipes.references import named_location
+from mergepipe.recipes.model_location import locate_model
 from mergepipe.reports import (
     BaseMatch,
     ByteProgress,
@@ -102,8 +102,8 @@ def pack(
     made = PackOptions.of(options, fields)
     place = output_place(out, HERE_OR_BUCKET, "pack into a folder, then `mergepipe push` each store")
     store = Stores()
-    bases = None if base is None else [named_location(store, model) for model in several(base)]
-    paths = [named_location(store, expert) for expert in several(experts)]
+    bases = None if base is None else [locate_model(store, model) for model in several(base)]
+    paths = [locate_model(store, expert) for expert in several(experts)]
     pack_models = _pack_experts if made.chain is None else _pack_chain
     return pack_models(bases, paths, place, made, on_progress)
 
@@ -306,8 +306,8 @@ def unpack(
     started, made = time.perf_counter(), UnpackOptions.of(options, fields)
     threads, store = threads_of(made.threads), Stores()
     target = output_place(out).local_path
-    root = named_location(store, path)
-    base = None if made.base is None else named_location(store, made.base)
+    root = locate_model(store, path)
+    base = None if made.base is None else locate_model(store, made.base)
     opened, checkpoint, bases = open_packed(store, root, base)
     check_target(target, (root, *(base_checkpoint.path for base_checkpoint in bases)), force=None)
     tensor_bytes = sum(entry.nbytes for entry in opened.header.tensors)

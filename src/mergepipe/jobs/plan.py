@@ -20,7 +20,8 @@ from mergepipe.planning.budget import BudgetRequest, OnOmit, PlanningChoices, Po
 from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, ImportanceRecord, Plan, PlannedTensor, read_alike
 from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
-from mergepipe.recipes.references import named_location, reference_text
+from mergepipe.recipes.model_location import locate_model
+from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.recipes.tokenizer_source import OMP
 from mergepipe.reports import CheckReport, CopiedTensor, Fallback, ModelUse
@@ -157,7 +158,7 @@ def _plan_by(
         raise UnsupportedError.of("plan.unsupported", "--select", message, "leave it out: a sample reads both")
     unit_elements = _sampled_unit(inputs, store) if policy is Policy.SAMPLE else _suitable_block(inputs, statistics)
     importance, options = None, request.options
-    importance_place = None if options.importance is None else named_location(store, options.importance)
+    importance_place = None if options.importance is None else locate_model(store, options.importance)
     if importance_place is not None and not request.everything:
         from mergepipe.runs.importance import read_importance
 

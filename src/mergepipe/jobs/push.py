@@ -13,7 +13,7 @@ from mergepipe.deltastore.index import is_own_name
 from mergepipe.errors import RecipeError
 from mergepipe.jobs.snapshots import find_published
 from mergepipe.options import PushOptions
-from mergepipe.recipes.references import resolve_model_name
+from mergepipe.recipes.model_location import resolve_model_name
 from mergepipe.reports import ByteProgress, ProgressCallback, PushReport
 from mergepipe.snapshots.manifest import is_composite
 from mergepipe.snapshots.object_upload import HubUpload, ObjectUpload, OutputContent, Upload, published_snapshot

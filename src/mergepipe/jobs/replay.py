@@ -140,8 +140,9 @@ def replay(
         options: `OutputOptions`: threads, memory and the catalog, and `force`.
     """
     made = OutputOptions.of(options, fields)
-    settings, path = merge_settings(made.common(MergeOptions), out, on_progress), find_snapshot(snapshot, made.home)
+    settings = merge_settings(made.common(MergeOptions), out, on_progress)
     store = Stores(settings.engine.connections)
+    path = find_snapshot(snapshot, made.home)
     manifest = with_inputs_found(read_manifest_value(store, path), store, settings.home)
     decided = replace(settings.options, seed=manifest.seed, shard_bytes=shard_bytes_of(manifest, path))
     settings = replace(settings, options=decided, base_model_ids=BaseModelIds.recorded(manifest))

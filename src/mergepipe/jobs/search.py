@@ -18,7 +18,17 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.flags import several
 from mergepipe.core.outcome import private_outputs
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import CorruptError, LimitError, MergePipeError, NotFoundError, OutputError, RecipeError, library
+from mergepipe.errors import (
+    CorruptError,
+    LimitError,
+    MergePipeError,
+    MismatchError,
+    NotFoundError,
+    OutputError,
+    RecipeError,
+    UnsupportedError,
+    library,
+)
 from mergepipe.jobs.diff import distance, norm
 from mergepipe.jobs.evaluate import Evaluation, parse_evaluation, parse_objective
 from mergepipe.jobs.load import OpenedMerge, loaded_model
@@ -201,7 +211,26 @@ class _Search:
             raise RecipeError.of("option.conflict", "--rung", message, "leave one of the two out")
         check_target(out, (), force=None)
         self._study_path = out.absolute().with_name(f"{out.name}.study")
+        self._check_models()
         self._study = self._opened_study()
+
+    def _check_models(self) -> None:
+        """Refuse models that cannot be opened before the study is begun; values are judged by their trials."""
+        first_values = {
+            searched.key_path: searched.choices[0] if searched.choices else searched.low for searched in self._searched
+        }
+        try:
+            open_inputs(self._recipe(first_values), self._store)
+        except MergePipeError as error:
+            is_of_values = isinstance(error, RecipeError | UnsupportedError | MismatchError)
+            if is_of_values and error.code != "location.invalid":
+                return
+            name = self._source.path.name
+            # Lines are those of the recipe of a trial, which nobody wrote.
+            problems = (
+                replace(problem, where=f"{name} {problem.where.partition(' ')[2]}") for problem in error.problems
+            )
+            raise type(error)(*problems) from error
 
     def _parsed_command(self, evaluate: Evaluate | None) -> Evaluation | None:
         if (evaluate is None) == (self._options.evaluate is None):

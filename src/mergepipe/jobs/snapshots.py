@@ -30,7 +30,8 @@ from mergepipe.checkpoints.directory import is_packed
 from mergepipe.core.flags import several
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.options import home_of
-from mergepipe.recipes.references import named_location, referenced_paths
+from mergepipe.recipes.model_location import missing_path, path_exists, resolve_model_name
+from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import Garbage, GcReport, SnapshotReport
 from mergepipe.snapshots.manifest import (
     BESIDE,
@@ -96,7 +97,7 @@ def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotRep
     except NotFoundError:
         path = record_folder(Path(snapshot))
         if not _has_manifest(path):
-            raise
+            path = find_snapshot_path(snapshot, home_of(home))
         created, store = modified_at(path / MANIFEST_NAME), Stores()
         manifest, digest = read_manifest(store, path)
         sids = [sid_of_unchanged_input(store, source) for source in manifest.inputs]
@@ -112,9 +113,10 @@ def lineage(snapshot: str | Path, *, down: bool = False, home: str | Path | None
     try:
         return Catalog(home_of(home)).lineage(str(snapshot), down=down)
     except NotFoundError:
-        if not _has_manifest(record_folder(Path(snapshot))):
-            raise
-        read_manifest(Stores(), record_folder(Path(snapshot)))  # which says so where it is no snapshot's
+        path = record_folder(Path(snapshot))
+        if not _has_manifest(path):
+            path = find_snapshot_path(snapshot, home_of(home))
+        read_manifest(Stores(), path)  # which says so where it is no snapshot's
         hint = f"run `mergepipe catalog rebuild {snapshot}`"
         raise NotFoundError.of("snapshot.not-found", snapshot, "a snapshot that is not in the catalog", hint) from None
 
@@ -158,19 +160,25 @@ def find_snapshot_path(reference: str | Path, home: Path) -> Path:
             message = f"holds no {MANIFEST_NAME}: not a snapshot"
             raise NotFoundError.of("snapshot.not-found", path, message, "give a snapshot, or its sid")
         return path
-    return Catalog(home).snapshot(str(reference)).path
+    try:
+        return Catalog(home).snapshot(str(reference)).path
+    except NotFoundError:
+        if "/" not in str(reference):
+            raise
+    problem = missing_path(Stores(), str(reference), Location.local(path)).problems[0]
+    raise NotFoundError.of("snapshot.not-found", "", problem.message, problem.hint)
 
 
 def find_snapshot(reference: str | Path, home: str | Path | None) -> Location:
-    """Find a snapshot as `find_snapshot_path` does, or in a bucket or repository by its address."""
+    """Find a snapshot as `find_snapshot_path` does, or in a bucket or repository by its address or `org/name`."""
     return find_elsewhere(reference) or Location.local(find_snapshot_path(reference, home_of(home)))
 
 
 def find_elsewhere(reference: str | Path) -> Location | None:
     """Return the location of a snapshot named by an address or an id of the Hub; None for any other name."""
     store = Stores()
-    place = named_location(store, reference)
-    return None if place.is_local else store.pin(place)
+    name = resolve_model_name(str(reference), lambda path: path_exists(store, Location.of(path)))
+    return None if name.remote is None else store.pin(name.remote)
 
 
 def find_published(reference: str | Path, home: str | Path | None, store: Store) -> tuple[Location, bool]:

@@ -31,8 +31,8 @@ from mergepipe.errors import (
 from mergepipe.jobs.replay import RebuiltTensor, cause_of_change, open_recorded, rebuild_tensors, sampled_tensors
 from mergepipe.jobs.snapshots import find_published, read_manifest_value, with_inputs_found
 from mergepipe.options import MergeOptions, RunOptions, VerifyOptions, catalog_home, engine_options
+from mergepipe.recipes.model_location import locate_model
 from mergepipe.recipes.output_tensors import shape_contradictions
-from mergepipe.recipes.references import named_location
 from mergepipe.recipes.yaml_source import shortened
 from mergepipe.reports import ByteProgress, Damage, ProgressCallback, RepairReport, VerifyReport
 from mergepipe.runs.small_files import plan_small_files, sidecar_contents
@@ -112,7 +112,7 @@ def verify(
             raise RecipeError.of("option.conflict", "--deep", f"{snapshot} is a packed expert", "leave it out")
         from mergepipe.jobs.pack import verify_pack
 
-        base = None if made.base is None else named_location(store, made.base)
+        base = None if made.base is None else locate_model(store, made.base)
         return verify_pack(path, base=base, threads=engine.threads, on_progress=on_progress)
     if made.base is not None:
         raise RecipeError.of("option.conflict", "--base", f"{snapshot} is no packed expert", "leave it out")

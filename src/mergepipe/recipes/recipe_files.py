@@ -197,7 +197,8 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
     if root.get("post") is not None:
         named = (replace(parameter, name=f"{POST.name}.{parameter.name}") for parameter in POST.parameters)
         operator = replace(operator, parameters=(*operator.parameters, *named))
-    recipe = Recipe(source.path, source.text, operator, base, models, shared, *dtypes, slices, modules)
+    path = source.folder / source.path.name
+    recipe = Recipe(path, source.text, operator, base, models, shared, *dtypes, slices, modules)
     tokenizer = read_tokenizer(reader, root, recipe.inputs(), has_base=base is not None)
     return replace(
         recipe, tokenizer=tokenizer, chat_template=template, name=name, is_like_base=root.get("out_dtype") == LIKE_BASE,
@@ -208,7 +209,8 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
 def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | None:
     """Read a recipe of mergekit-moe: dense models of which a mixture of experts is built, or experts of a mixture."""
     reader.unknown_keys(root, MIXTURE_RECIPE_KEYS, ())
-    path, text = reader.source.path, reader.source.text
+    path = reader.source.folder / reader.source.path.name
+    text = reader.source.text
     base = _base(reader, root)
     if base is None and root.get("base_model") is None:
         reader.refuse("recipe.incomplete", ("base_model",), "a mixture of experts needs base_model")

@@ -6,81 +6,27 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import yaml
 
 from mergepipe.core.display import yaml_scalar
-from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, StorageError
+from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
 from mergepipe.recipes.fields import DocumentReader
+from mergepipe.recipes.model_location import (
+    ModelName,
+    missing_path,
+    no_path_and_no_hub_model,
+    path_exists,
+    resolve_model_name,
+)
 from mergepipe.recipes.recipe import ModelInput, Recipe, Setting, with_changed_models
 from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
 from mergepipe.storage.contract import Store
-from mergepipe.storage.location import HUB_SCHEME, MODELS_BY_BARE_NAME, Location, is_remote
+from mergepipe.storage.location import Location, is_remote
 
-# --- the name of a model: a path of this machine, a location of another store, or a Hub id ---
-
-_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
-_REVISION = r"(?:@(?P<revision>[^@:\s]+))?"
-_SUBFOLDER = r"(?::(?P<subfolder>[^@:\s]+))?"
-_HUB_ID = re.compile(rf"(?P<id>{_PART}/{_PART}|{_PART}){_REVISION}{_SUBFOLDER}")
-_PATH = re.compile(rf"(?P<path>.+?){_REVISION}{_SUBFOLDER}")
 _ADDRESS_OF_ADAPTER = re.compile(r"(?<=.)\+(?=[A-Za-z][A-Za-z0-9.-]*://.)")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelName:
-    """The meaning of a model's name: `path` as a path of this machine, or `remote`, exactly one of the two.
-
-    `ignored_revision` was written behind the path of a local folder, which has none. `is_hub_id` says that the name was
-    written as `org/name` and taken for a model of the Hub because there is no such path.
-    """
-
-    path: str = ""
-    remote: Location | None = None
-    ignored_revision: str = ""
-    is_hub_id: bool = False
-
-    def __post_init__(self) -> None:
-        if bool(self.path) == (self.remote is not None):
-            raise ValueError("the name of a model is either a path or a remote location")
-
-
-def resolve_model_name(text: str, exists: Callable[[str], bool]) -> ModelName:
-    """Decide what `text` names; `exists` probes whether a text is a path of this machine.
-
-    In this order: an address with a scheme; a path that exists; a path that exists, with `@revision` or `:subfolder`
-    behind it; a Hub id `org/name[@revision][:subfolder]`, or a name that the Hub knows alone (`gpt2`); and otherwise a
-    path that is missing.
-    """
-    if is_remote(text):
-        return ModelName(remote=Location.parse(text))
-    if not text or exists(text):
-        return ModelName(path=text or ".")
-    parts = _PATH.fullmatch(text)
-    if parts is not None and parts["path"] != text and exists(parts["path"]):
-        path = f"{parts['path']}/{parts['subfolder']}" if parts["subfolder"] else parts["path"]
-        return ModelName(path=path, ignored_revision=parts["revision"] or "")
-    hub = _HUB_ID.fullmatch(text)
-    model = None if hub is None else hub["id"] if "/" in hub["id"] else MODELS_BY_BARE_NAME.get(hub["id"])
-    if hub is None or model is None:
-        return ModelName(path=text)
-    folder = f"/{hub['subfolder']}" if hub["subfolder"] else ""
-    location = Location.parse(f"{HUB_SCHEME}://{model}{folder}").with_revision(hub["revision"] or "")
-    return ModelName(remote=location, is_hub_id=True)
-
-
-def named_location(store: Store, name: str | os.PathLike[str] | Location) -> Location:
-    """Return the location of an input that a caller names: a path, an address, or an id of the Hub."""
-    if not name or not isinstance(name, str):
-        return Location.of(name)
-    resolved = resolve_model_name(name, lambda candidate: _is_at(store, Location.parse(candidate)))
-    return resolved.remote or Location.local(Path(resolved.path))
-
-
-# --- resolve model references of a recipe to locations ---
-
 
 _REFERENCE_KEYS = ("path", "model", "lora", "delta", "override_architecture")
 
@@ -166,20 +112,20 @@ def _parts(reader: DocumentReader, text: str) -> tuple[str, str | None]:
 
 def _exists(reader: DocumentReader, text: str) -> bool:
     try:
-        return _why_missing(reader.store, _absolute(text, reader.source.path.parent), text) is None
+        return path_exists(reader.store, _absolute(text, reader.source.folder))
     except MergePipeError:  # what is wrong with it is said where it is opened
         return False
 
 
 def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
-    folder = reader.source.path.parent
+    folder = reader.source.folder
     if text in reader.model_paths:
         path = Location.parse(reader.model_paths[text])
     elif text in reader.documents:
         return folder / text
     else:
         try:
-            name = resolve_model_name(text, lambda candidate: _exists(reader, candidate))
+            name = _name(reader, text)
             if name.ignored_revision:
                 message = f"the revision '{shortened(name.ignored_revision)}' of a local path has no effect"
                 elsewhere = "it names a version of a model on the Hub; a local folder is read as it is"
@@ -193,6 +139,13 @@ def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
             return folder
     path = reader.store.pin(path.without_detours())
     return reader.places.setdefault(real_location(reader.store, path), path)
+
+
+def _name(reader: DocumentReader, text: str) -> ModelName:
+    """Resolve a name; one that is a path of the folder that paths are not relative to is no model of the Hub."""
+    name = resolve_model_name(text, lambda candidate: _exists(reader, candidate))
+    is_misplaced = name.is_hub_id and _path_in_other_folder(reader, text) is not None
+    return ModelName(path=text) if is_misplaced else name
 
 
 def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPath) -> ModelInput | None:
@@ -267,31 +220,49 @@ def _absolute(text: str, folder: Location) -> Location:
 
 def _is_there(reader: DocumentReader, name: ModelName, text: str, path: Location, key_path: KeyPath) -> bool:
     """Whether there is anything; reports that there is nothing."""
-    shown, where = shortened(text), reader.source.where(*key_path)
-    hint = f"looked for {shortened(str(path.without_detours()), 200)}"
+    where = reader.source.where(*key_path)
+    if path.is_local:
+        if path_exists(reader.store, path):
+            return True
+        problem = missing_path(reader.store, text, path).problems[0]
+        hint = _hint_of_other_folder(reader, text) or problem.hint
+        reader.findings.add(NotFoundError, problem.code, where, problem.message, hint)
+        return False
     try:
-        if path.is_local:
-            reason = _why_missing(reader.store, path, shown)
-        else:
-            reason = f"there is no '{path}'" if reader.store.stat(path) is None else None
-    except NotFoundError as error:
-        reason, hint = error.problems[0].message, error.problems[0].hint
-    except MergePipeError as error:  # access, or the network: nothing is known of the recipe
-        raise type(error)(
-            *(replace(problem, where=f"{where}: {problem.where}") for problem in error.problems)
-        ) from error
-    if reason is None:
-        return True
-    message = f"there is no folder '{shown}', and as a model of the Hub: {reason}" if name.is_hub_id else reason
-    reader.findings.add(NotFoundError, "model.not-found", where, message, hint)
+        if reader.store.stat(path) is not None:
+            return True
+        error: MergePipeError = NotFoundError.of("model.not-found", "", f"there is no '{path}'")
+    except NotFoundError as refusal:
+        error = refusal
+    except MergePipeError as refusal:  # access, or the network: nothing is known of the recipe
+        problems = (replace(problem, where=f"{where}: {problem.where}") for problem in refusal.problems)
+        raise type(refusal)(*problems) from refusal
+    problem = (no_path_and_no_hub_model(text, error) if name.is_hub_id else error).problems[0]
+    reader.findings.add(NotFoundError, problem.code, where, problem.message, problem.hint)
     return False
 
 
-def _why_missing(store: Store, path: Location, shown: str) -> str | None:
+def _path_in_other_folder(reader: DocumentReader, text: str) -> Location | None:
+    """The path that a relative name has in the folder that names of this recipe are not relative to, if it is there."""
+    other = reader.source.other_folder
     try:
-        return f"there is no '{shown}'" if store.stat(path) is None else None
-    except StorageError as error:
-        return f"'{shown}' {error.problems[0].message}"
+        path = None if other is None else _absolute(text, other)
+    except MergePipeError:
+        return None
+    return path if path is not None and path_exists(reader.store, path) else None
+
+
+def _hint_of_other_folder(reader: DocumentReader, text: str) -> str:
+    """Say that a missing path is there in the other folder, and what to write instead."""
+    other = _path_in_other_folder(reader, text)
+    if other is None:
+        return ""
+    folder = reader.source.folder
+    working_folder = Location.local(Path.cwd())
+    is_of_recipe = folder != working_folder
+    rule = "paths are relative to the recipe's folder" if is_of_recipe else "paths are relative to the working folder"
+    place = "the working folder" if is_of_recipe else "the recipe's folder"
+    return f"{rule}, and {place} has one: write {shortened(other.relative_text(folder), 200)}"
 
 
 # --- rewrite names of models in the text of a recipe: absolute paths to relative ones, paths to Hub ids ---

@@ -36,15 +36,16 @@ _FORBIDDEN_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9
 
 @dataclass(frozen=True, slots=True)
 class RecipeText:
-    """A recipe that is in no file. Paths in it are relative to `folder`."""
+    """The text of a recipe, from `file` if it has one. Paths in it are relative to `folder`."""
 
     text: str
     folder: Location
+    file: Location | None = None
 
     @property
     def path(self) -> Location:
-        """Return the name under which messages speak of it."""
-        return self.folder / "recipe"
+        """Return its path, whose name messages use."""
+        return self.file or self.folder / "recipe"
 
 
 def recipe_text(content: Mapping[str, object], folder: Location) -> RecipeText:
@@ -70,14 +71,24 @@ def _plain(value: object) -> object:
 @dataclass(frozen=True, slots=True)
 class YamlSource:
     """One document of a YAML file: `text` is its own. `lines` maps the path of every value to its line in the file,
-    counted from 1. `repeated_keys` are those that stand twice with equal values, with a message each.
+    counted from 1. `repeated_keys` are those that stand twice with equal values, with a message each. Paths in it are
+    relative to `folder`.
     """
 
     path: Location
     text: str
     root: Value
     lines: Mapping[KeyPath, int]
-    repeated_keys: tuple[tuple[KeyPath, str], ...] = ()
+    repeated_keys: tuple[tuple[KeyPath, str], ...]
+    folder: Location
+
+    @property
+    def other_folder(self) -> Location | None:
+        """The folder that users may expect paths to be relative to: the recipe's, or the working folder."""
+        if not self.path.is_local:
+            return None
+        folders = (self.path.parent, Location.local(Path.cwd()))
+        return next((folder for folder in folders if folder != self.folder), None)
 
     def where(self, *key_path: str | int) -> str:
         """Format a position for an error message: `recipe.yml:7 models[1].parameters.density`.
@@ -113,8 +124,13 @@ def read_yaml(path: Location, store: Store) -> YamlSource:
 def read_documents(path: Location | RecipeText, store: Store) -> tuple[YamlSource, ...]:
     """Read every non-empty YAML document in a file or a text. Raises as `read_yaml` does."""
     if isinstance(path, RecipeText):
-        return parse_documents(path.path, path.text)
+        return parse_documents(path.path, path.text, path.folder)
     return parse_documents(path.absolute(), _read_text(path.absolute(), store))
+
+
+def read_recipe(path: Location, store: Store, folder: Location) -> RecipeText:
+    """Read a recipe's file, with paths in it relative to `folder`. Raises as `read_yaml` does."""
+    return RecipeText(_read_text(path.absolute(), store), folder, path.absolute())
 
 
 def parse_yaml(path: Location, text: str) -> YamlSource:
@@ -126,8 +142,11 @@ def parse_yaml(path: Location, text: str) -> YamlSource:
     return first
 
 
-def parse_documents(path: Location, text: str) -> tuple[YamlSource, ...]:
-    """Read every non-empty YAML document in `text`. Raises as `read_yaml` does."""
+def parse_documents(path: Location, text: str, folder: Location | None = None) -> tuple[YamlSource, ...]:
+    """Read every non-empty YAML document in `text`; `folder` is the one that paths are relative to, if not its own.
+
+    Raises as `read_yaml` does.
+    """
     loader, nodes = _compose(path.name, text)
     nodes = [node for node in nodes if not (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null")]
     if not nodes:
@@ -136,7 +155,7 @@ def parse_documents(path: Location, text: str) -> tuple[YamlSource, ...]:
     builders = [_Builder(path.name, loader) for _ in nodes]
     roots = [builder.build(node, (), _line(node)) for builder, node in zip(builders, nodes, strict=True)]
     return tuple(
-        YamlSource(path, document_text, root, builder.lines, tuple(builder.repeated_keys))
+        YamlSource(path, document_text, root, builder.lines, tuple(builder.repeated_keys), folder or path.parent)
         for document_text, root, builder in zip(texts, roots, builders, strict=True)
     )
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.stored_adapters import PREFIX, read_adapter
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, F32
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError
-from mergepipe.recipes.references import named_location
+from mergepipe.recipes.model_location import locate_model
 from mergepipe.snapshots.manifest import OutputTensor
 from mergepipe.snapshots.shards import (
     BlockTable,
@@ -283,7 +283,7 @@ def located_adapters(store: Store, adapters: Sequence[str]) -> list[Location]:
     """Return where adapters are: at paths, addresses or ids of the Hub."""
     locations = []
     for text in adapters:
-        location = store.pin(named_location(store, text).absolute())
+        location = store.pin(locate_model(store, text).absolute())
         if store.stat(location) is None:
             raise NotFoundError.of("model.not-found", text, "there is no such adapter", "give its folder, or its id")
         locations.append(location)

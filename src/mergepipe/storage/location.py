@@ -26,6 +26,12 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _HUB_PAGE = re.compile(
     r"(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)(?:/(?:tree|blob)/([^/]+)(/.*)?)?", re.IGNORECASE
 )
+_OTHER_REPOSITORIES = {
+    "buckets": ("a bucket", "copy it into a folder, or into a model of the Hub: hf://org/name"),
+    "datasets": ("a dataset", "a model of the Hub is hf://org/name"),
+    "spaces": ("a space", "a model of the Hub is hf://org/name"),
+}
+"""First parts of addresses of the Hub that name no model: the kind of repository, and what to do."""
 _HUB_REFERENCE = re.compile(r"refs/(?:pr|convert)/[^/]+")
 
 
@@ -204,6 +210,9 @@ def _parse_hub(text: str, rest: str) -> Location:
     parts = rest.split("/", 2)
     if len(parts) < 2:
         raise _malformed(text, "a model of the Hub is hf://org/name")
+    if parts[0] in _OTHER_REPOSITORIES:
+        kind, hint = _OTHER_REPOSITORIES[parts[0]]
+        raise RecipeError.of("location.invalid", text, f"is {kind} of the Hub, which is not read here", hint)
     organisation, (name, at, revision) = parts[0], parts[1].partition("@")
     if not _HUB_NAME.fullmatch(organisation) or not _HUB_NAME.fullmatch(name) or (at and not revision):
         raise _malformed(text, "a model of the Hub is hf://org/name[@revision][/folder]")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mergepipe.core.flags import several
 from mergepipe.errors import LimitError, did_you_mean, invalid_option
 from mergepipe.options import AverageOptions, ComposeOptions, ExportOptions
-from mergepipe.recipes.references import named_location
+from mergepipe.recipes.model_location import locate_model
 from mergepipe.storage.location import Location
 from mergepipe.storage.output_places import ANYWHERE, output_place
 
@@ -35,7 +35,7 @@ def inspect(*paths: str | Path) -> InspectReport:
     from mergepipe.tailor.inspection import inspect_checkpoints
 
     store = _store()
-    return inspect_checkpoints(store, [store.pin(absolute(path)) for path in paths])
+    return inspect_checkpoints(store, [store.pin(_checkpoint(store, path)) for path in paths])
 
 
 def check(recipe: str | Path, *, state_from: str | Path | None = None, export: str | None = None) -> CompositionReport:
@@ -88,11 +88,12 @@ def average(
     from mergepipe.tailor.averaging import average as run
     from mergepipe.tailor.recipes import AverageRequest, OptimizerState, out_dtype, weights_of
 
+    store = _store()
     request = AverageRequest(
-        tuple(absolute(path) for path in several(checkpoints)),
+        tuple(_checkpoint(store, path) for path in several(checkpoints)),
         weights_of(made.weights) if isinstance(made.weights, str) else tuple(map(float, made.weights)),
         made.alpha, OptimizerState(made.optimizer), out_dtype(made.dtype, "--dtype"),
-        None if made.config is None else absolute(made.config),
+        None if made.config is None else _checkpoint(store, made.config),
     )  # fmt: skip
     return run(request, output_place(out, ANYWHERE), made, on_progress or (lambda *_: None))
 
@@ -125,7 +126,7 @@ def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], Non
     from mergepipe.tailor.inspection import diff_checkpoints
 
     store = _store()
-    a, b = (open_training_checkpoint(store, store.pin(absolute(path))) for path in (first, second))
+    a, b = (open_training_checkpoint(store, store.pin(_checkpoint(store, path))) for path in (first, second))
     return diff_checkpoints(store, a, b, on_bytes or (lambda *_: None))
 
 
@@ -162,7 +163,8 @@ def recipe(
     if ends < 0:
         message = f"{shown_number(ends)} was given"
         raise LimitError.of("option.out-of-range", "--ends", message, "give a number of layers")
-    store, place = _store(), absolute(run)
+    store = _store()
+    place = _checkpoint(store, run)
     if strategy is not None:
         if strategy not in STRATEGIES:
             raise invalid_option("--strategy", f"'{strategy}' is not known", did_you_mean(strategy, STRATEGIES))
@@ -176,7 +178,12 @@ def recipe(
 
 def absolute(path: str | Path) -> Location:
     """A location that does not depend on the working directory; links are kept."""
-    return named_location(_store(), path).normal()
+    return Location.of(path).normal()
+
+
+def _checkpoint(store: Store, path: str | Path) -> Location:
+    """The place of a checkpoint that a caller names; see `locate_model`."""
+    return locate_model(store, path).normal()
 
 
 def _store() -> Store:

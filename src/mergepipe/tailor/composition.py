@@ -20,7 +20,8 @@ from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import format_bytes, format_seconds, plural
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, mismatched
 from mergepipe.options import ComposeOptions, TailorOptions, home_of
-from mergepipe.recipes.references import named_location, real_location, text_with_relative_paths
+from mergepipe.recipes.model_location import locate_model
+from mergepipe.recipes.references import real_location, text_with_relative_paths
 from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.snapshots.layout import file_digest, small_digest
 from mergepipe.snapshots.manifest import (
@@ -171,7 +172,7 @@ def compose(
     store = Stores()
     recipe = load_composition(path, store)
     if options.state_from is not None:
-        place = store.pin(named_location(store, options.state_from).normal())
+        place = store.pin(locate_model(store, options.state_from).normal())
         real = real_location(store, place)  # the recipe's own spelling counts, if it names it
         named = (source for source in recipe.sources if real_location(store, source) == real)
         recipe = replace(recipe, state_from=next(named, place))

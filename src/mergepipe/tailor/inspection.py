@@ -15,7 +15,7 @@ from mergepipe.core.blocks import DTypeKind, Span, element_count
 from mergepipe.core.display import Displayed, Table, shown, told, yaml_document
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import format_bytes
-from mergepipe.errors import MergePipeError, NotFoundError, invalid_option, mismatched
+from mergepipe.errors import MergePipeError, NotFoundError, StorageError, invalid_option, mismatched
 from mergepipe.storage.contract import SAVE_LOG_BYTES, FileKind, Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import (
@@ -301,6 +301,10 @@ def find_checkpoints(store: Store, run: Location, at: int | None) -> list[Traini
     for _, path in sorted(numbered, reverse=True):
         try:
             opened = open_source_checkpoint(store, path)
+        except StorageError:
+            if not path.is_local:  # access, or the network: nothing is known of what is there
+                raise
+            continue
         except MergePipeError:
             continue
         if not opened.missing and (at is None or opened.step <= at):
