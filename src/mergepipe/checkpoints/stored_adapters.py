@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeVar
@@ -292,6 +292,16 @@ _ROLES = {
     "lora_B.bias": "bias", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
 }  # fmt: skip
 _VARIANT = re.compile(r"lora_[A-Za-z_]+|prompt_embeddings|ia3_l|hada_t|lokr_|vera_lambda")
+_OF_PEFT = re.compile(
+    r"\.(?:lora_[A-Za-z_]+|hada_\w+|lokr_\w+|ia3_l|vera_lambda_[bd]|oft_R|boft_[RS]|modules_to_save"
+    r"|trainable_tokens_delta)(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?:weight|bias))?$"
+)
+"""The end of the name of a tensor that PEFT adds to a model: with the adapter's name, which its files leave out."""
+
+
+def unmerged_names(names: Iterable[str]) -> list[str]:
+    """List the tensors that PEFT has added to a model, by their names in its state dict; none of a plain model."""
+    return [name for name in names if _OF_PEFT.search(name)]
 
 
 @dataclass(frozen=True, slots=True)

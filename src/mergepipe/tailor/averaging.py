@@ -45,6 +45,7 @@ from mergepipe.tailor.recipes import (
     scheme_weights,
 )
 from mergepipe.tailor.saving.frameworks import current_ranks
+from mergepipe.tailor.unmerged_adapter import refuse_unmerged
 
 MOST_CHECKPOINTS = 128
 CARD_NAME = "README.md"
@@ -88,6 +89,8 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     elif len(request.weights) != count:
         raise invalid_option("--weights", f"{len(request.weights)} weights for {count} checkpoints", "give one each")
     opened = open_source_checkpoints(store, request.checkpoints)
+    for source in opened:
+        refuse_unmerged(source)
     order = sorted(range(count), key=lambda index: opened[index].step)
     sources = tuple(opened[index] for index in order)
     for older, newer in pairwise(sources):
@@ -429,6 +432,7 @@ class Averager:
         record = self._record(store)
         done = record.average.steps if record is not None and record.average is not None else ()
         newest = open_source_checkpoint(store, checkpoint)
+        refuse_unmerged(newest)
         if (done and newest.step <= done[-1]) or (self._count is not None and len(done) >= self._count):
             return False
         options = ExportOptions(force=True)
