@@ -553,15 +553,29 @@ class ComposeOptions(TailorOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(TailorOptions):
-    """Options of `tailor.api.export`. Where only float32 masters are stored, weights are of that dtype."""
+class ModelOptions(TailorOptions):
+    """Options of the model that tailor makes. Where only float32 masters are stored, weights are of that dtype."""
 
     dtype: str | None = option(None, "Of a model: float32, bfloat16 or float16.", metavar="DTYPE", default="as stored")
     config: str | Path | None = option(None, "Of a model: take configuration and tokenizer from here.", metavar="DIR")
+    adapter_config: str | Path | None = option(
+        None, "Of a LoRA in CKPT: its adapter_config.json.", metavar="FILE", default="the one in CKPT or next to it"
+    )
+    lora_alpha: float | None = option(
+        None, "Of a LoRA in CKPT without a configuration: scale by this over its rank.", metavar="A",
+        check=_check_finite,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class AverageOptions(ExportOptions):
+class ExportOptions(ModelOptions):
+    """Options of `tailor.api.export`."""
+
+    adapter: bool = option(False, "Write the LoRA in CKPT, as PEFT reads it, and no model.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageOptions(ModelOptions):
     """Options of `tailor.api.average`."""
 
     weights: str | tuple[float, ...] = option(

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
-from mergepipe.checkpoints.open_files import decoded, once, read_matrix, read_span, whole_cost_bytes
+from mergepipe.checkpoints.open_files import decoded, once, read_elements, read_matrix, whole_cost_bytes
+from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.core.blocks import F32, DType, DTypeKind, Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import RangeFile
@@ -39,15 +40,19 @@ class Composed:
     """
 
     rule: str
-    stored: tuple[TensorEntry, ...]
+    parts: tuple[Factor, ...]
     shape: tuple[int, int]
 
     @property
     def name(self) -> str:
-        return self.stored[0].name
+        return self.parts[0].name
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return tuple(entry for part in self.parts for entry in part.stored)
 
 
-Factor: TypeAlias = TensorEntry | Composed
+Factor: TypeAlias = StoredTensor | Composed
 _KEPT = 4  # of two modules, where a layer ends and the next begins
 
 
@@ -198,16 +203,17 @@ def _factors_of(part: LowRankDelta, files: Mapping[Location, RangeFile]) -> _Fac
 def read_finite(factor: Factor, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:
     """Read all of an adapter's tensor in float32, in its shape; refuses infinities and what is no number."""
     if isinstance(factor, Composed):
-        stored = (read_finite(entry, files, purpose) for entry in factor.stored)
-        return _RULES[factor.rule](*stored).reshape(factor.shape)
+        parts = (read_finite(part, files, purpose) for part in factor.parts)
+        return _RULES[factor.rule](*parts).reshape(factor.shape)
     values = read_matrix(factor, files, purpose)
     _check_finite(factor, values)
     return values
 
 
-def _check_finite(entry: TensorEntry, values: NDArray[np.float32]) -> None:
+def _check_finite(tensor: StoredTensor, values: NDArray[np.float32]) -> None:
     if not np.isfinite(values).all():
-        raise CorruptError.of("tensor.not-finite", entry.file, f"'{entry.name}' holds infinities or no numbers")
+        where = tensor.stored[0].file
+        raise CorruptError.of("tensor.not-finite", where, f"'{tensor.name}' holds infinities or no numbers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +224,7 @@ class SavedTensor(ComputedTensor):
     """
 
     name: str
-    values: TensorEntry
+    values: StoredTensor
     model_dtype: DType | None = None
 
     @property
@@ -235,7 +241,7 @@ class SavedTensor(ComputedTensor):
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        return (self.values,)
+        return self.values.stored
 
     def cost_bytes(self, span: Span) -> int:
         return self.values.cost_bytes(span)
@@ -244,7 +250,7 @@ class SavedTensor(ComputedTensor):
         """Return a fetch of spans; keeps nothing."""
 
         def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-            out[:] = read_span(self.values, span, files, purpose)
+            out[:] = read_elements(self.values, span, files, purpose)
             if self.dtype.kind is DTypeKind.FLOAT:
                 _check_finite(self.values, decoded(out, self.dtype.kernel_code))
 
@@ -356,7 +362,7 @@ class Adapted(ComputedTensor):
 
     weights: Readable
     delta: AnyDelta
-    magnitude: TensorEntry | None = None
+    magnitude: StoredTensor | None = None
     dtype: DType = F32  # over the property of all tensors
     scaled_axis: int | None = None
 
@@ -378,7 +384,7 @@ class Adapted(ComputedTensor):
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        return (*self.weights.stored, *self.delta.stored, *([] if self.magnitude is None else [self.magnitude]))
+        return (*self.weights.stored, *self.delta.stored, *([] if self.magnitude is None else self.magnitude.stored))
 
     @property
     def has_norms(self) -> bool:

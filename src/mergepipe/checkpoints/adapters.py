@@ -28,6 +28,7 @@ from mergepipe.checkpoints.contract import (
 )
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.checkpoints.gathered_rows import with_rows
+from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.checkpoints.stacked_experts import Piece, fused_name, inputs_first, pieces_of
 from mergepipe.checkpoints.stored_adapters import (
     BASE_LAYER,
@@ -137,6 +138,12 @@ def open_adapter(store: Store, path: Location, base: Checkpoint, allow_unapplied
     if adapter.config.kind == KOHYA:
         message = "its names are Kohya's, which do not say which tensors of the base it changes"
         raise unsupported_adapter(path, message, "merge such adapters by `mergepipe lora merge`")
+    return matched_adapter(adapter, base, allow_unapplied)
+
+
+def matched_adapter(adapter: StoredAdapter, base: Checkpoint, allow_unapplied: Sequence[str] = ()) -> Checkpoint:
+    """Match what an adapter stores with the tensors of `base`; see `open_adapter`."""
+    path = adapter.path
     if adapter.config.keeps_tied and not any(map(is_head, base.tensors)):  # its head says the same as its embedding
         modules = {module: parts for module, parts in adapter.modules.items() if not is_head(f"{module}.weight")}
         full = {name: entry for name, entry in adapter.full.items() if not is_head(name)}
@@ -288,7 +295,7 @@ class _Opener:
             if f"{module}.weight" in names:
                 self._add_gains(tensors, names[f"{module}.weight"], names.get(f"{module}.bias"), gains)
         return {
-            name: SavedTensor(name, tensor) if isinstance(tensor, TensorEntry) else tensor
+            name: SavedTensor(name, tensor) if isinstance(tensor, StoredTensor) else tensor
             for name, tensor in tensors.items()
         }
 
@@ -434,13 +441,13 @@ class _Opener:
         else:
             raise unsupported_adapter(self._path, f"{shown(name)} is packed, so no DoRA applies to it")
 
-    def _add_bias(self, tensors: dict[str, Readable], name: str, module: str, bias: TensorEntry) -> None:
+    def _add_bias(self, tensors: dict[str, Readable], name: str, module: str, bias: StoredTensor) -> None:
         up = replace(bias, shape=(*bias.shape, 1))
         delta = LowRankDelta(name, up, None, self._config.scale_of(module))
         stored = tensors.get(name)
-        tensors[name] = Adapted(stored, delta) if isinstance(stored, TensorEntry) else delta
+        tensors[name] = Adapted(stored, delta) if isinstance(stored, StoredTensor) else delta
 
-    def _add_tokens(self, tensors: dict[str, Readable], name: str, module: str, rows: TensorEntry) -> None:
+    def _add_tokens(self, tensors: dict[str, Readable], name: str, module: str, rows: StoredTensor) -> None:
         """Replace rows of an embedding by those that were trained."""
         config = self._config.tokens
         indices = next((config[end] for end in config if not end or f".{module}".endswith(f".{end}")), ())
@@ -450,7 +457,7 @@ class _Opener:
             raise damaged_adapter(self._path, message)
         tensors[name] = with_rows(stored, SavedTensor(name, rows), indices)
 
-    def _add_gains(self, tensors: dict[str, Readable], weight: str, bias: str | None, gains: TensorEntry) -> None:
+    def _add_gains(self, tensors: dict[str, Readable], weight: str, bias: str | None, gains: StoredTensor) -> None:
         """Multiply the rows of a weight, and its bias, or its columns: (IA)^3 scales outputs, or inputs."""
         is_of_outputs = gains.shape[1] == 1
         axis = 0 if is_of_outputs != self._config.is_transposed else -1

@@ -125,10 +125,10 @@ def read_elements(
     return content
 
 
-def read_matrix(entry: TensorEntry, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:
+def read_matrix(tensor: Readable, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:
     """All of a tensor in float32, in its shape."""
-    raw = read_span(entry, Span(0, entry.n_elements), files, purpose)
-    return decoded(raw, entry.dtype.kernel_code).reshape(entry.shape)
+    raw = read_elements(tensor, Span(0, tensor.n_elements), files, purpose)
+    return decoded(raw, tensor.dtype.kernel_code).reshape(tensor.shape)
 
 
 def decoded(raw: NDArray[np.uint8], code: int) -> NDArray[np.float32]:

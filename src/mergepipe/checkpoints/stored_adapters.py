@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeVar
@@ -25,6 +25,7 @@ from mergepipe.checkpoints.directory import (
 )
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.checkpoints.open_files import decoded
+from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
@@ -142,7 +143,12 @@ def unsupported_adapter(where: object, message: str, hint: str = "") -> MergePip
 
 def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
     """Read `adapter_config.json`."""
-    config = parse_object(store.read_small(path, ADAPTER_CONFIG_BYTES), where=path, code="adapter.damaged")
+    raw = store.read_small(path, ADAPTER_CONFIG_BYTES)
+    return parse_adapter_config(parse_object(raw, where=path, code="adapter.damaged"), path)
+
+
+def parse_adapter_config(config: Mapping[str, JsonValue], path: Location) -> AdapterConfig:
+    """Check the content of an `adapter_config.json`."""
     if "peft_type" not in config and "lora_parameters" in config:
         return _mlx_config(config, path)
     alpha = _check_kind(config, path)
@@ -292,6 +298,7 @@ _ROLES = {
     "lora_B.bias": "bias", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
 }  # fmt: skip
 _VARIANT = re.compile(r"lora_[A-Za-z_]+|prompt_embeddings|ia3_l|hada_t|lokr_|vera_lambda")
+_MAGNITUDE = ".lora_magnitude_vector.weight"  # PEFT's files leave out its end
 _OF_PEFT = re.compile(
     r"\.(?:lora_[A-Za-z_]+|hada_\w+|lokr_\w+|ia3_l|vera_lambda_[bd]|oft_R|boft_[RS]|modules_to_save"
     r"|trainable_tokens_delta)(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?:weight|bias))?$"
@@ -299,9 +306,21 @@ _OF_PEFT = re.compile(
 """The end of the name of a tensor that PEFT adds to a model: with the adapter's name, which its files leave out."""
 
 
-def unmerged_names(names: Iterable[str]) -> list[str]:
-    """List the tensors that PEFT has added to a model, by their names in its state dict; none of a plain model."""
-    return [name for name in names if _OF_PEFT.search(name)]
+def name_in_peft_file(name: str) -> tuple[str, str] | None:
+    """Return the adapter and the name in PEFT's files of a tensor that PEFT has added to a model; None of any other.
+
+    The adapter is empty where the name leaves it out.
+    """
+    match = _OF_PEFT.search(name)
+    if match is None:
+        return None
+    adapter = match["adapter"]
+    if adapter is None:
+        return "", name
+    in_file = name[: match.start("adapter") - 1] + name[match.end("adapter") :]
+    if in_file.endswith(_MAGNITUDE):
+        in_file = in_file.removesuffix(".weight")
+    return adapter, in_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +332,8 @@ class AdaptedModule:
 
     down: Factor
     up: Factor
-    bias: TensorEntry | None = None
-    magnitude: TensorEntry | None = None
+    bias: StoredTensor | None = None
+    magnitude: StoredTensor | None = None
     is_embedding: bool = False
     is_kronecker: bool = False
     kernel: tuple[int, ...] = ()  # of a convolution: the shape of a row of `down` as it is stored
@@ -337,11 +356,11 @@ class StoredAdapter:
     path: Location
     config: AdapterConfig
     modules: Mapping[str, AdaptedModule]
-    full: Mapping[str, TensorEntry]
-    copies: Mapping[str, TensorEntry]
-    tokens: Mapping[str, TensorEntry]
+    full: Mapping[str, StoredTensor]
+    copies: Mapping[str, StoredTensor]
+    tokens: Mapping[str, StoredTensor]
     files: tuple[CheckpointFile, ...]
-    gains: Mapping[str, TensorEntry] = field(default_factory=dict)
+    gains: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def saved_modules(self) -> tuple[str, ...]:
@@ -363,12 +382,12 @@ def read_adapter(store: Store, path: Location) -> StoredAdapter:
     if name is None:
         raise NotFoundError.of("checkpoint.incomplete", path, f"holds neither {' nor '.join(ADAPTER_NAMES)}")
     file = read_weight_file(store, path, name, stat_present(store, path, name))
-    return _sorted_out(path, config, file.entries, (file.source, config_file))
+    return sorted_out(path, config, file.entries, (file.source, config_file))
 
 
 def _read_kohya(store: Store, path: Location) -> StoredAdapter:
     file = read_weight_file(store, path.parent, path.name, stat_present(store, path.parent, path.name))
-    parts: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    parts: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     kernels: dict[str, tuple[int, ...]] = {}
     for entry in file.entries:
         match = _KOHYA_PART.fullmatch(entry.name)
@@ -399,10 +418,10 @@ def _is_kernel(entry: TensorEntry) -> bool:
     return len(entry.shape) == 4 and (entry.name.endswith("lora_down.weight") or entry.shape[2:] == (1, 1))
 
 
-def _kohya_alpha(store: Store, path: Location, stored: Mapping[str, TensorEntry]) -> float:
+def _kohya_alpha(store: Store, path: Location, stored: Mapping[str, StoredTensor]) -> float:
     """Read the scalar of one module; its rank where there is none, as the scripts that read these files take it."""
     entry = stored.get("alpha")
-    if entry is None:
+    if not isinstance(entry, TensorEntry):
         return float(stored["down"].shape[0]) if "down" in stored else 1.0
     if entry.n_elements != 1 or entry.dtype.kind is not DTypeKind.FLOAT:
         message = f"{shown(entry.name)} is {entry.dtype.name} {list(entry.shape)}, and must be one number"
@@ -425,15 +444,15 @@ def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, Checkpoin
     return config, CheckpointFile(path / ADAPTER_CONFIG_NAME, identity)
 
 
-def _sorted_out(
-    path: Location, config: AdapterConfig, entries: Sequence[TensorEntry], files: tuple[CheckpointFile, ...]
+def sorted_out(
+    path: Location, config: AdapterConfig, entries: Sequence[StoredTensor], files: tuple[CheckpointFile, ...]
 ) -> StoredAdapter:
     """Sort entries into the parts of modules, and tensors stored in full."""
-    parts: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
-    full: dict[str, TensorEntry] = {}
-    copies: dict[str, TensorEntry] = {}
-    tokens: dict[str, TensorEntry] = {}
-    gains: dict[str, TensorEntry] = {}
+    parts: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    full: dict[str, StoredTensor] = {}
+    copies: dict[str, StoredTensor] = {}
+    tokens: dict[str, StoredTensor] = {}
+    gains: dict[str, StoredTensor] = {}
     embeddings = set()
     for entry in entries:
         name = _NAMED.sub("", _WRAPPERS.sub("", entry.name)).removeprefix(PREFIX)
@@ -464,7 +483,7 @@ def _sorted_out(
     return StoredAdapter(path, config, modules, full, copies, tokens, files, gains)
 
 
-def _check_part(path: Location, entry: TensorEntry, part: str) -> None:
+def _check_part(path: Location, entry: StoredTensor, part: str) -> None:
     is_vector = _ROLES.get(part) in ("magnitude", "bias")
     if len(entry.shape) != (1 if is_vector else 2):
         message = f"{shown(entry.name)} has shape {list(entry.shape)}: only factors with two dimensions are read"
@@ -473,7 +492,7 @@ def _check_part(path: Location, entry: TensorEntry, part: str) -> None:
         raise unsupported_adapter(path, f"{shown(entry.name)} is {entry.dtype.name}")
 
 
-def _paired(path: Location, stored: Mapping[str, TensorEntry], *, is_embedding: bool, kind: str) -> AdaptedModule:
+def _paired(path: Location, stored: Mapping[str, StoredTensor], *, is_embedding: bool, kind: str) -> AdaptedModule:
     """Pair the factors of a module: two; the four of LoHa, or up to four of LoKr, as two."""
     if kind == "LOKR":
         up, down = (stored.get(role) or _product(path, stored, role) for role in ("first", "second"))
@@ -486,13 +505,13 @@ def _paired(path: Location, stored: Mapping[str, TensorEntry], *, is_embedding: 
         raise damaged_adapter(path, f"the two products of {shown(up.name)} differ in shape")
     rank = up.shape[1] * up_2.shape[1]
     return AdaptedModule(
-        Composed("pairs of rows", (*down.stored, *down_2.stored), (rank, down.shape[1])),
-        Composed("pairs of columns", (*up.stored, *up_2.stored), (up.shape[0], rank)),
+        Composed("pairs of rows", (down, down_2), (rank, down.shape[1])),
+        Composed("pairs of columns", (up, up_2), (up.shape[0], rank)),
     )
 
 
 def _pair(
-    path: Location, stored: Mapping[str, TensorEntry], left: str, right: str, *, is_mlx: bool = False
+    path: Location, stored: Mapping[str, StoredTensor], left: str, right: str, *, is_mlx: bool = False
 ) -> tuple[Factor, Factor]:
     """Return two stored matrices that have a product; MLX stores both transposed."""
     if not stored.keys() >= {left, right}:
@@ -510,6 +529,6 @@ def _pair(
     return first, second
 
 
-def _product(path: Location, stored: Mapping[str, TensorEntry], role: str) -> Composed:
+def _product(path: Location, stored: Mapping[str, StoredTensor], role: str) -> Composed:
     left, right = _pair(path, stored, f"{role}_a", f"{role}_b")
-    return Composed("product", (*left.stored, *right.stored), (left.shape[0], right.shape[1]))
+    return Composed("product", (left, right), (left.shape[0], right.shape[1]))

@@ -21,6 +21,7 @@ from mergepipe.checkpoints.adapted_tensors import read_finite
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_config
 from mergepipe.checkpoints.open_files import open_files
+from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.checkpoints.stored_adapters import KOHYA, PREFIX, AdaptedModule, StoredAdapter, read_adapter
 from mergepipe.core.flags import several
 from mergepipe.core.outcome import private_outputs
@@ -242,8 +243,10 @@ def _recipe_weight(source: YamlSource, index: int, entry: Json) -> float:
 def _entries(adapter: StoredAdapter) -> Iterator[TensorEntry]:
     for parts in adapter.modules.values():
         yield from (*parts.down.stored, *parts.up.stored)
-        yield from filter(None, (parts.bias, parts.magnitude))
-    yield from (*adapter.full.values(), *adapter.copies.values(), *adapter.tokens.values())
+        for vector in (parts.bias, parts.magnitude):
+            yield from () if vector is None else vector.stored
+    for tensor in (*adapter.full.values(), *adapter.copies.values(), *adapter.tokens.values()):
+        yield from tensor.stored
 
 
 @dataclass(slots=True)
@@ -259,7 +262,7 @@ class _AdapterMerge:
     merged: list[MergedModule] = field(default_factory=list)
     square: float = 0.0
     lost_square: float = 0.0
-    full: dict[str, TensorEntry] = field(default_factory=dict)
+    full: dict[str, StoredTensor] = field(default_factory=dict)
     _modules: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _experts: dict[str, int] = field(default_factory=dict)
 
@@ -349,7 +352,7 @@ class _AdapterMerge:
         for name, entry in self._whole().items():
             writer.append(f"{PREFIX}{name}", read_finite(entry, self.files, Purpose.EXPERT), entry.shape)
 
-    def _whole(self) -> dict[str, TensorEntry]:
+    def _whole(self) -> dict[str, StoredTensor]:
         """Tensors that are stored in full, by the names that PEFT gives to those of modules with factors too."""
         copies = {name: entry for adapter in reversed(self.adapters) for name, entry in adapter.copies.items()}
         split = {name: name.rpartition(".") for name in {**copies, **self.full}}

@@ -6,12 +6,13 @@ calling thread. What fails raises a `MergePipeError`, with all problems that wer
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergepipe.core.flags import several
 from mergepipe.errors import LimitError, did_you_mean, invalid_option
-from mergepipe.options import AverageOptions, ComposeOptions, ExportOptions
+from mergepipe.options import AverageOptions, ComposeOptions, ExportOptions, ModelOptions
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.storage.location import Location
 from mergepipe.storage.output_places import ANYWHERE, output_place
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from mergepipe.storage.contract import Store
     from mergepipe.tailor.composition import CompositionReport, OnProgress
     from mergepipe.tailor.inspection import DiffReport, InspectReport
+    from mergepipe.tailor.recipes import AverageRequest
 
 DEFAULT_ENDS = 2
 
@@ -79,23 +81,18 @@ def average(
     checkpoints: Sequence[str | Path],
     out: str | Path,
     *,
-    options: ExportOptions | None = None,
+    options: ModelOptions | None = None,
     on_progress: OnProgress | None = None,
     **fields: Any,
 ) -> CompositionReport:
-    """Average checkpoints of one run, a pass over all of them, and publish the result at `out`."""
+    """Average checkpoints of one run, a pass over all of them, and publish the result at `out`.
+
+    Of checkpoints with an adapter of PEFT beside its base the models are averaged that these make together.
+    """
     made = AverageOptions.of(options, fields)
     from mergepipe.tailor.averaging import average as run
-    from mergepipe.tailor.recipes import AverageRequest, OptimizerState, out_dtype, weights_of
 
-    store = _store()
-    request = AverageRequest(
-        tuple(_checkpoint(store, path) for path in several(checkpoints)),
-        weights_of(made.weights) if isinstance(made.weights, str) else tuple(map(float, made.weights)),
-        made.alpha, OptimizerState(made.optimizer), out_dtype(made.dtype, "--dtype"),
-        None if made.config is None else _checkpoint(store, made.config),
-    )  # fmt: skip
-    return run(request, output_place(out, ANYWHERE), made, on_progress or (lambda *_: None))
+    return run(_request(checkpoints, made), output_place(out, ANYWHERE), made, on_progress or (lambda *_: None))
 
 
 def export(
@@ -108,12 +105,35 @@ def export(
 ) -> CompositionReport:
     """Make a Hugging Face model of a training checkpoint and publish it at `out`: the average of one.
 
-    Weights are the float32 masters where there are any, rounded once, else the model's own.
+    Weights are the float32 masters where there are any, rounded once, else the model's own. An adapter of PEFT beside
+    its base is folded into it, or written alone (`adapter`).
 
     Args:
         checkpoint: of any format; of a partial one, all weights must be there.
     """
-    return average([checkpoint], out, options=ExportOptions.of(options, fields), on_progress=on_progress)
+    made = ExportOptions.of(options, fields)
+    from mergepipe.tailor.averaging import average as run
+
+    request = replace(_request([checkpoint], made.common(AverageOptions)), is_adapter=made.adapter)
+    return run(request, output_place(out, ANYWHERE), made, on_progress or (lambda *_: None))
+
+
+def _request(checkpoints: Sequence[str | Path], options: AverageOptions) -> AverageRequest:
+    """Return what to average, as the options say."""
+    from mergepipe.tailor.recipes import AverageRequest, OptimizerState, out_dtype, weights_of
+
+    store = _store()
+    weights = options.weights
+    return AverageRequest(
+        tuple(_checkpoint(store, path) for path in several(checkpoints)),
+        weights_of(weights) if isinstance(weights, str) else tuple(map(float, weights)),
+        options.alpha,
+        OptimizerState(options.optimizer),
+        out_dtype(options.dtype, "--dtype"),
+        None if options.config is None else _checkpoint(store, options.config),
+        None if options.adapter_config is None else _checkpoint(store, options.adapter_config),
+        options.lora_alpha,
+    )
 
 
 def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], None] | None = None) -> DiffReport:

@@ -13,11 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import mergepipe
-from mergepipe.checkpoints.directory import find_sidecars, list_names, open_checkpoint, parse_config
+from mergepipe.checkpoints.directory import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAMES,
+    find_sidecars,
+    list_names,
+    open_checkpoint,
+    parse_config,
+    read_weight_file,
+    stat_present,
+)
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import F32, DType, DTypeKind
 from mergepipe.core.display import yaml_document
-from mergepipe.errors import CorruptError, LimitError, NotFoundError, RecipeError, invalid_option, library, mismatched
+from mergepipe.errors import (
+    CorruptError,
+    LimitError,
+    NotFoundError,
+    RecipeError,
+    invalid_option,
+    library,
+    mismatched,
+    unsupported,
+)
 from mergepipe.options import ExportOptions, TailorOptions
 from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
@@ -35,7 +53,7 @@ from mergepipe.tailor.composition_plan import CompositionPlan, SkeletonChanges, 
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, joined, patch_states
 from mergepipe.tailor.formats import open_source_checkpoint, open_source_checkpoints, open_training_checkpoint
 from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT, read_config
-from mergepipe.tailor.model_names import Views, tensor_views
+from mergepipe.tailor.model_names import TensorView, Views, tensor_views
 from mergepipe.tailor.recipes import (
     AVERAGE_KEY,
     DEFAULT_ALPHA,
@@ -45,7 +63,7 @@ from mergepipe.tailor.recipes import (
     scheme_weights,
 )
 from mergepipe.tailor.saving.frameworks import current_ranks
-from mergepipe.tailor.unmerged_adapter import refuse_unmerged
+from mergepipe.tailor.unmerged_adapter import alone, find_adapter, folded, read_settings
 
 MOST_CHECKPOINTS = 128
 CARD_NAME = "README.md"
@@ -89,10 +107,9 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     elif len(request.weights) != count:
         raise invalid_option("--weights", f"{len(request.weights)} weights for {count} checkpoints", "give one each")
     opened = open_source_checkpoints(store, request.checkpoints)
-    for source in opened:
-        refuse_unmerged(source)
     order = sorted(range(count), key=lambda index: opened[index].step)
-    sources = tuple(opened[index] for index in order)
+    ordered = tuple(opened[index] for index in order)
+    sources, adapter = _prepared(store, request, ordered)
     for older, newer in pairwise(sources):
         if older.step == newer.step:
             raise mismatched(newer.path, f"is of step {newer.step}, as {older.path} is", "give each step once")
@@ -102,13 +119,59 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     if not isinstance(request.weights, str):
         scheme = normalised([request.weights[index] for index in order], "--weights")
     newest = sources[-1]
+    views, notice = views_of(store, newest, request.config) if adapter is None else _own_views(newest, adapter)
     averaging = Averaging(
-        store, request, sources, scheme, *views_of(store, newest, request.config),
-        request.weights if isinstance(request.weights, str) else "given",
+        store, request, sources, scheme, views, notice,
+        request.weights if isinstance(request.weights, str) else "given", adapter=adapter,
     )  # fmt: skip
     for source in sources:
         check_whole(averaging, source)
     return averaging
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """The adapter of the newest checkpoint: what it is, and the content of its configuration, which `origin` gives."""
+
+    text: str
+    settings: bytes
+    origin: str
+
+
+def _prepared(
+    store: Store, request: AverageRequest, sources: tuple[TrainingCheckpoint, ...]
+) -> tuple[tuple[TrainingCheckpoint, ...], _Adapter | None]:
+    """Fold the adapters of checkpoints into their bases, or return an adapter alone where the request says so.
+
+    Raises:
+        MergePipeError: an adapter cannot be folded, or there is none where one is asked for.
+    """
+    prepared: list[TrainingCheckpoint] = []
+    newest: _Adapter | None = None
+    for source in sources:
+        adapter = find_adapter(source)
+        if adapter is None:
+            if request.is_adapter:
+                raise unsupported(source.path, "holds no adapter of PEFT", "leave out --adapter")
+            prepared.append(source)
+            continue
+        if not request.is_model:
+            message = f"holds {adapter.text}: the average of factors is not that of their products"
+            raise unsupported(source.path, message, "leave out --optimizer, which averages the models")
+        settings, origin = read_settings(store, adapter, request)
+        newest = _Adapter(adapter.text, settings, origin)
+        if request.is_adapter:
+            prepared.append(alone(adapter))
+        else:
+            config = read_config(store, request.config or source.lender or source.path)
+            prepared.append(folded(store, adapter, settings, config))
+    return tuple(prepared), newest
+
+
+def _own_views(source: TrainingCheckpoint, adapter: _Adapter) -> tuple[Views, str]:
+    """Return the tensors of a checkpoint under their own names, and a notice about its adapter."""
+    views = {name: TensorView(name) for name in source.weight_shapes}
+    return views, f"the checkpoint holds {adapter.text}; it is scaled as {adapter.origin} says"
 
 
 def check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
@@ -144,6 +207,7 @@ class Averaging:
     notice: str = ""
     scheme: str = "given"
     folded: tuple[tuple[int, float], ...] = ()
+    adapter: _Adapter | None = None
 
     @property
     def newest(self) -> TrainingCheckpoint:
@@ -240,13 +304,19 @@ class Averaging:
     def _model_files(self) -> Iterator[FilePlan]:
         """Plan safetensors of the weights, a model card, and copies of configuration and tokenizer."""
         specs = self._specs()
+        is_adapter = self.adapter is not None and self.request.is_adapter
         shards = plan_shards(specs, _SHARD_BYTES)
+        if is_adapter:
+            shards = plan_shards(specs, sum(spec.nbytes for spec in specs), single=ADAPTER_NAMES[0])
         for shard in shards:
             yield FilePlan(shard.name, tuple(joined(self._shard(shard))))
         for name, content in index_files(shards).items():
             yield FilePlan(name, (Literal(content),))
         dtypes = sorted({spec.dtype.recipe_name for spec in specs})
         yield FilePlan(CARD_NAME, (Literal(_model_card(self, dtypes)),))
+        if self.adapter is not None and is_adapter:
+            yield FilePlan(ADAPTER_CONFIG_NAME, (Literal(self.adapter.settings),))
+            return
         lender = self.request.config or self.newest.lender or self.newest.path
         names = find_sidecars(self.store, lender, list_names(self.store, lender))
         if self.request.config is not None and CONFIG_NAME not in names:
@@ -300,10 +370,17 @@ def _model_card(averaging: Averaging, dtypes: Sequence[str]) -> bytes:
     title = f"# Weights of step {steps} of a training run"
     if len(weighed) > 1:
         title = f"# Average of {len(weighed)} checkpoints of a training run"
-    lines = ["---", "library_name: transformers", "tags:", "- mergepipe", "---", title, ""]
+    made_of = "float32 masters" if has_masters else "weights"
+    program = "transformers"
+    if averaging.request.is_adapter:
+        title = f"# Adapter of step {steps} of a training run"
+        program = "peft"
+    elif averaging.adapter is not None:
+        made_of = "weights, with the adapter that was trained folded in,"
+    lines = ["---", f"library_name: {program}", "tags:", "- mergepipe", "---", title, ""]
     lines += [
-        f"Made by MergePipe {mergepipe.__version__} from the {'float32 masters' if has_masters else 'weights'} of step "
-        f"{steps} ({newest.format}), written as {', '.join(dtypes)}.",
+        f"Made by MergePipe {mergepipe.__version__} from the {made_of} of step {steps} ({newest.format}), written as "
+        f"{', '.join(dtypes)}.",
         "",
     ]
     if len(weighed) > 1:
@@ -315,8 +392,13 @@ def _model_card(averaging: Averaging, dtypes: Sequence[str]) -> bytes:
 
 def made_states(averaging: Averaging, made: Location, home: Location) -> Mapping[tuple[str, str], StoredState]:
     """Open what was written."""
+    store = averaging.store
+    if averaging.request.is_adapter:
+        name = ADAPTER_NAMES[0]
+        entries = read_weight_file(store, made, name, stat_present(store, made, name)).entries
+        return {(entry.name, WEIGHT): StoredState.whole(entry.name, WEIGHT, entry) for entry in entries}
     if averaging.request.is_model:
-        return StoredState.of_model(open_checkpoint(averaging.store, made), WEIGHT)
+        return StoredState.of_model(open_checkpoint(store, made), WEIGHT)
     opened = open_training_checkpoint(averaging.store, made, home)
     if opened.missing or opened.step != averaging.newest.step:
         raise CorruptError.of("output.damaged", home.name, f"is at step {opened.step}, lacks {opened.missing[:1]}")
@@ -432,15 +514,15 @@ class Averager:
         record = self._record(store)
         done = record.average.steps if record is not None and record.average is not None else ()
         newest = open_source_checkpoint(store, checkpoint)
-        refuse_unmerged(newest)
         if (done and newest.step <= done[-1]) or (self._count is not None and len(done) >= self._count):
             return False
         options = ExportOptions(force=True)
         check_place(self._out, [newest.path], force=options.force)
         weights = self._weights(len(done) + 1)
         request = AverageRequest((newest.path,), dtype=F32, config=self._config)
-        views, notice = views_of(store, newest, self._config)
-        averaging = Averaging(store, request, (newest,), (1.0,), views, notice)
+        (newest,), adapter = _prepared(store, request, (newest,))
+        views, notice = views_of(store, newest, self._config) if adapter is None else _own_views(newest, adapter)
+        averaging = Averaging(store, request, (newest,), (1.0,), views, notice, adapter=adapter)
         check_whole(averaging, newest)
         if done:
             running = self._running(averaging, done[-1])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from threading import Lock
@@ -15,7 +15,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Fetch, TensorEntry
+from mergepipe.checkpoints.sharded_tensors import ShardedTensor, StoredTensor
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.core.units import first_names
 from mergepipe.errors import damaged, unsupported
@@ -34,6 +35,7 @@ EXP_AVG_SQ = "exp_avg_sq"
 PicklePath: TypeAlias = tuple[str | int, ...]  # keys of mappings and places in lists, from the root on
 
 
+_OPENED_AT_ONCE = 16
 _PLANNED = Location.parse("planned")  # stands for what is being planned
 
 
@@ -60,7 +62,8 @@ class Piece:
     """`nbytes` bytes at `offset` of `file` that hold the elements `span` of one flattened parameter.
 
     With `strips` the span is whole rows, of which each holds some columns, from left to right; the first one stands in
-    `file`, `offset` and `nbytes`. If it `is_packed` the bytes are a `torch.save` archive that holds just them.
+    `file`, `offset` and `nbytes`. If it `is_packed` the bytes are a `torch.save` archive that holds just them. Of a
+    `computed` tensor they are the bytes at `offset` of what it computes, and `file` is the first that it reads.
     """
 
     file: Location
@@ -69,10 +72,13 @@ class Piece:
     span: Span
     is_packed: bool = False
     strips: tuple[Strip, ...] = ()
+    computed: ComputedTensor | None = None
 
     @property
     def files(self) -> tuple[Location, ...]:
-        """Return the files that hold its elements."""
+        """Return the files that hold its elements, or what they are computed of."""
+        if self.computed is not None:
+            return tuple(sorted(self.computed.files))
         return tuple(strip.file for strip in self.strips) or (self.file,)
 
     def part(self, span: Span, dtype: DType, start: int) -> Piece:
@@ -80,7 +86,8 @@ class Piece:
         done, moved = span.start - self.span.start, Span(start, start + span.n_elements)
         if not self.strips:
             itemsize = dtype.itemsize
-            return Piece(self.file, self.offset + done * itemsize, span.n_elements * itemsize, moved)
+            place = self.offset + done * itemsize
+            return Piece(self.file, place, span.n_elements * itemsize, moved, computed=self.computed)
         row = sum(strip.width for strip in self.strips)
         if done % row or span.n_elements % row:
             raise unsupported(self.file, "is cut along columns, not into whole rows")
@@ -151,9 +158,34 @@ class StoredState:
 
     @classmethod
     def of_model(cls, model: Checkpoint, kind: str) -> dict[tuple[str, str], StoredState]:
-        """Return the stored tensors of a model as states of one kind."""
+        """Return the tensors of a model, each stored in one range, as states of one kind."""
         entries = (entry for tensor in model.tensors.values() for entry in tensor.stored)
         return {(entry.name, kind): cls.whole(entry.name, kind, entry) for entry in entries}
+
+    @classmethod
+    def of_computed(cls, parameter: str, kind: str, tensor: ComputedTensor) -> StoredState:
+        """Make the state whose elements are those that a tensor computes."""
+        n_elements = tensor.n_elements
+        file, nbytes = tensor.stored[0].file, n_elements * tensor.dtype.itemsize
+        piece = Piece(file, 0, nbytes, Span(0, n_elements), computed=tensor)
+        return cls(parameter, kind, tensor.dtype, tensor.shape, (piece,) if n_elements else ())
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a raw state without gaps as a tensor of that name."""
+        bands: list[tuple[TensorEntry, ...]] = []
+        for piece in self.pieces:
+            if not piece.strips:
+                shape: tuple[int, ...] = (piece.span.n_elements,)
+                bands.append((TensorEntry(name, self.dtype, shape, piece.file, piece.offset, piece.nbytes),))
+                continue
+            n_rows = piece.span.n_elements // sum(strip.width for strip in piece.strips)
+            bands.append(tuple(
+                TensorEntry(name, self.dtype, (n_rows, strip.width), strip.file, strip.offset, strip.nbytes)
+                for strip in piece.strips
+            ))  # fmt: skip
+        if len(bands) == 1 and len(bands[0]) == 1:
+            return replace(bands[0][0], shape=self.shape)
+        return ShardedTensor(name, self.dtype, self.shape, tuple(bands))
 
     @classmethod
     def planned(cls, parameter: str, kind: str, dtype: DType, shape: tuple[int, ...]) -> StoredState:
@@ -277,6 +309,27 @@ def differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterato
         yield f"{pair}: different tied parameters"
 
 
+class OpenedTensors:
+    """Computed tensors that were opened last, with what they keep. Safe to use from many threads.
+
+    Memory: what `_OPENED_AT_ONCE` of them keep, of an adapted weight its factors in float32.
+    """
+
+    def __init__(self) -> None:
+        self._fetches: OrderedDict[int, tuple[ComputedTensor, Fetch]] = OrderedDict()
+        self._lock = Lock()
+
+    def opened(self, tensor: ComputedTensor, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Return the fetch of a tensor, which reads through `files`."""
+        with self._lock:
+            if id(tensor) not in self._fetches:
+                self._fetches[id(tensor)] = tensor, tensor.opened(files)
+            self._fetches.move_to_end(id(tensor))
+            while len(self._fetches) > _OPENED_AT_ONCE:
+                self._fetches.popitem(last=False)
+            return self._fetches[id(tensor)][1]
+
+
 # --- reads elements of stored states, across their pieces, whatever file they lie in ---
 
 
@@ -289,6 +342,7 @@ class StateReader:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._files: dict[Location, RangeFile] = {}
+        self._computing = OpenedTensors()
         self._lock = Lock()
 
     def __enter__(self) -> StateReader:
@@ -315,7 +369,10 @@ class StateReader:
             for piece, held in (pair for span in spans for pair in state.within(span)):
                 ahead, part = held.start - piece.span.start, out[start : start + held.n_elements * itemsize]
                 start += part.size
-                if piece.strips:
+                if piece.computed is not None:
+                    first = piece.offset // itemsize + ahead
+                    self._compute(piece.computed, Span(first, first + held.n_elements), part)
+                elif piece.strips:
                     part[:] = gather_strips(piece.strips, itemsize, ahead, held.n_elements, self._bytes)
                 else:
                     ranges[piece.file].append((piece.offset + ahead * itemsize, part))
@@ -325,6 +382,10 @@ class StateReader:
         for path, places in ranges.items():
             self._fill(path, sorted(places, key=lambda place: place[0]))
         return results
+
+    def _compute(self, tensor: ComputedTensor, span: Span, out: NDArray[np.uint8]) -> None:
+        files = {path: self._open(path) for path in tensor.files}
+        self._computing.opened(tensor, files)(span, out, Purpose.ANALYSIS)
 
     def _fill(self, path: Location, places: Sequence[tuple[int, NDArray[np.uint8]]]) -> None:
         """Read ranges of one file, in the order of their offsets."""

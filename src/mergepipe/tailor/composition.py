@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from blake3 import blake3
 
 import mergepipe
-from mergepipe.checkpoints.directory import SIDECAR_NAMES
+from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, SIDECAR_NAMES
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.display import Displayed, Fact, Table, told, yaml_document
 from mergepipe.core.records import encode
@@ -53,6 +53,7 @@ from mergepipe.tailor.formats import format_named, open_source_checkpoint, open_
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_config, read_json
 from mergepipe.tailor.recipes import load_composition
 from mergepipe.tailor.self_check import ResultCheck, StateKey
+from mergepipe.tailor.unmerged_adapter import find_adapter
 
 OnProgress = Callable[[str, int, int], None]
 _COMPARED_BYTES = 16 << 20
@@ -96,14 +97,17 @@ class CompositionReport(Displayed):
     def facts(self) -> list[Fact]:
         """The facts of the composition that is or would be written."""
         plan, state, skeleton = self.plan, self.plan.assignment.state, self.plan.assignment.skeleton
+        notes = [("note", notice) for notice in plan.notices]
         if self.average is None:
             facts = [("state from", f"{state.path} (step {state.step})")]
             facts += [("structure", str(skeleton.path))] if state is not skeleton else []
+            facts += notes
         else:
             facts = [("weights", self.average.scheme)] if len(self.average.weights) > 1 else []
-            facts += [("makes", _MADE.get(self.average.optimizer, "a checkpoint, with averaged moments"))]
-            facts += [("note", notice) for notice in plan.notices]
-            if self.average.optimizer == "none" and all(file.name != CONFIG_NAME for file in plan.files):
+            facts += [("makes", self._made)]
+            facts += notes
+            names = {file.name for file in plan.files}
+            if self.average.optimizer == "none" and not names & {CONFIG_NAME, ADAPTER_CONFIG_NAME}:
                 facts += [("lacks", f"{CONFIG_NAME}, which loaders need: give --config DIR")]
         facts += [("reads", format_bytes(plan.read_bytes))]
         facts += [("writes", f"{format_bytes(plan.output_bytes)} in {plural(len(plan.files), 'file')}")]
@@ -119,6 +123,14 @@ class CompositionReport(Displayed):
             ("composite", self.manifest.sid),
             ("output", str(self.out)),
         ]
+
+    @property
+    def _made(self) -> str:
+        """Say in words what an average makes."""
+        if any(file.name == ADAPTER_CONFIG_NAME for file in self.plan.files):
+            return "an adapter, as PEFT reads it"
+        optimizer = "" if self.average is None else self.average.optimizer
+        return _MADE.get(optimizer, "a checkpoint, with averaged moments")
 
     @property
     @told()
@@ -182,6 +194,9 @@ def compose(
     check_same_run(store, tuple(opened.values()))
     assignment = assign(recipe, opened)
     plan = (plan_composition if options.export is None else plan_universal)(store, assignment)
+    adapter = find_adapter(assignment.skeleton)
+    if adapter is not None:
+        plan = replace(plan, notices=(*plan.notices, f"the checkpoints hold {adapter.text}"))
     if out is None:
         return CompositionReport(plan, None, None, time.perf_counter() - started)
 

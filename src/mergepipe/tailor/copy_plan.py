@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
+from mergepipe.checkpoints.contract import ComputedTensor
 from mergepipe.core.blocks import DType
 from mergepipe.errors import LimitError
 from mergepipe.storage.location import Location
@@ -27,22 +28,28 @@ class CopyRange:
 
 @dataclass(frozen=True, slots=True)
 class ElementRange:
-    """Elements stored as `dtype` from `offset` of `file` on; with `strips`, from element `first` of their rows on."""
+    """Elements stored as `dtype` from `offset` of `file` on; with `strips`, from element `first` of their rows on.
+
+    Of a `computed` tensor they are those from `offset` on of the bytes that it computes.
+    """
 
     file: Location
     offset: int
     dtype: DType
     strips: tuple[Strip, ...] = ()
     first: int = 0
+    computed: ComputedTensor | None = None
 
     def further(self, n_elements: int) -> ElementRange:
         """Return the range from that many elements later on."""
         if self.strips:
             return ElementRange(self.file, self.offset, self.dtype, self.strips, self.first + n_elements)
-        return ElementRange(self.file, self.offset + n_elements * self.dtype.itemsize, self.dtype)
+        return replace(self, offset=self.offset + n_elements * self.dtype.itemsize)
 
     def reads(self, n_elements: int) -> tuple[tuple[Location, int, int], ...]:
-        """List what is read for some elements: file, offset, bytes; of strips, whole rows."""
+        """List what is read for some elements: file, offset, bytes; of strips, whole rows; all that is computed of."""
+        if self.computed is not None:
+            return tuple((entry.file, entry.offset, entry.nbytes) for entry in self.computed.stored)
         itemsize = self.dtype.itemsize
         if not self.strips:
             return ((self.file, self.offset, n_elements * itemsize),)
@@ -171,7 +178,9 @@ def patch_states(
                     while source.pieces[places[index]].span.stop <= start:
                         places[index] += 1
                     held = source.pieces[places[index]]
-                    first_element = ElementRange(held.file, held.offset, source.dtype, held.strips)
+                    first_element = ElementRange(
+                        held.file, held.offset, source.dtype, held.strips, computed=held.computed
+                    )
                     parts.append(first_element.further(start - held.span.start))
                 at = piece.offset + (start - piece.span.start) * target.dtype.itemsize
                 yield piece.file, Patch(at, _values(tuple(parts), weights, stop - start, target.dtype))
@@ -179,7 +188,8 @@ def patch_states(
 
 def _values(parts: tuple[ElementRange, ...], weights: tuple[float, ...], n_elements: int, wanted: DType) -> Segment:
     """Make the segment of some elements: a copy where one source has them in the dtype that is wanted."""
-    if len(parts) > 1 or parts[0].dtype != wanted or parts[0].strips:
+    is_stored = not parts[0].strips and parts[0].computed is None
+    if len(parts) > 1 or parts[0].dtype != wanted or not is_stored:
         return AverageRange(parts, weights, n_elements, wanted)
     return CopyRange(parts[0].file, parts[0].offset, n_elements * wanted.itemsize, is_skeleton=False)
 
@@ -283,7 +293,9 @@ def average_rooms(segment: AverageRange) -> tuple[int, ...]:
 
 
 def part_rooms(part: ElementRange, n_elements: int) -> tuple[int, int]:
-    """Return the bytes for what is read, in whole pages, and for the rows that strips make."""
+    """Return the bytes for what is read, in whole pages, and for the rows that strips make, or what is computed."""
+    if part.computed is not None:
+        return 0, round_up(n_elements * part.dtype.itemsize, PAGE_BYTES)
     reads = part.reads(n_elements)
     rows = round_up(sum(nbytes for *_, nbytes in reads), PAGE_BYTES) if part.strips else 0
     return sum(whole_pages(offset, nbytes) for _, offset, nbytes in reads), rows

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import BF16, F16, F32, F64, DType, RawBlock, has_rare
+from mergepipe.core.blocks import BF16, F16, F32, F64, DType, RawBlock, Span, has_rare
 from mergepipe.core.units import size_option
 from mergepipe.errors import LimitError, unsupported
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput
@@ -27,7 +28,7 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile
 from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, allow_open_files, read_exact
-from mergepipe.tailor.checkpoint import gather_strips
+from mergepipe.tailor.checkpoint import OpenedTensors, gather_strips
 from mergepipe.tailor.copy_plan import (
     AverageRange,
     Checksum,
@@ -121,7 +122,8 @@ def write_files(
 ) -> tuple[Digested, ...]:
     """Write the file that each plan describes at its path, durably; the next is read while one is written.
 
-    Memory: at most `memory_bytes`, whatever their size.
+    Memory: at most `memory_bytes`, whatever their size; besides, where weights are computed, the factors of those that
+    were opened last and a chunk of stored weights for each thread.
 
     Raises:
         LimitError: the cap is too small.
@@ -172,6 +174,7 @@ class _Flow:
         self._needed = [plan.source_files for plan, _ in jobs]
         self._last_use = {path: index for index, paths in enumerate(self._needed) for path in paths}
         self._files: dict[Location, RangeFile] = {}
+        self._computing = OpenedTensors()
         self._output: OutputFile | None = None  # of the writing thread
         chunk_bytes = _chunk_bytes([plan for plan, _ in jobs], room_bytes)
         self._pool = BufferPool(buffer_bytes_for(chunk_bytes), min(room_bytes, _POOL_BYTES))
@@ -224,7 +227,8 @@ class _Flow:
             if buffer is None:
                 return
             files = {path: self._files[path] for path in self._needed[index]}
-            self._reads.append((index, self._readers.submit(_fill, chunk, buffer, files), buffer))
+            reading = self._readers.submit(_fill, chunk, buffer, _Sources(files, self._computing))
+            self._reads.append((index, reading, buffer))
             self._upcoming = next(self._steps, None)
 
     def _append(self, index: int, views: Iterable[Bytes], *, is_last: bool) -> None:
@@ -245,34 +249,42 @@ class _Flow:
             writing.result()
 
 
-def _fill(chunk: Chunk, buffer: Bytes, files: Mapping[Location, RangeFile]) -> list[Bytes]:
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """The open files that an output is made of, and the computed tensors that were opened."""
+
+    files: Mapping[Location, RangeFile]
+    computing: OpenedTensors
+
+
+def _fill(chunk: Chunk, buffer: Bytes, sources: _Sources) -> list[Bytes]:
     """Read the bytes of every segment; the arrays are writable, and lie in `buffer` where they were read."""
     ends = list(accumulate((room_of(segment) for segment in chunk), initial=0))
-    return [_content(segment, buffer[a:b], files) for segment, (a, b) in zip(chunk, pairwise(ends), strict=True)]
+    return [_content(segment, buffer[a:b], sources) for segment, (a, b) in zip(chunk, pairwise(ends), strict=True)]
 
 
-def _content(segment: Segment, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes:
+def _content(segment: Segment, room: Bytes, sources: _Sources) -> Bytes:
     if isinstance(segment, CopyRange):
         stop = segment.offset + segment.nbytes
         purpose = Purpose.BASE if segment.is_skeleton else Purpose.EXPERT
-        return read_exact(files[segment.file], segment.offset, stop, purpose, room)
+        return read_exact(sources.files[segment.file], segment.offset, stop, purpose, room)
     if isinstance(segment, AverageRange):
-        return _average(segment, room, files)
+        return _average(segment, room, sources)
     return np.frombuffer(bytearray(segment.content), np.uint8)
 
 
-def _average(segment: AverageRange, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes:
+def _average(segment: AverageRange, room: Bytes, sources: _Sources) -> Bytes:
     """Read every part and average them with the merge engine's linear operator, behind them in the room.
 
     One part alone is cast, in its place where the result is no wider.
     """
     if len(segment.parts) == 1:
         (part,) = segment.parts
-        _, raw = _read_part(part, segment.n_elements, room, files)
+        _, raw = _read_part(part, segment.n_elements, room, sources)
         return cast_bytes(raw, part.dtype, segment.wanted, part.file, in_place=True)
     offsets, start = [], 0
     for part, nbytes in zip(segment.parts, average_rooms(segment), strict=True):
-        offset, _ = _read_part(part, segment.n_elements, room[start : start + nbytes], files)
+        offset, _ = _read_part(part, segment.n_elements, room[start : start + nbytes], sources)
         offsets.append(start + offset)
         start += nbytes
     codes = [part.dtype.kernel_code for part in segment.parts]
@@ -286,24 +298,28 @@ def _average(segment: AverageRange, room: Bytes, files: Mapping[Location, RangeF
     return room[start : start + segment.nbytes]
 
 
-def _read_part(
-    part: ElementRange, n_elements: int, room: Bytes, files: Mapping[Location, RangeFile]
-) -> tuple[int, Bytes]:
-    """Read the elements of one file, or of strips of several, into the room; return them and where they begin there."""
+def _read_part(part: ElementRange, n_elements: int, room: Bytes, sources: _Sources) -> tuple[int, Bytes]:
+    """Read or compute the elements of one part into the room; return them and where they begin there."""
+    itemsize = part.dtype.itemsize
+    if part.computed is not None:
+        first, out = part.offset // itemsize, room[: n_elements * itemsize]
+        fetch = sources.computing.opened(part.computed, sources.files)
+        fetch(Span(first, first + n_elements), out, Purpose.EXPERT)
+        return 0, out
     read_bytes, _ = part_rooms(part, n_elements)
     done = 0
 
     def read(path: Location, start: int, stop: int) -> Bytes:
         nonlocal done
         place, done = done, done + whole_pages(start, stop - start)
-        return read_exact(files[path], start, stop, Purpose.EXPERT, room[place:done])
+        return read_exact(sources.files[path], start, stop, Purpose.EXPERT, room[place:done])
 
     if not part.strips:
-        stop = part.offset + n_elements * part.dtype.itemsize
-        return part.offset % files[part.file].alignment, read(part.file, part.offset, stop)
+        stop = part.offset + n_elements * itemsize
+        return part.offset % sources.files[part.file].alignment, read(part.file, part.offset, stop)
     rows = room[read_bytes:]
-    raw = gather_strips(part.strips, part.dtype.itemsize, part.first, n_elements, read, rows)
-    return read_bytes + part.first % part.row_elements * part.dtype.itemsize, raw
+    raw = gather_strips(part.strips, itemsize, part.first, n_elements, read, rows)
+    return read_bytes + part.first % part.row_elements * itemsize, raw
 
 
 @lru_cache(maxsize=8)

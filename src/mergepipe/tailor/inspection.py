@@ -41,6 +41,7 @@ from mergepipe.tailor.formats.contract import step_of_name
 from mergepipe.tailor.formats.partial import MANIFEST_NAME
 from mergepipe.tailor.saving.unit_choice import SCHEDULES, Schedule, read_log
 from mergepipe.tailor.selection import Unit, unit_selectors
+from mergepipe.tailor.unmerged_adapter import find_adapter
 
 _MOST_MISSING = 10
 
@@ -61,7 +62,7 @@ class UnitReport:
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class CheckpointReport(Displayed):
-    """One checkpoint. `missing` is what a complete one would hold."""
+    """One checkpoint. `missing` is what a complete one would hold; `adapter` says which of PEFT it holds, if any."""
 
     path: str = shown("checkpoint")
     format: str = shown("format", lambda r: r.format if r.stage is None else f"{r.format} stage {r.stage}")
@@ -72,6 +73,7 @@ class CheckpointReport(Displayed):
     layers: int
     bytes: int = shown("size")
     units: tuple[UnitReport, ...]
+    adapter: str = shown("adapter")
     tied: Mapping[str, str] = shown("tied", lambda r: [f"{alias} to {owner}" for alias, owner in r.tied.items()])
     missing: tuple[str, ...] = shown("missing", lambda r: r.missing[:_MOST_MISSING], once=True)
 
@@ -133,6 +135,7 @@ def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:
             adam_steps=tuple(sorted({step.value for step in steps})),
             shared_step=any(not parameters.issuperset(step.parameters) for step in steps),
         ))  # fmt: skip
+    adapter = find_adapter(checkpoint)
     return CheckpointReport(
         path=str(checkpoint.path),
         format=checkpoint.format,
@@ -143,6 +146,7 @@ def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:
         layers=checkpoint.units.n_layers,
         bytes=sum(sum(unit.bytes.values()) for unit in units),
         units=tuple(units),
+        adapter="" if adapter is None else adapter.text,
         tied=checkpoint.units.tied,
         missing=checkpoint.missing,
     )

@@ -72,12 +72,17 @@ def names_without_wrappers(stored: Sequence[str]) -> dict[str, str]:
     Left out are the parts that torch.compile, FSDP and Lightning add anywhere, `module.` of DDP in front of all names,
     and one part in front of all names where a model's own follow it, as in `model.model.layers.0` of a LightningModule.
     """
-    names = {".".join(part for part in name.split(".") if part not in _WRAPPERS): name for name in stored}
+    names = {without_wrappers(name): name for name in stored}
     front = {name.partition(".")[0] for name in names}
     rests = {name.partition(".")[2]: stored_name for name, stored_name in names.items()}
     if front == {"module"} or (len(front) == 1 and any(rest.startswith(_ROOTS) for rest in rests)):
         names = rests
     return names if len(names) == len(stored) else {name: name for name in stored}
+
+
+def without_wrappers(name: str) -> str:
+    """Leave out of a name the parts that torch.compile, FSDP and Lightning add anywhere."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 # --- torchtitan: dense Llama, Qwen3 and its mixture of experts ---

@@ -292,7 +292,9 @@ def normalised(weights: Sequence[float], where: str) -> tuple[float, ...]:
 
 
 AVERAGE_KEY = "average"
-RECIPE_KEYS = ("checkpoints", "weights", "alpha", "optimizer", "dtype", "config")
+RECIPE_KEYS = (
+    "checkpoints", "weights", "alpha", "optimizer", "dtype", "config", "adapter", "adapter_config", "lora_alpha",
+)  # fmt: skip
 _OUT_DTYPES = (F32, BF16, F16)
 
 
@@ -310,7 +312,8 @@ class AverageRequest:
 
     `weights` are a scheme's name or one number a checkpoint, in the order given. `alpha` is for `ema`; None is the
     default. `dtype` and `config` (which lends configuration and tokenizer) are
-    for models; None is what the newest has.
+    for models; None is what the newest has. What a checkpoint's adapter is scaled by is in `adapter_config`, else
+    `lora_alpha` over its rank. With `is_adapter` the adapter of one checkpoint is written, and no model.
     """
 
     checkpoints: tuple[Location, ...]
@@ -319,10 +322,13 @@ class AverageRequest:
     optimizer: OptimizerState = OptimizerState.NONE
     dtype: DType | None = None
     config: Location | None = None
+    adapter_config: Location | None = None
+    lora_alpha: float | None = None
+    is_adapter: bool = False
 
     @property
     def is_model(self) -> bool:
-        """Whether a model is made, and no checkpoint to resume from."""
+        """Whether a model is made, or an adapter, and no checkpoint to resume from."""
         return self.optimizer is OptimizerState.NONE
 
     def to_yaml(self) -> str:
@@ -334,6 +340,12 @@ class AverageRequest:
         content["optimizer"] = self.optimizer.value
         content |= {"dtype": self.dtype.recipe_name} if self.dtype is not None else {}
         content |= {"config": str(self.config)} if self.config is not None else {}
+        if self.adapter_config is not None:
+            content["adapter_config"] = str(self.adapter_config)
+        if self.lora_alpha is not None:
+            content["lora_alpha"] = self.lora_alpha
+        if self.is_adapter:
+            content["adapter"] = True
         return yaml_document({AVERAGE_KEY: content}, width=120)
 
 
@@ -372,11 +384,13 @@ def load_average(path: Location, store: Store) -> AverageRequest | None:
         reader.wrong_kind(listed, (AVERAGE_KEY, "checkpoints"), "a list of checkpoints")
     places = enumerate(listed if isinstance(listed, list) else [])
     references = [read_reference(reader, value, (AVERAGE_KEY, "checkpoints", index)) for index, value in places]
-    lender = entry.get("config")
-    config = None if lender is None else read_reference(reader, lender, (AVERAGE_KEY, "config"))
-    alpha = _number(entry.get("alpha"))
-    if alpha is None and entry.get("alpha") is not None:
-        reader.wrong_kind(entry["alpha"], (AVERAGE_KEY, "alpha"), "a number")
+    config = _path(reader, entry, "config")
+    adapter_config = _path(reader, entry, "adapter_config")
+    alpha = _number_of(reader, entry, "alpha")
+    lora_alpha = _number_of(reader, entry, "lora_alpha")
+    is_adapter = entry.get("adapter") or False
+    if not isinstance(is_adapter, bool):
+        reader.wrong_kind(is_adapter, (AVERAGE_KEY, "adapter"), "true or false")
     optimizer = _one_of(reader, entry, "optimizer", [state.value for state in OptimizerState])
     dtype = _one_of(reader, entry, "dtype", [dtype.recipe_name for dtype in _OUT_DTYPES])
     request = AverageRequest(
@@ -385,10 +399,29 @@ def load_average(path: Location, store: Store) -> AverageRequest | None:
         alpha,
         OptimizerState(optimizer or OptimizerState.NONE),
         None if dtype is None else DTYPES_BY_RECIPE_NAME[dtype],
-        None if config is None else config.path.normal(),
+        config,
+        adapter_config,
+        lora_alpha,
+        is_adapter=is_adapter is True,
     )
     reader.findings.raise_any()
     return request
+
+
+def _path(reader: DocumentReader, entry: dict[str, Value], key: str) -> Location | None:
+    """Return the path that a recipe gives for a key."""
+    if entry.get(key) is None:
+        return None
+    reference = read_reference(reader, entry[key], (AVERAGE_KEY, key))
+    return None if reference is None else reference.path.normal()
+
+
+def _number_of(reader: DocumentReader, entry: dict[str, Value], key: str) -> float | None:
+    """Return the number that a recipe gives for a key; None where there is none, or it is reported."""
+    number = _number(entry.get(key))
+    if number is None and entry.get(key) is not None:
+        reader.wrong_kind(entry[key], (AVERAGE_KEY, key), "a number")
+    return number
 
 
 def _weights(reader: DocumentReader, value: Value) -> str | tuple[float, ...]:
