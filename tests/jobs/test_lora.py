@@ -464,3 +464,47 @@ def test_target_modules__are_named_in_full_where_a_last_name_means_others_too() 
     adapted = ["a.0.q", "a.1.q", "a.1.v", "merger.0", "text.0.end.out"]
     assert target_modules(adapted, modules) == ["a.1.v", "end.out", "merger.0", "q"]
     assert target_modules(["a.q"], ["a.q", "q.b"]) == ["a.q"]
+
+
+def apply(tmp_path: Path, tensors: dict[str, NDArray[np.float32]], **options: object) -> mergepipe.MergeReport:
+    """The report of applying an adapter to a base of the modules of `SHAPES`."""
+    rng = np.random.default_rng(1)
+    base = {f"{name}.weight": rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+    write_model(tmp_path / "base", base)
+    write_adapter(tmp_path / "adapter", tensors, **options)
+    return mergepipe.apply_lora(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out")
+
+
+def factors(*, b: float = 1.0) -> dict[str, NDArray[np.float32]]:
+    """The factors of an adapter whose B is the same number everywhere."""
+    tensors: dict[str, NDArray[np.float32]] = {}
+    for module, (rows, columns) in SHAPES.items():
+        tensors[f"{module}.lora_A.weight"] = np.ones((4, columns), np.float32)
+        tensors[f"{module}.lora_B.weight"] = np.full((rows, 4), b, np.float32)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("options", "count"), [({"lora_alpha": 0}, 3), ({"alpha_pattern": {"up_proj": 0}}, 1), ({"lora_alpha": 1}, 0)]
+)
+def test_lora_apply__warns_of_modules_that_are_scaled_by_0(tmp_path: Path, options: dict[str, Any], count: int) -> None:
+    report = apply(tmp_path, factors(), **options)
+    notices = [notice for notice in report.recipe_notices if notice.changes_result]
+    assert [f"{count} tensor{'s' * (count > 1)} of it change nothing" in str(notice) for notice in notices] == [
+        True
+    ] * bool(count)
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_lora_apply__warns_of_an_adapter_that_was_not_trained(tmp_path: Path, *, is_trained: bool) -> None:
+    tensors = factors(b=-0.0)
+    if is_trained:
+        tensors["model.layers.1.up_proj.lora_B.weight"][-1, -1] = 1e-8
+    report = apply(tmp_path, tensors)
+    assert any("changes nothing" in notice for notice in report.notices) != is_trained
+
+
+def test_lora_apply__does_not_warn_of_an_adapter_that_changes_weights_as_a_whole(tmp_path: Path) -> None:
+    tensors = {**factors(b=0.0), "model.layers.0.q_proj.weight": np.ones((20, 12), np.float32)}
+    del tensors["model.layers.0.q_proj.lora_A.weight"], tensors["model.layers.0.q_proj.lora_B.weight"]
+    assert not any("changes nothing" in notice for notice in apply(tmp_path, tensors).notices)

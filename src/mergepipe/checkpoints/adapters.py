@@ -9,9 +9,13 @@ from fnmatch import fnmatchcase
 from itertools import takewhile
 from types import MappingProxyType
 
+import numpy as np
+
 from mergepipe.checkpoints.adapted_tensors import (
     Adapted,
     AnyDelta,
+    Composed,
+    Factor,
     KroneckerDelta,
     LowRankDelta,
     SavedTensor,
@@ -27,7 +31,8 @@ from mergepipe.checkpoints.contract import (
     TensorEntry,
 )
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
-from mergepipe.checkpoints.gathered_rows import with_rows
+from mergepipe.checkpoints.gathered_rows import GatheredRows, with_rows
+from mergepipe.checkpoints.open_files import decoded
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.checkpoints.stacked_experts import Piece, fused_name, inputs_first, pieces_of
 from mergepipe.checkpoints.stored_adapters import (
@@ -45,6 +50,7 @@ from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError, MismatchError, did_you_mean
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES
 
 # --- map an adapter's tensor names to the base's, where the two were saved under different prefixes ---
 
@@ -234,6 +240,65 @@ def _applied(path: Location, weights: Readable, change: Readable | None) -> Read
         message = f"{shown(weights.name)} is packed, so no adapter applies to it"
         raise unsupported_adapter(path, message, "unpack it, and apply the adapter to that")
     return Adapted(weights, change)
+
+
+_READ_BYTES = 1 << 20
+
+
+def count_scaled_by_0(checkpoint: Checkpoint) -> int:
+    """Count the tensors for whose changes adapters are configured with an alpha of 0; DoRA changes the norms still."""
+    scales = []
+    for tensor in checkpoint.tensors.values():
+        delta: Readable = tensor
+        if isinstance(tensor, Adapted) and tensor.magnitude is None:
+            delta = tensor.delta
+        if isinstance(delta, StackedDelta):
+            delta = next((part for part in delta.parts if part is not None), delta)
+        if isinstance(delta, LowRankDelta | KroneckerDelta):
+            scales.append(delta.scale)
+    return scales.count(0.0)
+
+
+def is_untrained(store: Store, checkpoint: Checkpoint) -> bool:
+    """Whether one of the factors of every change that adapters make is all zeros, as PEFT begins training with.
+
+    Reads a page of factors where they are not, else whole factors; nothing where adapters store weights in full.
+    """
+    tensors = checkpoint.tensors.values()
+    changes = [tensor for tensor in tensors if isinstance(tensor, Adapted | AnyDelta)]
+    if not changes or any(isinstance(tensor, SavedTensor | GatheredRows) for tensor in tensors):
+        return False
+    return all(_is_nothing(store, tensor) for tensor in changes)
+
+
+def _is_nothing(store: Store, change: Readable) -> bool:
+    """Whether a change is zero because a factor is."""
+    if isinstance(change, Adapted):
+        is_alone = not isinstance(change.weights, Adapted) or _is_nothing(store, change.weights)
+        return is_alone and change.magnitude is None and _is_nothing(store, change.delta)
+    if isinstance(change, KroneckerDelta):
+        return _is_zero(store, change.first) or _is_zero(store, change.second)
+    if isinstance(change, LowRankDelta):
+        return _is_zero(store, change.up) or (change.down is not None and _is_zero(store, change.down))
+    if isinstance(change, StackedDelta):
+        parts = dict.fromkeys((part.up, part.down) for part in change.parts if part is not None)
+        return all(_is_zero(store, up) or (down is not None and _is_zero(store, down)) for up, down in parts)
+    return False
+
+
+def _is_zero(store: Store, factor: Factor) -> bool:
+    """Whether all values of a factor, or of one that it is a product of, are zeros."""
+    if isinstance(factor, Composed):
+        return any(_is_zero(store, part) for part in factor.parts)
+    for entry in factor.stored:
+        place, step = 0, PAGE_BYTES
+        while place < entry.nbytes:
+            content = store.read_metadata(entry.file, entry.offset + place, min(step, entry.nbytes - place))
+            if decoded(np.frombuffer(content, np.uint8), entry.dtype.kernel_code).any():
+                return False
+            place += len(content)
+            step = _READ_BYTES
+    return True
 
 
 def _takes_deltas(weights: Readable) -> bool:

@@ -382,7 +382,34 @@ def read_adapter(store: Store, path: Location) -> StoredAdapter:
     if name is None:
         raise NotFoundError.of("checkpoint.incomplete", path, f"holds neither {' nor '.join(ADAPTER_NAMES)}")
     file = read_weight_file(store, path, name, stat_present(store, path, name))
+    _check_spellings(store, path, file.entries)
     return sorted_out(path, config, file.entries, (file.source, config_file))
+
+
+_COMPARED_BYTES = 1 << 20
+
+
+def _check_spellings(store: Store, path: Location, entries: Sequence[TensorEntry]) -> None:
+    """Refuse two values of one tensor, which are stored under two spellings of its name; equal ones are one."""
+    first_entries: dict[str, TensorEntry] = {}
+    for entry in entries:
+        first = first_entries.setdefault(_plain_name(entry.name), entry)
+        if first is entry:
+            continue
+        is_same = (first.dtype, first.shape) == (entry.dtype, entry.shape)
+        for start in range(0, entry.nbytes if is_same else 0, _COMPARED_BYTES):
+            nbytes = min(_COMPARED_BYTES, entry.nbytes - start)
+            raw = store.read_metadata(entry.file, entry.offset + start, nbytes)
+            is_same = is_same and raw == store.read_metadata(first.file, first.offset + start, nbytes)
+        if not is_same:
+            message = f"{shown(first.name)} and {shown(entry.name)} are one tensor, with two values"
+            raise damaged_adapter(path, message)
+
+
+def _plain_name(stored: str) -> str:
+    """Return the name of a tensor in its model, whichever way a trainer has spelled it."""
+    name = _NAMED.sub("", _WRAPPERS.sub("", stored)).removeprefix(PREFIX).replace(".modules_to_save.", ".")
+    return name.removesuffix(".weight") if name.endswith(_MAGNITUDE) else name
 
 
 def _read_kohya(store: Store, path: Location) -> StoredAdapter:
@@ -455,10 +482,13 @@ def sorted_out(
     gains: dict[str, StoredTensor] = {}
     embeddings = set()
     for entry in entries:
-        name = _NAMED.sub("", _WRAPPERS.sub("", entry.name)).removeprefix(PREFIX)
+        name = _plain_name(entry.name)
         if ".original_module." in name:  # what PEFT keeps of the base beside a module that it saves in full
             continue
-        name = name.replace(".modules_to_save.", ".")
+        if not entry.n_elements:
+            message = f"its tensors are empty ({shown(entry.name)}): it was saved under ZeRO-3 without gathering them"
+            hint = "save it again with stage3_gather_16bit_weights_on_model_save, or export the training checkpoint"
+            raise CorruptError.of("adapter.damaged", path, message, hint)
         match = (_MLX_PART if config.kind == MLX else _PART).fullmatch(name)
         if match is None and (variant := _VARIANT.search(name)) is not None:
             raise unsupported_adapter(path, f"{shown(entry.name)}: '{variant[0]}' is not read", MERGE_HINT)

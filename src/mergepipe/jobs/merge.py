@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mergepipe
+from mergepipe.checkpoints.adapters import is_untrained
 from mergepipe.checkpoints.contract import files_of
 from mergepipe.checkpoints.directory import GGUF_SUFFIX
 from mergepipe.checkpoints.open_files import check_unchanged
@@ -264,6 +265,7 @@ class MergeRun:
                     self._begin(staging, progress)
                 digests, content_ids = self._make_tensors(staging.path, remote or progress, made)
                 link.notices.extend(self._not_finite(digests))
+                link.notices.extend(self._untrained())
                 manifest = self._write_small_files(staging, small_files, digests, content_ids, progress)
                 link.notices.extend(progress.excess_notices())
                 if before_publish is not None:
@@ -336,6 +338,12 @@ class MergeRun:
         values = f"{first.not_finite} of {task.base.n_elements} values of '{first.name}'"
         where = f"{len(held)} of {plural(len(digests), 'tensor')}, first {values}"
         return (f"infinities or NaN in {where}: a model has them{overflow}",)
+
+    def _untrained(self) -> Iterator[str]:
+        """Warn about adapters that give their base back, since they were never trained."""
+        for _, model, checkpoint in self._inputs.leaves():
+            if is_untrained(self._store, checkpoint):
+                yield f"'{model.text}' changes nothing: its lora_B (or lora_A) is zeros, as before training"
 
     def _write_small_files(
         self,

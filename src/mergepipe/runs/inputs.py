@@ -12,7 +12,7 @@ from blake3 import blake3
 
 import mergepipe
 from mergepipe.checkpoints.adapted_tensors import Adapted
-from mergepipe.checkpoints.adapters import apply_adapter, open_adapter, with_own_head
+from mergepipe.checkpoints.adapters import apply_adapter, count_scaled_by_0, open_adapter, with_own_head
 from mergepipe.checkpoints.codes import CodedTensor
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
 from mergepipe.checkpoints.directory import (
@@ -428,7 +428,14 @@ def _opened(
         )
         for model, checkpoint in zip(recipe.inputs(), checkpoints, strict=True) if checkpoint.quantisation
     ]  # fmt: skip
-    notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens, *coded)))
+    idle = [
+        notice_at(
+            "recipe.unclear", f"'{model.text}' has lora_alpha 0", f"{plural(n_idle, 'tensor')} of it change nothing",
+            changes_result=True,
+        )
+        for model, checkpoint in zip(models, checkpoints, strict=True) if (n_idle := count_scaled_by_0(checkpoint))
+    ]  # fmt: skip
+    notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens, *coded, *idle)))
     if strictness.strict:
         refuse_notices(notices)
     return Inputs(recipe, checkpoints, resolution, alignment, parts, notices)

@@ -235,6 +235,14 @@ def test_open_adapter__refuses_by_name_what_is_no_plain_lora(
     ("tensors", "error", "words"),
     [
         ({f"{Q}.lora_A.weight": random(4, 12)}, CorruptError, "has no counterpart, A or B"),
+        ({f"{Q}.lora_A.weight": random(0), f"{Q}.lora_B.weight": random(0)}, CorruptError, "without gathering them"),
+        ({**lora(Q, 12, 12), f"{Q}.lora_A.default.weight": random(4, 12, seed=5)}, CorruptError, "with two values"),
+        ({**lora(Q, 12, 12), f"{Q}.lora_A.default.weight": random(3, 12)}, CorruptError, "are one tensor, with two"),
+        (
+            {"norm.weight": random(9), "norm.modules_to_save.default.weight": random(9, seed=5)},
+            CorruptError,
+            "'base_model.model.norm.weight' are one tensor",
+        ),
         ({**lora(Q, 12, 12), f"{Q}.lora_magnitude_vector": random(11)}, CorruptError, "has 11 magnitudes for 12 rows"),
         ({**lora(UP, 20, 12), f"{UP}.lora_B.bias": random(20)}, MismatchError, f"'{UP}.bias' has no"),
         ({**lora(Q, 12, 12), f"{Q}.lora_E": random(4, 1)}, UnsupportedError, "'lora_E' is not read"),
@@ -255,6 +263,13 @@ def test_open_adapter__refuses_tensors_that_do_not_fit(
     with pytest.raises(error) as caught:
         opened(write_adapter(tmp_path / "a", tensors), base)
     assert words in str(caught.value)
+
+
+def test_open_adapter__takes_equal_values_under_two_spellings_as_one(tmp_path: Path, base: Checkpoint) -> None:
+    factors = lora(Q, 12, 12)
+    twice = {**factors, f"{Q}.lora_A.default.weight": factors[f"{Q}.lora_A.weight"]}
+    adapter = opened(write_adapter(tmp_path / "a", twice), base)
+    np.testing.assert_allclose(change(adapter, f"{Q}.weight"), 2.0 * product(factors, Q), rtol=1e-5)
 
 
 def test_open_adapter__says_which_file_is_missing(tmp_path: Path, base: Checkpoint) -> None:
