@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import runpy
 import shutil
 from importlib import import_module
@@ -87,7 +86,7 @@ def test_notebook__runs_in_a_kernel_and_shows_progress_and_tables(name: str, mon
 
 
 def test_demo_files__are_written_over_nothing_and_removed_alone(demo_files: Path, tmp_path: Path) -> None:
-    shutil.copytree(demo_files, tmp_path, copy_function=os.link, dirs_exist_ok=True)
+    shutil.copytree(demo_files, tmp_path, dirs_exist_ok=True)
     (tmp_path / "models" / "mine").mkdir()
     shutil.rmtree(tmp_path / "models" / "code")
     shutil.rmtree(tmp_path / "models" / "adapter")

@@ -10,7 +10,9 @@ import re
 import shlex
 import shutil
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -148,16 +150,20 @@ def test_reference__writes_what_may_be_left_out_in_one_pair_of_brackets() -> Non
 
 @pytest.fixture
 def page_run(
-    demo_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> PageRun:
+    demo_files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> Iterator[PageRun]:
     """Runs pages in a fresh folder after `make demo`; with `--update-goldens` it changes what they show."""
-    folder = tmp_path / "mergepipe"
-    shutil.copytree(demo_files, folder, copy_function=os.link)
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", WIDTH)
-    capsys = request.getfixturevalue("capsys")
-    return PageRun(capsys, is_rewritten=request.config.getoption("--update-goldens"))
+    with TemporaryDirectory(dir=demo_files.parent) as parent:
+        folder = Path(parent) / "mergepipe"
+        shutil.copytree(demo_files, folder, copy_function=os.link)
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("MERGEPIPE_HOME", f"{parent}/home")
+        monkeypatch.setenv("COLUMNS", WIDTH)
+        yield PageRun(capsys, is_rewritten=request.config.getoption("--update-goldens"))
+        monkeypatch.chdir(ROOT)
 
 
 FIRST_PAGES = ("README.md", "docs/guide/first-merge.md")

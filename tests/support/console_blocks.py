@@ -2,7 +2,7 @@
 
 A line `...` is output that the page leaves out, and so is the rest of a line that ends in ` ...`; of a command without
 any output below it nothing is compared. A block with a title is a file: it is written before the commands below it, or
-compared with the file of that name. A block below a comment `<!-- not run: REASON -->` needs more than the demo's files.
+compared with the file of that name. A block below `<!-- not run: REASON -->` needs more than the demo files.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _FENCE = re.compile(r"^(`{3,})([\w-]*)(?: title=\"([^\"]+)\")?$")
 _NOT_RUN = re.compile(r"^<!-- not run: .+ -->$")
 _SHELL_SYNTAX = re.compile(r"[|&;<>]")
 _PROGRAMS = {"mergepipe": main, "mergepipe-yaml": mergekit_main}
+_PROGRESS = re.compile(r"^\w+: \d+%, .*\n", re.MULTILINE)
 _LEFT_OUT = "..."
 _VARYING = (
     (re.compile(r"^(peak memory +).*"), r"\1MEMORY"),
@@ -138,7 +139,7 @@ class PageRun:
             output, errors = self._capsys.readouterr()
         else:
             exit_code, output, errors = _by_shell(command.line)
-        text = (output or errors).replace(self._folder, SHOWN_FOLDER).replace(os.environ["MERGEPIPE_HOME"], SHOWN_HOME)
+        text = (output or _PROGRESS.sub("", errors)).replace(self._folder, SHOWN_FOLDER).replace(os.environ["MERGEPIPE_HOME"], SHOWN_HOME)
         return exit_code, _unwrapped([line.rstrip() for line in text.rstrip().splitlines()])
 
 
@@ -169,10 +170,10 @@ def _file_problems(block: Block) -> list[str]:
 
 
 def _unwrapped(lines: Sequence[str]) -> list[str]:
-    """Join lines that were wrapped, which are indented, with the line that they continue."""
+    """Join lines that were wrapped, which are indented far, with the line that they continue."""
     result: list[str] = []
     for line in lines:
-        if line.startswith("  ") and result and result[-1]:
+        if line.startswith("    ") and result and result[-1]:
             result[-1] += f" {line.strip()}"
         else:
             result.append(line)
@@ -182,8 +183,8 @@ def _unwrapped(lines: Sequence[str]) -> list[str]:
 def _wrapped(line: str) -> list[str]:
     """Wrap a line of a report for a page, below its text."""
     label = re.match(r"\S+( \S+)*  +", line)
-    indent = " " * (len(label[0]) if label else 2)
-    return textwrap.wrap(line, PAGE_WIDTH, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True)
+    indent = " " * (len(label[0]) if label else 4)
+    return textwrap.wrap(line, PAGE_WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _without_what_varies(line: str) -> str:
