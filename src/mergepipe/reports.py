@@ -155,8 +155,9 @@ class BudgetVerdict(Displayed):
     """The reads of a budgeted merge: `planned_bytes` of the `full_bytes` that reading everything costs, by `policy`.
 
     `experts` begin with those of which least is in the merge; `unread` names those of which nothing is read. Of a
-    budget `unspent_bytes` are left for `unspent_reason`, if that is a good part of it. `measured` is the page that
-    measured merges of this kind; this merge was not measured.
+    budget `unspent_bytes` are left for `unspent_reason`, if that is a good part of it. `measured` says what merges of
+    this kind kept of a gain, and on which page; this merge was not measured. A sample multiplies merged deltas by
+    `most_factor` at most.
     """
 
     policy: str = shown("verdict", lambda verdict: verdict.sentence)
@@ -166,6 +167,7 @@ class BudgetVerdict(Displayed):
     experts: tuple[ExpertCoverage, ...] = shown("expert")
     unread: tuple[str, ...]
     measured: str
+    most_factor: float = 1.0
     unspent_bytes: int = shown("unspent", "{unspent_bytes}: {unspent_reason}.", optional=True, default=0)
     unspent_reason: str = ""
 
@@ -180,9 +182,7 @@ class BudgetVerdict(Displayed):
     @property
     def moved(self) -> str:
         """How far a sample moves what it reads, where that is twice as far or more; empty of other policies."""
-        if self.policy != "sample" or not 0 < 2 * self.planned_bytes <= self.full_bytes:
-            return ""
-        return f", and moved up to {self.full_bytes / self.planned_bytes:.1f} times as far"
+        return f", and moved up to {self.most_factor:.3g} times as far" if self.most_factor >= 2 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1083,7 +1083,8 @@ _NOT_IN_CATALOG = "not in the catalog: `mergepipe catalog rebuild` adds it"
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class SnapshotReport(Displayed):
     """One published snapshot. `is_present` tells whether its manifest is still at `path`, `is_recorded` whether the
-    catalog knows it. Of one in a bucket or repository nothing says when it was made."""
+    catalog knows it. Of one in a bucket or repository nothing says when it was made. `version` and what follows are of
+    its manifest: empty in a list, and where it is gone."""
 
     sid: str = shown("snapshot")
     path: Path | Location = shown("path", lambda snapshot: snapshot.place)
@@ -1101,6 +1102,11 @@ class SnapshotReport(Displayed):
     output_bytes: int = shown("written")
     is_present: bool
     is_recorded: bool = shown("notice", lambda r: "" if r.is_recorded or r.created is None else _NOT_IN_CATALOG)
+    version: str = shown("version", default="")
+    seed: int | None = shown("seed", default=None)
+    dtypes: tuple[str, ...] = shown("dtype", lambda r: ", ".join(r.dtypes), once=True, default=())
+    notices: tuple[str, ...] = shown("notice", str, default=())
+    recipe: str = shown(default="")
 
     @property
     def place(self) -> str:
@@ -1272,3 +1278,10 @@ class SnapshotDiff(Displayed):
     def largest_changes(self) -> tuple[TensorChange, ...]:
         """The tensors that changed most."""
         return tuple(sorted(self.tensors, key=lambda change: -(change.norm or 0.0))[:_MOST_CHANGES])
+
+    @property
+    @told()
+    def left_out(self) -> str:
+        """The number of rows that are not shown; empty where all are."""
+        n_more = len(self.tensors) - _MOST_CHANGES
+        return f"{plural(n_more, 'tensor')} more with smaller differences: --json lists all" if n_more > 0 else ""

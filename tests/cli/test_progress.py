@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.cli.progress import LINE_SECONDS, BarDisplay, Display, LineDisplay, Meter, choose_display
+from mergepipe.cli.progress import COMPILING, LINE_SECONDS, BarDisplay, Display, LineDisplay, Meter, choose_display
 from mergepipe.kernels.compiled import listen_to_compilation, mark_compilation
 from mergepipe.reports import Progress
 
@@ -131,7 +131,7 @@ def test_line_display__says_once_that_kernels_are_compiled() -> None:
         for _ in range(2):
             with mark_compilation(), mark_compilation():
                 pass
-    assert stream.getvalue() == "compiling the inner loops, once on this machine\n"
+    assert stream.getvalue() == f"{COMPILING}\n"
 
 
 def test_bar_display__shows_no_share_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_bar_display__shows_no_share_while_kernels_are_compiled(monkeypatch: pyt
         while_compiling = terminal.getvalue()[before:]
         clock.now += 1
         display.update(Progress("merge", 4, 5))
-    assert "compiling the inner loops" in while_compiling
+    assert COMPILING in while_compiling
     assert "80%" not in while_compiling
     assert "80%" in terminal.getvalue()[before + len(while_compiling) :]
 

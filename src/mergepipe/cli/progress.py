@@ -23,7 +23,7 @@ STEADY_SECONDS = 30.0
 SETTLING_SECONDS = 1.0
 BAR_SECONDS = 0.1
 LINE_SECONDS = 5.0
-COMPILING = "compiling the inner loops, once on this machine"
+COMPILING = "compiling this method for these data types: 5 to 20 s, once"
 
 Clock = Callable[[], float]
 OnProgress = Callable[["Progress"], None]

@@ -82,6 +82,10 @@ def extract_lora(
     model_path = locate_model(store, model)
     base_checkpoint = open_path(store, locate_model(store, base))
     model_checkpoint = open_path(store, model_path, base_checkpoint)
+    if not any(_is_counterpart(base_checkpoint, tensor) for tensor in model_checkpoint.tensors.values()):
+        message = f"not one of its tensors has a counterpart of its name and shape in {base_checkpoint.path}"
+        hint = "name the base that it was trained from"
+        raise MismatchError.of("extract.nothing", model_path, message, hint)
     architecture = TokenizerFiles(base_checkpoint, store).document(CONFIG_NAME)
     paths = files_of((*base_checkpoint.tensors.values(), *model_checkpoint.tensors.values()))
     checkpoints = (base_checkpoint, model_checkpoint)
@@ -118,6 +122,12 @@ def extract_lora(
         notices=tuple(output.link.notices),
         seconds=time.perf_counter() - started,
     )
+
+
+def _is_counterpart(base: Checkpoint, tensor: Readable) -> bool:
+    """Whether the base has a tensor of this name and shape."""
+    stored = base.tensors.get(tensor.name)
+    return stored is not None and stored.shape == tensor.shape
 
 
 def _module_prefixes(architecture: Json, names: Iterable[str]) -> Mapping[str, str]:

@@ -72,7 +72,7 @@ from mergepipe.snapshots.shards import (
     index_files,
     table_of,
 )
-from mergepipe.snapshots.staging import SPARE_BYTES, Staging, check_free_space, check_target, staging_directory
+from mergepipe.snapshots.staging import Staging, check_free_space, check_target, needed_bytes, staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Digested, Store, traffic
 from mergepipe.storage.ledger import Purpose, Usage
@@ -290,8 +290,7 @@ class MergeRun:
             shapes = {task.name: task.shape for task in self._output.tasks}
             self._gguf = GGUFTarget.of(self._settings.file, planned_sidecars(self._inputs, self._store), shapes)
             weight_bytes *= 2
-        small_bytes = sum(map(len, planned.contents.values())) + SPARE_BYTES
-        check_free_space(self._settings.out, small_bytes + weight_bytes)
+        check_free_space(self._settings.out, needed_bytes(weight_bytes, planned.contents))
         return planned
 
     def _begin(self, staging: Staging, progress: MergeProgress) -> None:

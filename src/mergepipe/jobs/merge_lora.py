@@ -306,12 +306,17 @@ class _AdapterMerge:
 
     def _check_module(self, index: int, module: str, parts: AdaptedModule) -> None:
         first = self.adapters[self._modules[module][0]].modules[module]
+        first_name = self.names[self._modules[module][0]]
         n_experts = self._expert_count(index, module, parts)
         made = (*parts.shape, n_experts, parts.is_embedding, parts.kernel)
         needed = (*first.shape, self._experts.setdefault(module, n_experts), first.is_embedding, first.kernel)
         if made != needed:
-            message = f"the factors of {shown(module)} make {list(made[:3])}, those before {list(needed[:3])}"
-            raise MismatchError.of("adapter.mismatch", self.names[index], message, "are they of one base?")
+            message = f"its factors of {shown(module)} make {_form(made)}, those of {first_name} {_form(needed)}"
+            bases = [self.adapters[number].config.base for number in (index, self._modules[module][0])]
+            hint = "adapters of one base are merged"
+            if all(bases) and len(set(bases)) > 1:
+                hint = f"{hint}, and these name {bases[0]} and {bases[1]}"
+            raise MismatchError.of("adapter.mismatch", self.names[index], message, hint)
         is_itself = len(self.adapters) == 1 and self.options.weights == (1.0,)
         if parts.magnitude is not None and not is_itself:
             message = f"{shown(module)} is DoRA, whose delta depends on the norms of the base"
@@ -557,6 +562,15 @@ class _AdapterMerge:
                 for key, core in tensors.items():
                     writer.append(key, core.astype(np.float32), core.shape)
                 writer.finish()
+
+
+def _form(made: tuple[object, ...]) -> str:
+    """Describe the matrix that factors make, and what else has to be equal."""
+    rows, columns, n_experts, is_embedding, kernel = made
+    kinds = [f"of {n_experts} experts"] if n_experts != 1 else []
+    kinds += ["of an embedding"] if is_embedding else []
+    kinds += [f"of a convolution {kernel}"] if kernel else []
+    return " ".join([f"a matrix of {rows} x {columns}", *kinds])
 
 
 def _ones(parts: AdaptedModule) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from mergepipe.runs.budget import find_unread, planned_cost
 from mergepipe.runs.inputs import Inputs, open_inputs, recipe_of, with_known_digests
 from mergepipe.runs.small_files import planned_sidecars
 from mergepipe.runs.work import CatalogLink, KnownStatistics, output_of, spectral_cost
+from mergepipe.snapshots.staging import needed_bytes
 from mergepipe.storage.contract import Store
 from mergepipe.storage.stores import Stores
 
@@ -294,7 +295,7 @@ def check(
         base_bytes=resolution.base_bytes,
         expert_bytes=resolution.expert_bytes,
         output_bytes=inputs.resolution.output_bytes,
-        disk_bytes=output.total_bytes + staged_bytes + sum(map(len, planned_sidecars(inputs, store).values())),
+        disk_bytes=needed_bytes(output.total_bytes + staged_bytes, planned_sidecars(inputs, store)),
         shards=len(output.shards),
         spectral=spectral_cost(resolution.tasks),
         free_bytes=shutil.disk_usage(Path.cwd()).free,

@@ -36,6 +36,7 @@ from mergepipe.reports import Garbage, GcReport, SnapshotReport
 from mergepipe.snapshots.manifest import (
     BESIDE,
     MANIFEST_NAME,
+    NOTICES_KEY,
     Manifest,
     parse_manifest,
     record_folder,
@@ -84,11 +85,27 @@ def list_snapshots(
 
 
 def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotReport:
-    """Look a snapshot up by its directory, where it is in a bucket or repository, its sid, or first digits of it.
+    """Look a snapshot up: a directory, in a bucket or repository, a sid or four first digits of it; in full if there.
 
     Raises:
         NotFoundError, RecipeError: no snapshot is known by that name, or several are.
     """
+    report = _found(snapshot, home)
+    if not report.is_present:
+        return report
+    manifest = read_manifest_value(Stores(), Location.of(report.path))
+    return replace(
+        report,
+        version=manifest.version,
+        seed=manifest.seed,
+        dtypes=tuple(sorted({tensor.dtype for tensor in manifest.tensors})),
+        notices=tuple(text for text in str(manifest.run.get(NOTICES_KEY, "")).split("\n") if text),
+        recipe=manifest.recipe,
+    )
+
+
+def _found(snapshot: str | Path, home: str | Path | None) -> SnapshotReport:
+    """Find what `show` looks up, without the contents of its manifest."""
     place = find_elsewhere(snapshot)
     if place is not None:
         return _report_elsewhere(Stores(), place)

@@ -112,6 +112,19 @@ def _note_base_alone(reader: DocumentReader, operator: OperatorSpec, group: Grou
         reader.warning("recipe.unclear", group.at, message, "list the models that are merged into it")
 
 
+def _mapping_at(root: Value, key_path: KeyPath) -> dict[str, Value] | None:
+    """Return the mapping at a place of a recipe; None where there is another value, or none."""
+    value = root
+    for key in key_path:
+        if isinstance(value, list) and isinstance(key, int):
+            value = value[key]
+        elif isinstance(value, dict) and isinstance(key, str):
+            value = value.get(key)
+        else:
+            return None
+    return value if isinstance(value, dict) else None
+
+
 def _check_required_of_models(reader: DocumentReader, operator: OperatorSpec, group: Group, name: str) -> None:
     for index, model in enumerate(group.models):
         is_set = name in model.parameters or any(name in settings for settings in group.shared)
@@ -119,6 +132,8 @@ def _check_required_of_models(reader: DocumentReader, operator: OperatorSpec, gr
             continue
         context = "the ones of the slice" if group.is_slice else "the top-level ones"
         hint = f"write '{name}: ...' under its parameters, or under {context} for all models"
+        if name in (_mapping_at(reader.source.root, (*group.at, index)) or ()):
+            hint = f"'{name}' is written next to 'parameters:', not below it: indent it by two more spaces"
         message = f"{operator.name} needs the parameter {name}"
         reader.refuse("recipe.incomplete", (*group.at, index, "parameters", name), message, hint)
 

@@ -175,8 +175,10 @@ def blocks_by_level(level_L: NDArray[np.int64]) -> tuple[tuple[str, int], ...]:
 # --- say of a budgeted merge what it reads and what is missing of each expert, and which command would tell more ---
 
 
-MEASURED_SAMPLES, MEASURED_ORDERS = "docs/benchmarks/rules.md", "docs/benchmarks/trained.md"
-"""The pages with what merges under a budget kept of a gain: of samples, and of blocks in an order."""
+_PAGE = "https://github.com/mergepipe/mergepipe/blob/main/docs/benchmarks/rules.md"
+MEASURED_SAMPLES = f"34 % to 72 % at 10 % of the bytes of raw experts ({_PAGE})"
+MEASURED_ORDERS = f"-33 % to 42 % at 10 % of the bytes of raw experts ({_PAGE})"
+"""What merges under a budget kept of a gain in the measurements of a page: samples, and blocks in an order."""
 _ADVISED = {REASON_MISSING: "nothing is known of tensors, and what is read of them is spread evenly"}
 
 
@@ -184,6 +186,7 @@ def verdict_of(plan: Plan) -> BudgetVerdict:
     """Say of a plan what it reads, and what is missing of whom."""
     unspent = [fallback for fallback in plan.fallbacks if fallback.decision.endswith(UNSPENT)]
     experts = sorted(_coverage(plan), key=lambda expert: expert.share)
+    sampling = plan.sampling
     return BudgetVerdict(
         policy=plan.policy,
         is_full=_is_full(plan, experts),
@@ -191,7 +194,8 @@ def verdict_of(plan: Plan) -> BudgetVerdict:
         full_bytes=plan.full_cost_bytes,
         experts=tuple(experts),
         unread=tuple(fallback.where for fallback in plan.fallbacks if fallback.decision == NOTHING_READ),
-        measured=MEASURED_ORDERS if plan.sampling is None else MEASURED_SAMPLES,
+        measured=MEASURED_ORDERS if sampling is None else MEASURED_SAMPLES,
+        most_factor=1 / sampling.least_probability if sampling is not None and sampling.least_probability else 1.0,
         unspent_bytes=plan.budget_bytes - plan.planned_bytes if unspent else 0,
         unspent_reason=unspent[0].reason if unspent else "",
     )

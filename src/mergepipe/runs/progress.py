@@ -39,6 +39,7 @@ from mergepipe.storage.output import sync_directory
 
 READ_AHEAD_BYTES = 16 << 20
 """How far a record of reads is ahead of them: what a run that is killed may be charged too much."""
+NOTHING_KEPT: Final = "the same command begins again: nothing was durable yet"
 READS_KEPT: Final = (
     "expert bytes that were read count when this output is made again; `--no-resume` or `mergepipe gc` forget them"
 )
@@ -314,6 +315,8 @@ class MergeProgress:
         is_continuable = bool(self.n_durable) and isinstance(error, WORTH_KEEPING)
         is_part = self.attempt is not None
         if not is_continuable and (self._plan is None or not self._announced_bytes or is_part):
+            if isinstance(error, KeyboardInterrupt) and not is_part:
+                error.add_note(NOTHING_KEPT)
             return
         with contextlib.suppress(StorageError, OSError):  # then the run counts as killed, which is equivalent
             self._append({"kind": "stop", "usage": uses_of(self.usage)}, is_durable=True)

@@ -11,7 +11,7 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -78,9 +78,19 @@ def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -
             _check_replaceable(record)  # of a file that is gone
         return
     if not force:
-        hint = "choose another name" + ("" if force is None else ", or replace it with --force")
+        is_replaceable = force is not None and _is_replaceable(out)
+        hint = "choose another name, or replace it with --force" if is_replaceable else "choose another name"
         raise OutputError.of("output.exists", out, "already exists", hint)
     _check_replaceable(out)
+
+
+def _is_replaceable(out: Path) -> bool:
+    """Whether `--force` would replace what is there."""
+    try:
+        _check_replaceable(out)
+    except MergePipeError:
+        return False
+    return True
 
 
 def _is_there(out: Path) -> bool:
@@ -170,13 +180,22 @@ def _name_of(record: object) -> str | None:
 SPARE_BYTES = 16 << 20  # for small files and records beside the weights
 
 
+def needed_bytes(weight_bytes: int, small_files: Mapping[str, bytes]) -> int:
+    """Return the space that an output needs: its weights, the small files that are known, and some for records."""
+    return weight_bytes + sum(map(len, small_files.values())) + SPARE_BYTES
+
+
 def check_free_space(out: Path, needed_bytes: int) -> None:
     """Refuse to start if the file system of `out` cannot hold the result."""
     parent = out.absolute().parent
     while not parent.exists():
         parent = parent.parent
+    usage = shutil.disk_usage(parent)
+    if not usage.total:
+        message = f"cannot be written: {parent} is on a file system that stores no files"
+        raise OutputError.of("output.place", out, message, "choose another folder")
     held = allocated_bytes(staging_directory(out.absolute()))  # left by a dead run, to be resumed or removed
-    free = shutil.disk_usage(parent).free + held
+    free = usage.free + held
     if free < needed_bytes:
         message = f"needs {format_bytes(needed_bytes)}, {format_bytes(free)} are free"
         raise StorageError.of("storage.no-space", out, message, "free some space and run again")

@@ -127,11 +127,18 @@ def _claim_parameters(
                 for problem in error.problems:
                     findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
                 continue
+            conflicting: set[tuple[str, bool]] = set()  # one error for an earlier entry, and one for a tied parameter
             for name in names:
                 first, first_choice, first_alias = claims.setdefault(name, (take, choice, alias))
+                is_tied = bool(first_alias or alias)
+                if (first.where, is_tied) in conflicting:
+                    continue
                 if first.source != take.source:
-                    _refuse_two_sources(name, first_alias or alias, take.where, first.where, findings)
+                    conflicting.add((first.where, is_tied))
+                    what = choice.text or name
+                    _refuse_two_sources(what, name, first_alias or alias, take.where, first.where, findings)
                 elif first_choice is not choice and first_choice.text and choice.text:
+                    conflicting.add((first.where, is_tied))
                     message = f"{choice.text!r} takes {name!r} once more, which {first_choice.text!r} takes"
                     findings.add(RecipeError, "recipe.conflict", take.where, message, "name every unit once")
     lacking = [str(u) for u, names in units.parameters.items() if not claims.keys() >= set(names)]
@@ -143,9 +150,11 @@ def _claim_parameters(
     return {name: places[source] for name, source in sources if source is not None}
 
 
-def _refuse_two_sources(name: str, alias: str | None, where: str, first: str, findings: Findings) -> None:
+def _refuse_two_sources(unit: str, name: str, alias: str | None, where: str, first: str, findings: Findings) -> None:
+    """Report that a unit, or a parameter of it, is taken from two checkpoints."""
     if alias is None:
-        message = f"{name!r} is taken from another checkpoint already, at {first}"
+        what = f"{name!r}" if unit == name else f"{name!r}, of {unit!r},"
+        message = f"{what} is taken from another checkpoint already, at {first}"
         findings.add(RecipeError, "recipe.conflict", where, message, "name every unit once")
         return
     message = f"{alias!r} is tied to {name!r}, and the two are taken from different checkpoints (see {first})"

@@ -40,7 +40,7 @@ from mergepipe.options import ExportOptions, TailorOptions
 from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
 from mergepipe.recipes.yaml_source import parse_yaml
-from mergepipe.snapshots.manifest import MANIFEST_NAME, AverageRecord, CompositeManifest, read_composite
+from mergepipe.snapshots.manifest import MANIFEST_NAME, AverageRecord, CompositeManifest, is_composite, read_composite
 from mergepipe.snapshots.shards import ShardLayout, TensorSpec, index_files, plan_shards
 from mergepipe.snapshots.whole_output import check_place
 from mergepipe.storage.contract import CONFIG_BYTES, Store, is_file
@@ -79,12 +79,25 @@ def average(
     """
     started = time.perf_counter()
     store = Stores()
-    averaging = open_averaging(store, request)
+    request, left_out = _without_composites(store, request)
+    averaging = replace(open_averaging(store, request), left_out=left_out)
     if out is None:
         plan = averaging.plan()
         return CompositionReport(plan, None, None, time.perf_counter() - started, averaging.record)
     check_place(out, [source.path for source in averaging.sources], force=options.force)
     return publish(store, averaging.job(request.to_yaml(), out), out, options, on_progress, started)
+
+
+def _without_composites(store: Store, request: AverageRequest) -> tuple[AverageRequest, tuple[Location, ...]]:
+    """Leave out composites that stand among checkpoints of the run, as `run/checkpoint-*` matches them; return them."""
+    composites = tuple(path for path in request.checkpoints if is_composite(store, path))
+    if not composites or len(composites) == len(request.checkpoints):
+        return request, ()
+    if not isinstance(request.weights, str):
+        message = "is a composite made by `mergepipe tailor`, and each checkpoint has a weight"
+        raise mismatched(composites[0], message, "leave it out, with its weight")
+    checkpoints = tuple(path for path in request.checkpoints if path not in composites)
+    return replace(request, checkpoints=checkpoints), composites
 
 
 def open_averaging(store: Store, request: AverageRequest) -> Averaging:
@@ -197,6 +210,7 @@ class Averaging:
     """Opened checkpoints of one run, oldest first, their weights, and the names of a model's tensors.
 
     Of a running average, which is the first source, `folded` are the steps in the result with their weights there.
+    `left_out` are composites that were listed with them.
     """
 
     store: Store
@@ -208,6 +222,7 @@ class Averaging:
     scheme: str = "given"
     folded: tuple[tuple[int, float], ...] = ()
     adapter: _Adapter | None = None
+    left_out: tuple[Location, ...] = ()
 
     @property
     def newest(self) -> TrainingCheckpoint:
@@ -233,8 +248,11 @@ class Averaging:
         """Plan all files; reads structure only."""
         files = self._model_files() if self.request.is_model else self._checkpoint_files()
         steps = () if self.request.is_model else choose_steps(self.assignment)
-        notices = (self.notice,) if self.notice and self.request.is_model else ()
-        return CompositionPlan(self.assignment, steps, (), tuple(sorted(files, key=lambda plan: plan.name)), notices)
+        notices = [f"{path} is left out: it is a composite made by `mergepipe tailor`" for path in self.left_out]
+        if self.notice and self.request.is_model:
+            notices.append(self.notice)
+        ordered = tuple(sorted(files, key=lambda plan: plan.name))
+        return CompositionPlan(self.assignment, steps, (), ordered, tuple(notices))
 
     def job(self, text: str, out: Location) -> Job:
         """Describe the average that is written at `out`, with the recipe `text`."""

@@ -16,6 +16,7 @@ from mergepipe.core.display import Displayed, Table, shown, told, yaml_document
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import format_bytes
 from mergepipe.errors import MergePipeError, NotFoundError, StorageError, invalid_option, mismatched
+from mergepipe.snapshots.manifest import is_composite
 from mergepipe.storage.contract import SAVE_LOG_BYTES, FileKind, Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import (
@@ -293,7 +294,7 @@ def find_checkpoints(store: Store, run: Location, at: int | None) -> list[Traini
     """Open the newest two complete checkpoints of `run` saved at or before step `at` (any step if None), newest first.
 
     Checkpoints are directories whose names end in their step, as `checkpoint-400` or `global_step400`; what cannot be
-    read as one (a save that was cut short) is passed over.
+    read as one (a save that was cut short) is passed over, and composites made by tailor are.
     """
     refuse_unlisted(run)
     numbered = []
@@ -303,6 +304,8 @@ def find_checkpoints(store: Store, run: Location, at: int | None) -> list[Traini
             numbered.append((step, run / entry.name))
     checkpoints: list[TrainingCheckpoint] = []
     for _, path in sorted(numbered, reverse=True):
+        if is_composite(store, path):
+            continue
         try:
             opened = open_source_checkpoint(store, path)
         except StorageError:

@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from mergepipe.checkpoints.directory import require_text_path
-from mergepipe.errors import NotFoundError, UnsupportedError
-from mergepipe.storage.contract import Store, is_file, is_folder
+from mergepipe.core.units import first_names
+from mergepipe.errors import MergePipeError, NotFoundError, UnsupportedError
+from mergepipe.storage.contract import FileKind, Store, is_file, is_folder
 from mergepipe.storage.location import WEB_SCHEMES, Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.formats.contract import TrainingFormat, refuse_foreign
+from mergepipe.tailor.formats.contract import TrainingFormat, refuse_foreign, step_of_name
 from mergepipe.tailor.formats.dcp import DCP
 from mergepipe.tailor.formats.deepspeed import UNIVERSAL, ZERO
 from mergepipe.tailor.formats.hf_trainer import ONE_FILE, TRAINER, WEIGHTS
@@ -22,6 +23,9 @@ TRAINING_FORMATS: tuple[TrainingFormat, ...] = (
     ONE_FILE, MEGATRON, DCP, UNIVERSAL, FSDP, TRAINER, ZERO, VERL, WEIGHTS,
 )  # fmt: skip
 """In the order in which paths are tried; partial checkpoints, which hold files of their framework too, come before."""
+
+
+_MOST_NAMES = 6
 
 
 def format_named(name: str) -> TrainingFormat:
@@ -46,10 +50,7 @@ def open_training_checkpoint(store: Store, path: Location, home: Location | None
         refuse_foreign(store, path)
     known = next((candidate for candidate in TRAINING_FORMATS if candidate.recognise(store, path)), None)
     if known is None:
-        looked_for = "; ".join(
-            [f"{MANIFEST_NAME} (partial checkpoint)", *(candidate.looked_for for candidate in TRAINING_FORMATS)]
-        )
-        raise NotFoundError.of("model.not-found", path, "no training checkpoint is here", f"looked for {looked_for}")
+        raise _no_checkpoint(store, path)
     return known.open(store, path, home or path)
 
 
@@ -59,6 +60,18 @@ def refuse_unlisted(path: Location) -> None:
         message = "is on a web server, which lists no files: the optimizer's state would be missing in silence"
         hint = "download it, or put it in a bucket or on the Hub"
         raise UnsupportedError.of("checkpoint.unsupported", path, message, hint)
+
+
+def _no_checkpoint(store: Store, path: Location) -> MergePipeError:
+    """Make the error for a folder that is no checkpoint: it names those in it, or what checkpoints are read."""
+    entries = store.list(path) if is_folder(store, path) else ()
+    steps = {entry.name: step_of_name(entry.name) for entry in entries if entry.kind is FileKind.FOLDER}
+    names = sorted((name for name in steps if steps[name] is not None), key=lambda name: (steps[name], name))
+    if names:
+        message = f"is a folder of checkpoints: {first_names(names[::-1], _MOST_NAMES)}"
+        return NotFoundError.of("model.not-found", path, message, f"name one of them; the newest is {path / names[-1]}")
+    hint = "name the folder that the Trainer, DeepSpeed, FSDP, torch DCP, Megatron-Core or verl saved"
+    return NotFoundError.of("model.not-found", path, "no training checkpoint is here", hint)
 
 
 # --- open the source checkpoints of a composition ---
