@@ -47,11 +47,12 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench-codecs reproduce pages clean
+.PHONY: help demo test test-seconds test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench-codecs reproduce pages clean
 
 help:
 	@echo "make demo        install, write small models, merge them three ways, print a table"
 	@echo "make test        install what tests need (torch and transformers too), run them"
+	@echo "make test-seconds  the same, with the processor seconds of each test file"
 	@echo "make test-peers  compare with mergekit, in an environment of its own"
 	@echo "make test-slow   the long proofs that need nothing but this environment"
 	@echo "make test-wheel  the source archive, and every command of the wheel built from it, in an environment with nothing else"
@@ -166,6 +167,10 @@ demo: $(VENV)/.demo
 # A test that hangs fails with the stack of every thread, and the run goes on.
 test: $(VENV)/.test
 	$(PYTEST) -n 2 --no-fsync --timeout 600 --timeout-method thread -m "not peer and not slow"
+
+# Where the processor's time goes, by test file and by the processes that tests start.
+test-seconds: $(VENV)/.test
+	$(PYTEST) -n 2 --no-fsync -m "not peer and not slow" -p tools.processor_seconds
 
 # Also the properties of the fast suite, with more examples, and others every time.
 test-slow: $(VENV)/.test

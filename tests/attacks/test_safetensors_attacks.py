@@ -219,7 +219,10 @@ def test_read_header__refuses_every_truncation(length: int) -> None:
         parse(honest_file("a", "b")[:length])
 
 
-@settings(deadline=None, max_examples=300)
+MORE = settings(deadline=None, max_examples=5 * settings.default.max_examples)  # type: ignore[union-attr] # small cases
+
+
+@MORE
 @given(st.sampled_from(["dtype", "shape", "data_offsets", "extra"]), JSON)
 def test_read_header__survives_any_json_in_an_entry(key: str, value: object) -> None:
     check_accepted_or_typed_refusal(one_with(key, value))
@@ -247,14 +250,14 @@ def tilings(draw: st.DrawFn) -> tuple[dict[str, object], int]:
     return header, end
 
 
-@settings(deadline=None, max_examples=300)
+@MORE
 @given(tilings())
 def test_read_header__near_sound_tilings_agree_with_the_library(tiling: tuple[dict[str, object], int]) -> None:
     header, n_bytes = tiling
     check_accepted_or_typed_refusal(file_bytes(header, bytes(i % 256 for i in range(n_bytes))))
 
 
-@settings(deadline=None, max_examples=300)
+@MORE
 @given(tilings())
 def test_read_header__refuses_tilings_the_library_refuses(tiling: tuple[dict[str, object], int]) -> None:
     header, n_bytes = tiling

@@ -33,7 +33,7 @@ BEFORE_PUBLISHING = [
     (signal.SIGINT, "import", "mergepipe.cli.app"),
     pytest.param(signal.SIGINT, "import", "mergepipe.runs.progress", marks=pytest.mark.slow),
     pytest.param(signal.SIGINT, "import", "mergepipe.recipes.recipe_files", marks=pytest.mark.slow),
-    (signal.SIGINT, "import", "numpy"),
+    pytest.param(signal.SIGINT, "import", "numpy", marks=pytest.mark.slow),
     (signal.SIGINT, "import", "mergepipe.engine.pipeline"),
     pytest.param(signal.SIGINT, "open", "recipe.yml", marks=pytest.mark.slow),
     (signal.SIGINT, "open", "base/model.safetensors"),

@@ -269,7 +269,7 @@ NAMES = (
     "save-log", "composition", "composition-tree", "trainer", "dcp", "zero", "store-header", "store-index",
     "store-block",
 )  # fmt: skip
-N_INPUTS = int(os.environ.get("MERGEPIPE_FUZZ_INPUTS", "3600")) // len(NAMES)  # `make test-fuzz` asks for more
+N_INPUTS = int(os.environ.get("MERGEPIPE_FUZZ_INPUTS", "1800")) // len(NAMES)  # `make test-fuzz` asks for more
 SECONDS = 60 * float(os.environ.get("MERGEPIPE_FUZZ_MINUTES", "0.3")) / len(NAMES)
 
 
