@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import pytest
 
-PROPERTY = "processor seconds"
+OWN = "own processor seconds"
+CHILDREN = "processor seconds of children"
 MOST_FILES = 40
 
 
@@ -51,14 +52,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if call.when == "teardown":
         began = item.stash[_began]
         ended = Seconds.now()
-        item.user_properties.append((PROPERTY, (ended.own - began.own, ended.children - began.children)))
+        item.user_properties.append((OWN, ended.own - began.own))
+        item.user_properties.append((CHILDREN, ended.children - began.children))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up what the tests of a file took."""
-    taken = dict(report.user_properties).get(PROPERTY)
-    if report.when == "teardown" and taken is not None:
-        own, children = taken  # type: ignore[misc] # properties are objects to pytest
+    properties = dict(report.user_properties)
+    own = properties.get(OWN)
+    children = properties.get(CHILDREN)
+    if report.when == "teardown" and isinstance(own, float) and isinstance(children, float):
         seconds = _seconds_of_files[report.nodeid.partition("::")[0]]
         seconds.own += own
         seconds.children += children
@@ -67,7 +70,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """List the files that took most."""
-    terminalreporter.section(PROPERTY)
+    terminalreporter.section("processor seconds")
     terminalreporter.line("   own  children  tests")
     files = sorted(_seconds_of_files.items(), key=lambda entry: -entry[1].total)
     for name, seconds in files[:MOST_FILES]:

@@ -249,8 +249,8 @@ def browse(folder: Path, names: Iterable[str], widths: Sequence[int], *flags: st
     assert title is not None
     drawn = []
     for frame in title[1].split(";"):
-        width, available, smallest, colour = frame.split("|")
-        drawn.append(Drawn(int(width), int(available), float(smallest), colour))
+        width_text, available, smallest, colour = frame.split("|")
+        drawn.append(Drawn(int(width_text), int(available), float(smallest), colour))
     return drawn, re.findall(r'CONSOLE.*?"(.*?)"', ran.stderr)
 
 
