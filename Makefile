@@ -67,7 +67,7 @@ help:
 	@echo "make test-notebook  the example notebook in a kernel, in an environment of its own"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in build/site, in an environment of its own"
-	@echo "make reference   write the pages of docs/reference that come from the code"
+	@echo "make reference   write the pages of docs/reference and the type stubs, which come from the code"
 	@echo "make bench-codecs  sizes of packing beside zstd, lmz, ZipNN and XOR, and its speed, in an environment of its own"
 	@echo "make reproduce  the papers' experiments into docs/benchmarks: PARTS=\"scaling sweep\" SIZE=0.6b, ARGUMENTS for more; all parts without PARTS"
 	@echo "make pages      write docs/benchmarks again from the stored results"
@@ -246,6 +246,7 @@ docs: $(DOCS_VENV)/.docs
 
 reference: $(VENV)/.package
 	$(BIN)/python -m tools.reference docs/reference
+	$(BIN)/python -m tools.stubs
 
 # Public weights too: of packages, as files.
 bench-codecs: $(CODECS_VENV)/.codecs

@@ -33,91 +33,11 @@ Training checkpoints
 
 Options of a call are keywords, or one value that several calls share (`MergeOptions`, `PlanOptions`, `RunOptions`):
 `merge(recipe, out, budget="25%", threads=8)` is `merge(recipe, out, options=MergeOptions(budget="25%", threads=8))`.
+Sizes are numbers of bytes or texts: `memory="4GiB"`. Where a result is not what the recipe asks for, a call warns with
+the category `MergePipeWarning`.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # what type checkers see of the names below; "isort: off" keeps one import a module
-    # isort: off
-    from mergepipe import errors as errors, tailor as tailor
-    from mergepipe.catalog.catalog import Catalog as Catalog
-    from mergepipe.catalog.snapshots import (
-        CatalogStats as CatalogStats,
-        LineageNode as LineageNode,
-        RebuildReport as RebuildReport,
-    )
-    from mergepipe.cli.progress import progress_bar as progress_bar
-    from mergepipe.errors import MergePipeError as MergePipeError
-    from mergepipe.jobs.analyze import analyze as analyze
-    from mergepipe.jobs.diff import diff as diff
-    from mergepipe.jobs.explain import explain as explain
-    from mergepipe.jobs.extract_lora import extract_lora as extract_lora
-    from mergepipe.jobs.load import (
-        LoadedTensors as LoadedTensors,
-        load_file as load_file,
-        load_model as load_model,
-        merge_into as merge_into,
-        merged_tensors as merged_tensors,
-    )
-    from mergepipe.jobs.merge import merge as merge, run as run
-    from mergepipe.jobs.merge_lora import apply_lora as apply_lora, merge_lora as merge_lora
-    from mergepipe.jobs.pack import pack as pack, unpack as unpack
-    from mergepipe.jobs.parts import parts_status as parts_status, run_part as run_part
-    from mergepipe.jobs.plan import check as check, plan as plan
-    from mergepipe.jobs.push import push as push
-    from mergepipe.jobs.replay import replay as replay
-    from mergepipe.jobs.search import search as search, sweep as sweep
-    from mergepipe.jobs.snapshots import (
-        catalog_stats as catalog_stats,
-        gc as gc,
-        lineage as lineage,
-        list_snapshots as list_snapshots,
-        rebuild_catalog as rebuild_catalog,
-        show as show,
-    )
-    from mergepipe.jobs.verify import repair as repair, verify as verify
-    from mergepipe.operators.custom import operator as operator
-    from mergepipe.options import (
-        AnalyzeOptions as AnalyzeOptions,
-        ApplyLoraOptions as ApplyLoraOptions,
-        CheckOptions as CheckOptions,
-        ExtractLoraOptions as ExtractLoraOptions,
-        MergeLoraOptions as MergeLoraOptions,
-        MergeOptions as MergeOptions,
-        OutputOptions as OutputOptions,
-        PackOptions as PackOptions,
-        PlanOptions as PlanOptions,
-        PushOptions as PushOptions,
-        RunOptions as RunOptions,
-        SearchOptions as SearchOptions,
-        SweepOptions as SweepOptions,
-        UnpackOptions as UnpackOptions,
-        VerifyOptions as VerifyOptions,
-    )
-    from mergepipe.planning.plan import Plan as Plan, store_plan as store_plan
-    from mergepipe.reports import (
-        AnalyzeReport as AnalyzeReport,
-        CheckReport as CheckReport,
-        Explanation as Explanation,
-        ExtractLoraReport as ExtractLoraReport,
-        GcReport as GcReport,
-        MergeLoraReport as MergeLoraReport,
-        MergeReport as MergeReport,
-        PackReport as PackReport,
-        PartReport as PartReport,
-        PartsStatus as PartsStatus,
-        Progress as Progress,
-        PushReport as PushReport,
-        RepairReport as RepairReport,
-        SearchReport as SearchReport,
-        SnapshotDiff as SnapshotDiff,
-        SnapshotReport as SnapshotReport,
-        SweepReport as SweepReport,
-        UnpackReport as UnpackReport,
-        VerifyReport as VerifyReport,
-    )
 
 __version__ = "0.1.0"
 _MODULES = ("errors", "tailor")
@@ -125,7 +45,7 @@ _HOMES = {
     "catalog.catalog": ("Catalog",),
     "catalog.snapshots": ("CatalogStats", "LineageNode", "RebuildReport"),
     "cli.progress": ("progress_bar",),
-    "errors": ("MergePipeError",),
+    "errors": ("MergePipeError", "MergePipeWarning"),
     "jobs.analyze": ("analyze",),
     "jobs.diff": ("diff",),
     "jobs.explain": ("explain",),
@@ -154,7 +74,7 @@ _HOMES = {
         "SearchReport", "SnapshotDiff", "SnapshotReport", "SweepReport", "UnpackReport", "VerifyReport",
     ),
 }  # fmt: skip
-"""Modules of the public names."""
+"""Modules of the public names. Type checkers see them in `__init__.pyi`, which `make reference` writes."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(("__version__", *_MODULES, *_HOME_OF))  # noqa: PLE0605
 

@@ -39,13 +39,13 @@ KEYWORD_OF_OPTION = {
     "--deep": "deep_fraction",
     "--density": "densities",
     "--finish": "part=None",
-    "--memory": "memory_bytes",
+    "--memory": "memory",
     "--no-catalog": "catalog=False",
     "--no-resume": "resume=False",
     "--objective": "objectives",
     "--parts": "n_parts",
     "--rung": "rungs",
-    "--shard-size": "shard_bytes",
+    "--shard-size": "shard_size",
     "--weight": "weights",
 }
 """Options that errors name, and the keyword arguments that they are in Python."""
@@ -176,6 +176,10 @@ class InterruptedRunError(MergePipeError):
     """Stopped by the user; nothing was published."""
 
     exit_code = 130
+
+
+class MergePipeWarning(UserWarning):
+    """The result of a call is not what the recipe asks for: an entry in it has no effect, or another effect."""
 
 
 def damaged(where: object, message: str, hint: str = "") -> MergePipeError:

@@ -69,7 +69,11 @@ class ByteProgress:
 
     def add(self, nbytes: int) -> None:
         """Count more bytes, and report."""
-        self.done_bytes += nbytes
+        self.report(self.done_bytes + nbytes)
+
+    def report(self, done_bytes: int) -> None:
+        """Report how many bytes are done."""
+        self.done_bytes = done_bytes
         if self._on_progress is not None:
             self._on_progress(Progress(self._phase, self.done_bytes, self._total_bytes))
 
@@ -243,7 +247,7 @@ class MergeReport(Displayed):
     `requantisation_error` what FP8 lost of weights that are stored like the base (root mean squares, relative).
     """
 
-    COMPUTED: ClassVar = ("read_bytes", "bytes_per_second")  # also told as JSON
+    COMPUTED: ClassVar = ("read_bytes", "bytes_per_second")
 
     verdict: BudgetVerdict | None = shown(default=None)  # of a merge under a budget
     summary: str = shown("merged", default="")  # of adapters that were folded into a base
@@ -1142,9 +1146,11 @@ class Damage:
 class VerifyReport(Displayed):
     """A verified snapshot and its damage. `replayed` are tensors that were recomputed from the inputs and compared.
 
+    A report is true if the snapshot is sound, so that `if verify(snapshot):` does what it says.
     Notices are about what is odd and was so when the snapshot was made, or does not belong to it.
     """
 
+    COMPUTED: ClassVar = ("is_sound",)
     sid: str = shown("snapshot", "{sid} {path}")
     path: Path | Location
     read_bytes: int = shown("read")
@@ -1181,6 +1187,9 @@ class VerifyReport(Displayed):
     def is_sound(self) -> bool:
         """Whether nothing is damaged."""
         return not self.damages
+
+    def __bool__(self) -> bool:
+        return self.is_sound
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)

@@ -385,7 +385,10 @@ def test_decode_planes__a_frame_that_ends_early_or_holds_more_than_it_claims_is_
 def test_decode_planes__frames_of_other_writers_are_read(n_bytes: int) -> None:
     """With a checksum, and, of a writer that streams, with a last block without content."""
     content = bytes(i * i % 251 for i in range(n_bytes))
-    options = {zstd.CompressionParameter.checksum_flag: 1, zstd.CompressionParameter.content_size_flag: 1}
+    options: dict[int, int] = {
+        zstd.CompressionParameter.checksum_flag: 1,
+        zstd.CompressionParameter.content_size_flag: 1,
+    }
     streamed = zstd.ZstdCompressor(options=options)
     streamed.set_pledged_input_size(n_bytes)
     written = streamed.compress(content, streamed.FLUSH_BLOCK) + streamed.flush()

@@ -30,6 +30,7 @@ from composing import (
 )
 
 import mergepipe
+from mergepipe import Progress
 from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.errors import ConflictError, CorruptError, MismatchError, OutputError, RecipeError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME, StepPolicy
@@ -363,8 +364,8 @@ def test_compose__notices_a_source_that_changes_meanwhile(zero2: Pair, during: s
 
 
 def test_compose__stops_when_the_caller_does(zero2: Pair) -> None:
-    def stop(*progress: str | int) -> None:
-        if progress[1] != 0:
+    def stop(progress: Progress) -> None:
+        if progress.done_bytes != 0:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

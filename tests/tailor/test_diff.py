@@ -13,7 +13,7 @@ import pytest
 import yaml
 from composing import FORMATS, FULL, Pair, make_pair, wrong_values
 
-from mergepipe import tailor
+from mergepipe import Progress, progress_bar, tailor
 from mergepipe.cli.printing import report_json
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError
 from mergepipe.storage.location import Location
@@ -51,13 +51,15 @@ def test_diff__is_the_same_in_small_blocks(tmp_path: Path, monkeypatch: pytest.M
     make_pair(tmp_path, FORMATS["zero2"])
     whole = api.diff(tmp_path / "old", tmp_path / "new").to_json()["units"]
     monkeypatch.setattr(modules["mergepipe.tailor.inspection"], "BLOCK_ELEMENTS", 7)
-    counted: list[int] = []
-    pieces = api.diff(tmp_path / "old", tmp_path / "new", on_bytes=counted.append).to_json()["units"]
+    reported: list[Progress] = []
+    pieces = api.diff(tmp_path / "old", tmp_path / "new", on_progress=reported.append).to_json()["units"]
     assert str(pieces)[:20] == str(whole)[:20]
     for a, b in zip(flat(whole), flat(pieces), strict=True):
         assert a == pytest.approx(b, rel=1e-12)
     elements = sum(math.prod(shape) for shape in decoder_shapes().values())
-    assert sum(counted) == elements * 4 * 2 * 3
+    compared_bytes = elements * 4 * 2 * 3
+    assert reported[-1] == Progress("compare", compared_bytes, compared_bytes)
+    assert len({progress.done_bytes for progress in reported}) == len(reported) > 3
 
 
 def flat(units: object) -> list[float]:
@@ -132,7 +134,7 @@ def test_compose__is_there_in_the_api(run: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yml"
     recipe.write_text("default: run/global_step9\n")
     phases: list[str] = []
-    report = api.compose(recipe, tmp_path / "out", self_check="full", on_progress=lambda p, *_: phases.append(p))
+    report = api.compose(recipe, tmp_path / "out", self_check="full", on_progress=lambda p: phases.append(p.phase))
     assert (report.out, set(phases)) == (tmp_path / "out", {"compose", "check"})
     assert api.check(recipe, state_from=run / "global_step7").plan.assignment.skeleton.step == 7
     assert [c.step for c in api.inspect(run, tmp_path / "out").checkpoints] == [9, 9]
@@ -218,3 +220,13 @@ def test_to_json__is_json_and_complete(formats: Path) -> None:
         "embed", "layer 0", "layer 1", "layer 2", "norm", "lm_head",
     ]  # fmt: skip
     assert document["comparable"] is False
+
+
+def test_progress_bar__shows_the_calls_of_tailor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_pair(tmp_path, FORMATS["zero2"])
+    with progress_bar() as on_progress:
+        api.diff(tmp_path / "old", tmp_path / "new", on_progress=on_progress)
+        api.export(tmp_path / "new", tmp_path / "model", on_progress=on_progress)
+    shown = capsys.readouterr().err
+    assert "compare: " in shown
+    assert "compose: " in shown

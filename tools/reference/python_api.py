@@ -17,7 +17,7 @@ nothing behind but what a later run can resume.
 
 A `recipe` is a YAML file, or its content as a mapping, with paths relative to the working directory. `home` is the
 catalog's home, where sids are looked up. The fields of `options` are keywords, too. `on_progress` is called from the
-calling thread with a `Progress`, in `mergepipe.tailor` with (phase, bytes done, bytes in all).
+calling thread with a `Progress`. Where a result is not what the recipe asks for, a call warns (`MergePipeWarning`).
 
 """
 _WIDTH = 100

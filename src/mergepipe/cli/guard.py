@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
@@ -15,7 +16,15 @@ from mergepipe.cli import Interrupts
 from mergepipe.cli.printing import coloured_failure, report_json
 from mergepipe.core.display import printable, printable_lines
 from mergepipe.core.outcome import Place, committed_places, published_error
-from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, PublishedError, RecipeError, StorageError
+from mergepipe.errors import (
+    InterruptedRunError,
+    MergePipeError,
+    MergePipeWarning,
+    Problem,
+    PublishedError,
+    RecipeError,
+    StorageError,
+)
 
 if TYPE_CHECKING:
     from typer._click import Parameter
@@ -35,7 +44,8 @@ def run_guarded(arguments: Sequence[str], interrupts: Interrupts, program: str =
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name the terminal cannot show is no reason to fail
     printed, failure, exit_code = io.StringIO(), None, 0
-    with committed_places() as committed:
+    with committed_places() as committed, warnings.catch_warnings():
+        warnings.simplefilter("ignore", MergePipeWarning)  # reports print what these say
         try:
             with contextlib.redirect_stdout(printed):
                 exit_code = _run(arguments, interrupts, program)

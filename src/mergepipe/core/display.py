@@ -211,9 +211,13 @@ Section = list[Fact] | Table | str
 
 
 class Displayed:
-    """A dataclass that is shown by its marked fields and properties. Its `repr` counts long fields."""
+    """A dataclass that is shown by its marked fields and properties. Its `repr` counts long fields.
+
+    `COMPUTED` are the properties that `repr` and JSON have after the fields.
+    """
 
     __slots__ = ()
+    COMPUTED: ClassVar[tuple[str, ...]] = ()
     SHOWN: ClassVar[Mapping[str, Shown]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -223,7 +227,8 @@ class Displayed:
             cls.SHOWN = {name: mark for name, mark in marks if mark is not None}
 
     def __repr__(self) -> str:
-        names = (declared.name for declared in fields(self))  # type: ignore[arg-type]  # a dataclass
+        declared_fields = fields(self)  # type: ignore[arg-type]  # a dataclass
+        names = (*(declared.name for declared in declared_fields), *self.COMPUTED)
         values = ((name, getattr(self, name)) for name in names)
         texts = (f"{name}={_short(value)}" for name, value in values if not _is_left_out(value, Shown()))
         return f"{type(self).__name__}({', '.join(texts)})"

@@ -6,20 +6,25 @@ from these declarations.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from inspect import get_annotations
+from functools import wraps
+from inspect import Parameter, get_annotations, signature
 from typing import Any, Self, TypeVar
 
+from mergepipe.core.outcome import warn_of
 from mergepipe.core.units import one_of, positive
 from mergepipe.errors import did_you_mean
 
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound="Options")
+F = TypeVar("F", bound=Callable[..., Any])
 Reader = Callable[[str, str], object]
 """Reads the text of an option. Takes the text, and the option's name for errors."""
 Check = Callable[[str, Any], object]
 """Raises a typed error for a value out of its range. Takes the option's name, and the value."""
+_TUPLE = re.compile(r"tuple\[(\w+), \.\.\.\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +71,25 @@ class Option:
         return self.flag.name or f"--{'no-' if self.default is True else ''}{bare}"
 
     @property
+    def is_size(self) -> bool:
+        """Whether the value is a number of bytes, which may be written as a size: `"4GiB"`."""
+        return self.field.endswith("_bytes")
+
+    @property
+    def size_keyword(self) -> str:
+        """The keyword of calls that takes a size as on the command line: `memory` of `memory_bytes`."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+    @property
     def is_read_here(self) -> bool:
         """Whether `read` makes more of the text than the text."""
-        return self.flag.read is not None or self.field.endswith("_bytes")
+        return self.flag.read is not None or self.is_size
 
     def read(self, text: str) -> object:
         """Return the value that a text stands for."""
         if self.flag.read is not None:
             return self.flag.read(text, self.name)
-        if self.field.endswith("_bytes"):
+        if self.is_size:
             from mergepipe.core.units import parse_size
 
             return parse_size(text, self.name)
@@ -87,7 +102,7 @@ class Option:
         if self.flag.check is not None:
             for part in value if isinstance(value, tuple) else (value,):
                 self.flag.check(self.name, part)
-        elif self.field.endswith("_bytes"):
+        elif self.is_size:
             positive(self.name, value)  # type: ignore[arg-type]  # the field is a number
         elif self.flag.choices and not self.flag.is_open:
             one_of(self.name, str(value), self.flag.choices)
@@ -108,6 +123,8 @@ def declared_options(kind: type) -> Iterator[Option]:
 class Options:
     """The options of a call: an immutable value whose fields are checked when it is made.
 
+    A field of bytes may be given as a size, too: `memory_bytes="4GiB"`.
+
     Raises:
         LimitError, RecipeError: a value out of its range, or two that exclude each other.
     """
@@ -115,6 +132,8 @@ class Options:
     def __post_init__(self) -> None:
         for declared in declared_options(type(self)):
             value = _plain(getattr(self, declared.field), declared.kind)
+            if declared.is_size and isinstance(value, str):
+                value = declared.read(value)
             object.__setattr__(self, declared.field, value)
             declared.check(value)
 
@@ -122,9 +141,12 @@ class Options:
     def of(cls, options: Options | None, changes: Mapping[str, object]) -> Self:
         """Return the options of a call: the fields of `options` that this class has too, with `changes`.
 
+        A size may be given under its name on the command line: `memory="4GiB"`.
+
         Raises:
             TypeError: a change of a field that this class has not, or a field of `options` that would be ignored.
         """
+        changes = _with_sizes(cls, changes)
         names = [declared.name for declared in fields(cls)]
         own = () if options is None else fields(options)
         ignored = [
@@ -142,6 +164,60 @@ class Options:
         own = {declared.name for declared in fields(self)}
         values = {declared.name: getattr(self, declared.name) for declared in fields(kind) if declared.name in own}
         return kind(**values | changes)
+
+
+def _with_sizes(kind: type[Options], keywords: Mapping[str, object]) -> dict[str, object]:
+    """Return the keywords of a call with sizes under the names of their fields."""
+    changes = dict(keywords)
+    for declared in declared_options(kind):
+        if declared.is_size and declared.size_keyword in changes:
+            size = changes.pop(declared.size_keyword)
+            if size is None:
+                continue
+            if declared.field in changes:
+                raise TypeError(f"give one of {declared.size_keyword} and {declared.field}: they are the same option")
+            changes[declared.field] = size
+    return changes
+
+
+def keywords_of(kind: type[Options]) -> list[Parameter]:
+    """Return the keyword parameters that a call with these options has: a field each, and the names of sizes."""
+    flagged = {declared.field: declared for declared in declared_options(kind)}
+    parameters = []
+    for declared in fields(kind):
+        form = flagged.get(declared.name)
+        if form is not None and form.is_size:
+            size = Parameter(form.size_keyword, Parameter.KEYWORD_ONLY, default=None, annotation="int | str | None")
+            parameters.append(size)
+        accepted = _TUPLE.sub(r"\1 | Sequence[\1]", str(declared.type))
+        parameters.append(
+            Parameter(declared.name, Parameter.KEYWORD_ONLY, default=declared.default, annotation=accepted)
+        )
+    return parameters
+
+
+def public_call(kind: type[Options]) -> Callable[[F], F]:
+    """Make a function with `**fields` a public call.
+
+    Its signature, which `help` and editors show, names the fields of `kind`. If its report has notices that the result
+    is not what the recipe asks for, they are Python warnings, too.
+    """
+
+    def make_public(function: F) -> F:
+        @wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            report = function(*arguments, **keywords)
+            warn_of(getattr(report, "recipe_notices", ()))
+            return report
+
+        written = signature(function)
+        own = [parameter for parameter in written.parameters.values() if parameter.kind != Parameter.VAR_KEYWORD]
+        names = {parameter.name for parameter in own}
+        named = [parameter for parameter in keywords_of(kind) if parameter.name not in names]
+        vars(call)["__signature__"] = written.replace(parameters=[*own, *named])
+        return call  # type: ignore[return-value]  # it takes and returns the same
+
+    return make_public
 
 
 def several(values: Any) -> list[Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, PublishedError
+from mergepipe.errors import InterruptedRunError, MergePipeError, MergePipeWarning, Problem, PublishedError
 
 
 class Place(Protocol):
@@ -162,6 +164,23 @@ def notice_at(code: str, where: str, message: str, elsewhere: str = "", *, chang
         return Notice(code, where, 0, "", message, elsewhere, changes_result=changes_result)
     file, line, key = position["file"], int(position["line"]), position["key"] or ""
     return Notice(code, file, line, key, message, elsewhere, changes_result=changes_result)
+
+
+def warn_of(notices: Iterable[Notice]) -> None:
+    """Warn a caller in Python, once each, of notices that the result is not what the recipe asks for."""
+    texts = dict.fromkeys(f"{notice} [{notice.code}]" for notice in notices if notice.changes_result)
+    for text in texts:
+        warnings.warn(text, MergePipeWarning, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """Return the `stacklevel` at which `warn_of` names the line outside of this package that made the call."""
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "mergepipe":
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 def told_once(notices: Iterable[Notice]) -> tuple[Notice, ...]:

@@ -49,7 +49,7 @@ _ESCAPE, _MOST_ESCAPES = 3, 1 / 8
 """Four bytes are written as one where at most this share is from `_ESCAPE` on: zstd takes at least a bit a byte."""
 _LONG_GAP, _MOST_OTHER = 255, 1 / 32
 """Only bytes other than 0 are written, with the gaps before them, where they are at most this share."""
-_PARAMETERS: Final[dict[int, int]] = {
+_PARAMETERS: Final[Mapping[int, int]] = {
     zstd.CompressionParameter.strategy: zstd.Strategy.fast,
     zstd.CompressionParameter.window_log: 18,
     zstd.CompressionParameter.hash_log: 6,

@@ -27,7 +27,7 @@ from mergepipe.checkpoints.content_id import CHUNK_BYTES, content_id, read_diges
 from mergepipe.checkpoints.contract import Checkpoint, Source, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.blocks import DTypeKind
-from mergepipe.core.flags import several
+from mergepipe.core.flags import public_call, several
 from mergepipe.engine import analysis
 from mergepipe.engine.jobs import Tap
 from mergepipe.engine.segments import Piece
@@ -64,6 +64,7 @@ class _Subject:
     is_wanted: bool
 
 
+@public_call(AnalyzeOptions)
 def analyze(
     base: str | Path,
     experts: Sequence[str | Path],

@@ -22,6 +22,7 @@ from mergepipe.checkpoints.stacked_experts import fused_name, inputs_first
 from mergepipe.checkpoints.stored_adapters import INNER, OUTER, PREFIX
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.blocks import F32, BlockGrid, DTypeKind, Span
+from mergepipe.core.flags import public_call
 from mergepipe.core.units import format_percent
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.operators.spectral import norm_of, orthonormal
@@ -55,6 +56,7 @@ _OF_LLAVA = {
 }  # fmt: skip
 
 
+@public_call(ExtractLoraOptions)
 def extract_lora(
     base: str | Path,
     model: str | Path,

@@ -20,7 +20,8 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, fi
 from mergepipe.checkpoints.directory import is_packed
 from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_span
 from mergepipe.core.blocks import BlockGrid, DType, DTypeKind, Span, element_count
-from mergepipe.core.flags import several
+from mergepipe.core.flags import public_call, several
+from mergepipe.core.outcome import warn_of
 from mergepipe.core.strict_json import shown
 from mergepipe.core.units import one_of
 from mergepipe.deltastore.checkpoint import check_original_headers, open_packed
@@ -175,6 +176,7 @@ def _as_array(raw: NDArray[np.uint8], tensor: Readable | MergeTask) -> NDArray[A
 _POLL_SECONDS: Final = 0.05
 
 
+@public_call(MergeOptions)
 def merged_tensors(
     recipe: str | Path | Mapping[str, object],
     *,
@@ -197,6 +199,7 @@ def merged_tensors(
     """
     tensors_of(framework)
     merge = OpenedMerge(recipe_of(recipe), MergeOptions.of(options, fields))
+    warn_of(merge.inputs.notices)
 
     def made() -> Iterator[tuple[str, Any]]:
         with merge:
@@ -286,6 +289,7 @@ def _changed_names(before: OpenedMerge, after: OpenedMerge) -> frozenset[str]:
 # --- models of transformers ---
 
 
+@public_call(MergeOptions)
 def load_model(
     recipe: str | Path | Mapping[str, object],
     *,
@@ -305,6 +309,7 @@ def load_model(
             transformers does not have. Code of a model is not run.
     """
     with OpenedMerge(recipe_of(recipe), MergeOptions.of(options, fields)) as merge:
+        warn_of(merge.inputs.notices)
         return loaded_model(merge, torch_dtype, device_map)
 
 
@@ -333,6 +338,7 @@ def loaded_model(merge: OpenedMerge, torch_dtype: Any = None, device_map: Any = 
     return model
 
 
+@public_call(MergeOptions)
 def merge_into(
     model: Any,
     recipe: str | Path | Mapping[str, object],
@@ -355,6 +361,7 @@ def merge_into(
     """
     made = MergeOptions.of(options, fields)
     with OpenedMerge(recipe_of(recipe), made) as merge:
+        warn_of(merge.inputs.notices)
         known = {task.name for task in merge.inputs.resolution.tasks}
         names = known if only is None else set(several(only))
         _check_names(names, known)

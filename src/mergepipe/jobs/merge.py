@@ -17,6 +17,7 @@ from mergepipe.checkpoints.contract import files_of
 from mergepipe.checkpoints.directory import GGUF_SUFFIX
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import BF16, F32
+from mergepipe.core.flags import public_call
 from mergepipe.core.outcome import private_outputs, published_but
 from mergepipe.core.units import plural
 from mergepipe.engine.make_part import make_part
@@ -91,6 +92,7 @@ BeforePublish = Callable[[Manifest, Path], None]
 """Looks at the finished manifest and the folder that it describes; what it raises prevents publishing."""
 
 
+@public_call(MergeOptions)
 def merge(
     recipe: str | Path | Mapping[str, object],
     out: str | Path,
@@ -131,6 +133,7 @@ def merge(
     return run_budgeted(source, request, settings)
 
 
+@public_call(OutputOptions)
 def run(
     plan: Plan | str | Path,
     out: str | Path,

@@ -23,7 +23,7 @@ from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_con
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.checkpoints.stored_adapters import KOHYA, PREFIX, AdaptedModule, StoredAdapter, read_adapter
-from mergepipe.core.flags import several
+from mergepipe.core.flags import public_call, several
 from mergepipe.core.outcome import private_outputs
 from mergepipe.core.strict_json import shown
 from mergepipe.core.units import format_percent, one_of
@@ -79,6 +79,7 @@ Pair = tuple[Matrix, Matrix]
 """Factors of one delta: (M, R) with all scales in it, and (R, N)."""
 
 
+@public_call(ApplyLoraOptions)
 def apply_lora(
     base: str | Path,
     adapters: Sequence[str | Path],
@@ -111,6 +112,7 @@ def apply_lora(
         raise type(error)(*problems) from error
 
 
+@public_call(MergeLoraOptions)
 def merge_lora(
     adapters: Sequence[str | Path], out: str | Path, *, options: MergeLoraOptions | None = None, **fields: Any
 ) -> MergeLoraReport:

@@ -23,7 +23,7 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, fi
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import check_unchanged, open_files, read_span
 from mergepipe.core.blocks import BlockGrid, Span, element_count
-from mergepipe.core.flags import several
+from mergepipe.core.flags import public_call, several
 from mergepipe.core.units import positive
 from mergepipe.deltastore.builder import FILES_OF_BUILDER, PackJob, file_parts, open_builder, write_kept
 from mergepipe.deltastore.checkpoint import (
@@ -64,6 +64,7 @@ from mergepipe.storage.ranges import aligned_buffer, allow_open_files
 from mergepipe.storage.stores import Stores
 
 
+@public_call(PackOptions)
 def pack(
     base: str | Path | Sequence[str | Path] | None,
     experts: Sequence[str | Path],
@@ -285,6 +286,7 @@ _ROOM_BYTES = 8 * BLOCK_ELEMENTS
 """Room for a block of the largest elements, or for several of smaller ones."""
 
 
+@public_call(UnpackOptions)
 def unpack(
     path: str | Path,
     out: str | Path,

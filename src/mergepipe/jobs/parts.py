@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mergepipe.core.outcome import published_but
+from mergepipe.core.flags import public_call
+from mergepipe.core.outcome import published_but, warn_of
 from mergepipe.core.units import positive
 from mergepipe.engine.work import Observer, split, split_sizes
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, RecipeError
@@ -66,6 +67,7 @@ def _not_a_part(text: str) -> MergePipeError:
     return RecipeError.of("option.invalid", "--part", f"'{text[:40]}' was given", "write the second of 7 parts as 2/7")
 
 
+@public_call(OutputOptions)
 def run_part(
     plan: Plan | str | Path,
     out: str | Path,
@@ -96,9 +98,10 @@ def run_part(
         message = "a part that is run again takes what is done, and reads again what was lost"
         raise RecipeError.of("option.conflict", "--resume" if made.resume else "--no-resume", message, "leave it out")
     numbers, decided = None if part is None else check_part(*part), read_plan(plan)
-    return make_part_of(
-        decided, numbers, merge_settings(made.common(MergeOptions, seed=decided.seed), out, on_progress)
-    )
+    settings = merge_settings(made.common(MergeOptions, seed=decided.seed), out, on_progress)
+    report = make_part_of(decided, numbers, settings)
+    warn_of(decided.recipe_notices)
+    return report
 
 
 def make_part_of(

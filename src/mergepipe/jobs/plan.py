@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
+from mergepipe.core.flags import public_call
 from mergepipe.core.strict_json import digest_of
 from mergepipe.core.units import format_bytes
 from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
@@ -59,6 +60,7 @@ class PlanRequest:
     everything: bool
 
 
+@public_call(PlanOptions)
 def plan(
     recipe: str | Path | Mapping[str, object],
     budget: str | float | None = None,
@@ -276,6 +278,7 @@ def _lookup_known(known: KnownStatistics, inputs: Inputs) -> tuple[tuple[Plannin
 # --- report what a merge would do, without reading tensor data ---
 
 
+@public_call(CheckOptions)
 def check(
     recipe: str | Path | Mapping[str, object], *, options: CheckOptions | None = None, **fields: Any
 ) -> CheckReport:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mergepipe
+from mergepipe.core.flags import public_call
 from mergepipe.deltastore.builder import published_store
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.index import is_own_name
@@ -25,6 +26,7 @@ from mergepipe.storage.remote.objects import BucketFolder
 from mergepipe.storage.stores import Stores
 
 
+@public_call(PushOptions)
 def push(
     snapshot: str | Path,
     destination: str,

@@ -11,6 +11,7 @@ from typing import Any
 import mergepipe
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
+from mergepipe.core.flags import public_call
 from mergepipe.core.outcome import Notice
 from mergepipe.core.units import first_names
 from mergepipe.engine.make_part import make_part
@@ -125,6 +126,7 @@ def rebuild_tensors(
 # --- replay a snapshot; publish the result only if it is byte-identical ---
 
 
+@public_call(OutputOptions)
 def replay(
     snapshot: str | Path,
     out: str | Path,

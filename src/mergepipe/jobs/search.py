@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.core.flags import several
-from mergepipe.core.outcome import private_outputs
+from mergepipe.core.flags import public_call, several
+from mergepipe.core.outcome import private_outputs, warn_of
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import (
     CorruptError,
@@ -145,6 +145,7 @@ def with_values(root: Value, values: Mapping[KeyPath, Any]) -> dict[str, object]
     return dict(content)
 
 
+@public_call(SearchOptions)
 def search(
     recipe: str | Path | Mapping[str, object],
     out: str | Path,
@@ -410,7 +411,9 @@ class _Search:
         """Publish the merge of some values; where another machine of the study publishes, wait for its snapshot."""
         while True:
             try:
-                sid = self._merged(values, self._rungs[-1] if self._rungs else None, self._out).sid
+                report = self._merged(values, self._rungs[-1] if self._rungs else None, self._out)
+                warn_of(report.recipe_notices)
+                sid = report.sid
             except MergePipeError as error:
                 sid = self._study.user_attrs.get(_SID_KEY, "")
                 if error.code == "output.busy":
@@ -435,6 +438,7 @@ class _Search:
 # --- sweep budgets: merge one recipe in full and under each budget, and measure the loss of fidelity ---
 
 
+@public_call(SweepOptions)
 def sweep(
     recipe: str | Path | Mapping[str, object],
     budgets: Sequence[str] = SWEEP_BUDGETS,

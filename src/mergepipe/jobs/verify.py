@@ -16,6 +16,7 @@ from mergepipe.checkpoints.directory import parse_config, stored_name
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, DTypeKind
+from mergepipe.core.flags import public_call
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import (
     ConflictError,
@@ -89,6 +90,7 @@ class Examination:
         return tuple(dict.fromkeys(damage.tensor for damage in self.damages if damage.kind == "block"))
 
 
+@public_call(VerifyOptions)
 def verify(
     snapshot: str | Path,
     *,
@@ -361,6 +363,7 @@ _Patch = tuple[str, int, int, Iterable[bytes]]
 """The name of a file, the offset at which bytes are to be written there, how many, and the bytes."""
 
 
+@public_call(RunOptions)
 def repair(
     snapshot: str | Path,
     *,

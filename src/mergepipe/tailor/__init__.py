@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mergepipe.tailor.api import average, check, compose, diff, export, inspect, recipe
-    from mergepipe.tailor.averaging import Averager
 
 __all__ = ["Averager", "average", "check", "compose", "diff", "export", "inspect", "recipe"]
 

@@ -1,7 +1,8 @@
 """The Python API of tailor: inspect, check, compose, average, export, diff, and recipes of usual compositions.
 
-The fields of `options` are keywords, too. `on_progress` is called with (phase, bytes done, bytes in all), from the
-calling thread. What fails raises a `MergePipeError`, with all problems that were found, and leaves nothing behind.
+The fields of `options` are keywords, too. `on_progress` is called with a `Progress`, from the calling thread, as
+`mergepipe.progress_bar()` shows it. What fails raises a `MergePipeError`, with all problems that were found, and leaves
+nothing behind.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergepipe.core.flags import several
+from mergepipe.core.flags import public_call, several
 from mergepipe.errors import LimitError, did_you_mean, invalid_option
 from mergepipe.options import AverageOptions, ComposeOptions, ExportOptions, ModelOptions
 from mergepipe.recipes.model_location import locate_model
@@ -18,10 +19,11 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.output_places import ANYWHERE, output_place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from mergepipe.reports import ProgressCallback
     from mergepipe.storage.contract import Store
-    from mergepipe.tailor.composition import CompositionReport, OnProgress
+    from mergepipe.tailor.composition import CompositionReport
     from mergepipe.tailor.inspection import DiffReport, InspectReport
     from mergepipe.tailor.recipes import AverageRequest
 
@@ -45,21 +47,22 @@ def check(recipe: str | Path, *, state_from: str | Path | None = None, export: s
     return _composed(recipe, None, ComposeOptions(state_from=state_from, export=export))
 
 
+@public_call(ComposeOptions)
 def compose(
     recipe: str | Path,
     out: str | Path,
     *,
     options: ComposeOptions | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: ProgressCallback | None = None,
     **fields: Any,
 ) -> CompositionReport:
     """Compose a training checkpoint as the recipe says and publish it at `out`, complete or not at all."""
     made = ComposeOptions.of(options, fields)
-    return _composed(recipe, output_place(out, ANYWHERE), made, on_progress or (lambda *_: None))
+    return _composed(recipe, output_place(out, ANYWHERE), made, on_progress)
 
 
 def _composed(
-    recipe: str | Path, out: Location | None, options: ComposeOptions, on_progress: OnProgress = lambda *_: None
+    recipe: str | Path, out: Location | None, options: ComposeOptions, on_progress: ProgressCallback | None = None
 ) -> CompositionReport:
     """Compose, or average where the recipe says so; options of compositions are refused then."""
     from mergepipe.tailor.composition import compose as run_composition
@@ -77,12 +80,13 @@ def _composed(
     return run_average(request, out, options, on_progress)
 
 
+@public_call(AverageOptions)
 def average(
     checkpoints: Sequence[str | Path],
     out: str | Path,
     *,
     options: ModelOptions | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: ProgressCallback | None = None,
     **fields: Any,
 ) -> CompositionReport:
     """Average checkpoints of one run, a pass over all of them, and publish the result at `out`.
@@ -92,15 +96,16 @@ def average(
     made = AverageOptions.of(options, fields)
     from mergepipe.tailor.averaging import average as run
 
-    return run(_request(checkpoints, made), output_place(out, ANYWHERE), made, on_progress or (lambda *_: None))
+    return run(_request(checkpoints, made), output_place(out, ANYWHERE), made, on_progress)
 
 
+@public_call(ExportOptions)
 def export(
     checkpoint: str | Path,
     out: str | Path,
     *,
     options: ExportOptions | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: ProgressCallback | None = None,
     **fields: Any,
 ) -> CompositionReport:
     """Make a Hugging Face model of a training checkpoint and publish it at `out`: the average of one.
@@ -115,7 +120,7 @@ def export(
     from mergepipe.tailor.averaging import average as run
 
     request = replace(_request([checkpoint], made.common(AverageOptions)), is_adapter=made.adapter)
-    return run(request, output_place(out, ANYWHERE), made, on_progress or (lambda *_: None))
+    return run(request, output_place(out, ANYWHERE), made, on_progress)
 
 
 def _request(checkpoints: Sequence[str | Path], options: AverageOptions) -> AverageRequest:
@@ -136,7 +141,7 @@ def _request(checkpoints: Sequence[str | Path], options: AverageOptions) -> Aver
     )
 
 
-def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], None] | None = None) -> DiffReport:
+def diff(first: str | Path, second: str | Path, *, on_progress: ProgressCallback | None = None) -> DiffReport:
     """Compare two checkpoints unit by unit: relative change of weights, exp_avg and exp_avg_sq.
 
     Raises:
@@ -147,7 +152,7 @@ def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], Non
 
     store = _store()
     a, b = (open_training_checkpoint(store, store.pin(_checkpoint(store, path))) for path in (first, second))
-    return diff_checkpoints(store, a, b, on_bytes or (lambda *_: None))
+    return diff_checkpoints(store, a, b, on_progress)
 
 
 def recipe(

@@ -40,6 +40,7 @@ from mergepipe.options import ExportOptions, TailorOptions
 from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
 from mergepipe.recipes.yaml_source import parse_yaml
+from mergepipe.reports import ProgressCallback
 from mergepipe.snapshots.manifest import MANIFEST_NAME, AverageRecord, CompositeManifest, is_composite, read_composite
 from mergepipe.snapshots.shards import ShardLayout, TensorSpec, index_files, plan_shards
 from mergepipe.snapshots.whole_output import check_place
@@ -48,7 +49,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, choose_steps, state_to_copy
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState, TrainingCheckpoint, differences
-from mergepipe.tailor.composition import CompositionReport, Job, OnProgress, check_same_run, publish
+from mergepipe.tailor.composition import CompositionReport, Job, check_same_run, publish
 from mergepipe.tailor.composition_plan import CompositionPlan, SkeletonChanges, unpacked
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, joined, patch_states
 from mergepipe.tailor.formats import open_source_checkpoint, open_source_checkpoints, open_training_checkpoint
@@ -71,7 +72,7 @@ _SHARD_BYTES = 5_000_000_000
 
 
 def average(
-    request: AverageRequest, out: Location | None, options: TailorOptions, on_progress: OnProgress = lambda *_: None
+    request: AverageRequest, out: Location | None, options: TailorOptions, on_progress: ProgressCallback | None = None
 ) -> CompositionReport:
     """Average and publish; see `tailor.api.average` and, of one checkpoint, `tailor.api.export`.
 

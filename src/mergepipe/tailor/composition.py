@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
@@ -23,6 +22,7 @@ from mergepipe.options import ComposeOptions, TailorOptions, home_of
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.recipes.references import real_location, text_with_relative_paths
 from mergepipe.recipes.yaml_source import parse_yaml
+from mergepipe.reports import ByteProgress, ProgressCallback
 from mergepipe.snapshots.layout import file_digest, small_digest
 from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,
@@ -55,7 +55,6 @@ from mergepipe.tailor.recipes import load_composition
 from mergepipe.tailor.self_check import ResultCheck, StateKey
 from mergepipe.tailor.unmerged_adapter import find_adapter
 
-OnProgress = Callable[[str, int, int], None]
 _COMPARED_BYTES = 16 << 20
 _HEAD_BYTES = 4096
 _TAIL_BYTES = 64 << 10
@@ -176,7 +175,7 @@ def _staleness_row(unit: UnitStaleness) -> tuple[str, ...]:
 
 
 def compose(
-    path: Location, out: Location | None, options: ComposeOptions, on_progress: OnProgress = lambda *_: None
+    path: Location, out: Location | None, options: ComposeOptions, on_progress: ProgressCallback | None = None
 ) -> CompositionReport:
     """Compose and publish; see `tailor.api.compose`. Without `out` only structure and step counters are read."""
     started = time.perf_counter()
@@ -235,7 +234,7 @@ class Job:
 
 
 def publish(
-    store: Store, job: Job, out: Location, options: TailorOptions, on_progress: OnProgress, started: float
+    store: Store, job: Job, out: Location, options: TailorOptions, on_progress: ProgressCallback | None, started: float
 ) -> CompositionReport:
     """Write the planned files, compare them with their sources and publish them, complete or not at all.
 
@@ -255,37 +254,33 @@ def publish(
         content = None
         if not out.is_local:
             manifest, content = published_composite(store, output.path)
-        output.publish(content, partial(on_progress, "upload"))
+        output.publish(content, lambda done, total: ByteProgress(on_progress, "upload", total).report(done))
     made = place if out.is_local else out
     return CompositionReport(job.plan, manifest, made, time.perf_counter() - started, job.average)
 
 
 def _fill(
-    store: Store, job: Job, check: ResultCheck, directory: Path, memory_bytes: int, on_progress: OnProgress
+    store: Store, job: Job, check: ResultCheck, directory: Path, memory_bytes: int, on_progress: ProgressCallback | None
 ) -> CompositeManifest:
     """Write all files of the composite, and compare them with their sources; return its record."""
-    plan, done_bytes = job.plan, 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done_bytes
-        done_bytes += nbytes
-        on_progress("compose", done_bytes, plan.output_bytes)
-
-    advance(0)
+    plan = job.plan
+    writing = ByteProgress(on_progress, "compose", plan.output_bytes)
+    writing.add(0)
     inputs = _identify(store, plan)
     jobs = []
     for planned in plan.files:
         place = directory / planned.name
         make_folders(place.parent)
         jobs.append((_without_paths(store, planned), place))
-    written = write_files(store, jobs, memory_bytes, advance)
+    written = write_files(store, jobs, memory_bytes, writing.add)
     made = job.open_result(Location.local(directory))
     masters = {}
     if job.average is None:
         tied = plan.assignment.skeleton.units.tied
         owners = {(name, kind): (tied.get(name, name), FP32) for name, kind in made if kind in DERIVED_KINDS}
         masters = {copy: made[owner] for copy, owner in owners.items() if owner in made}
-    checked = check.compare(made, lambda: on_progress("check", done_bytes, plan.output_bytes), masters)
+    checking = ByteProgress(on_progress, "check", plan.output_bytes, writing.done_bytes)
+    checked = check.compare(made, lambda: checking.add(0), masters)
     for path, file in (pair for files in inputs for pair in files.items()):
         status = store.stat(path)
         if status is None or (status.size_bytes, status.version) != (file.size_bytes, file.version):

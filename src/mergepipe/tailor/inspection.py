@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,6 +16,7 @@ from mergepipe.core.display import Displayed, Table, shown, told, yaml_document
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import format_bytes
 from mergepipe.errors import MergePipeError, NotFoundError, StorageError, invalid_option, mismatched
+from mergepipe.reports import ByteProgress, ProgressCallback
 from mergepipe.snapshots.manifest import is_composite
 from mergepipe.storage.contract import SAVE_LOG_BYTES, FileKind, Store, is_file, is_folder
 from mergepipe.storage.location import Location
@@ -196,51 +197,69 @@ class DiffReport(Displayed):
         }
 
 
+StatePairs = list[tuple[StoredState, StoredState]]
+
+
 def diff_checkpoints(
-    store: Store, first: TrainingCheckpoint, second: TrainingCheckpoint, on_bytes: Callable[[int], None]
+    store: Store, first: TrainingCheckpoint, second: TrainingCheckpoint, on_progress: ProgressCallback | None = None
 ) -> DiffReport:
     """Compare every parameter both have; they may differ in stage, world size and format.
 
     Every byte is read once. Memory: a few arrays of `BLOCK_ELEMENTS`.
     """
-    both = [n for n in first.units.names if n in second.parameters]
+    both = [name for name in first.units.names if name in second.parameters]
     reshaped = [name for name in both if first.parameters[name] != second.parameters[name]]
     if reshaped or not both:
         message = f"different shapes of {reshaped[0]}" if reshaped else "no parameter in common"
         raise mismatched(f"{first.path} and {second.path}", message)
-    common = set(both)
+
+    pairs_of_units: dict[Unit, list[StatePairs]] = {}
+    total_bytes = 0
+    for unit, names in first.units.parameters.items():
+        weights = _float_pairs(first, second, names, FP32) or _float_pairs(first, second, names, WEIGHT)
+        moments = [_float_pairs(first, second, names, kind) for kind in (EXP_AVG, EXP_AVG_SQ)]
+        pairs_of_units[unit] = [weights, *moments]
+        for pairs in pairs_of_units[unit]:
+            total_bytes += sum(a.n_elements * (a.dtype.itemsize + b.dtype.itemsize) for a, b in pairs)
+
+    comparing = ByteProgress(on_progress, "compare", total_bytes)
+    units = []
     with StateReader(store) as reader:
-
-        def values(state: StoredState, span: Span) -> NDArray[np.float64]:
-            return values_of(reader.read(state, span), state.dtype, state.parameter).astype(np.float64)
-
-        def change(names: Sequence[str], kind: str) -> float | None:
-            """Measure the change of one kind over all parameters that both checkpoints have completely."""
-            before = difference = 0.0
-            pairs = [(first.states.get((name, kind)), second.states.get((name, kind))) for name in names]
-            floats = [(a, b) for a, b in pairs if a and b and a.dtype.kind is b.dtype.kind is DTypeKind.FLOAT]
-            whole = [(a, b) for a, b in floats if not a.gaps and not b.gaps]
-            for a, b in ((unpacked(store, a), unpacked(store, b)) for a, b in whole):
-                for start in range(0, a.n_elements, BLOCK_ELEMENTS):
-                    span = Span(start, min(start + BLOCK_ELEMENTS, a.n_elements))
-                    x, delta = values(a, span), values(b, span)
-                    delta -= x
-                    before += float(np.dot(x, x))
-                    difference += float(np.dot(delta, delta))
-                    on_bytes(span.n_elements * (a.dtype.itemsize + b.dtype.itemsize))
-            if not whole or difference == 0:
-                return 0.0 if whole else None
-            if not math.isfinite(difference):
-                return math.nan
-            return math.sqrt(difference / before) if before else math.inf
-
-        units = []
-        for unit, all_names in first.units.parameters.items():
-            names = [name for name in all_names if name in common]
-            masters = change(names, FP32)
-            weights = change(names, WEIGHT) if masters is None else masters
-            units.append(UnitChange(str(unit), weights, change(names, EXP_AVG), change(names, EXP_AVG_SQ)))
+        for unit, compared in pairs_of_units.items():
+            changes = [_relative_change(store, reader, pairs, comparing) for pairs in compared]
+            units.append(UnitChange(str(unit), *changes))
     return DiffReport(first, second, tuple(units))
+
+
+def _float_pairs(first: TrainingCheckpoint, second: TrainingCheckpoint, names: Sequence[str], kind: str) -> StatePairs:
+    """Return the states of one kind that both checkpoints have completely, as floats."""
+    pairs = [(first.states.get((name, kind)), second.states.get((name, kind))) for name in names]
+    floats = [(a, b) for a, b in pairs if a and b and a.dtype.kind is b.dtype.kind is DTypeKind.FLOAT]
+    return [(a, b) for a, b in floats if not a.gaps and not b.gaps]
+
+
+def _relative_change(store: Store, reader: StateReader, pairs: StatePairs, comparing: ByteProgress) -> float | None:
+    """Measure `|B - A| / |A|` over all pairs; None without one."""
+
+    def values(state: StoredState, span: Span) -> NDArray[np.float64]:
+        return values_of(reader.read(state, span), state.dtype, state.parameter).astype(np.float64)
+
+    before = difference = 0.0
+    for packed_a, packed_b in pairs:
+        a = unpacked(store, packed_a)
+        b = unpacked(store, packed_b)
+        for start in range(0, a.n_elements, BLOCK_ELEMENTS):
+            span = Span(start, min(start + BLOCK_ELEMENTS, a.n_elements))
+            x = values(a, span)
+            delta = values(b, span) - x
+            before += float(np.dot(x, x))
+            difference += float(np.dot(delta, delta))
+            comparing.add(span.n_elements * (a.dtype.itemsize + b.dtype.itemsize))
+    if not pairs or difference == 0:
+        return 0.0 if pairs else None
+    if not math.isfinite(difference):
+        return math.nan
+    return math.sqrt(difference / before) if before else math.inf
 
 
 # --- write recipes over the checkpoints of a run: by a strategy, or as a log of partial saves implies ---

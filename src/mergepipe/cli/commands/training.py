@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -55,14 +54,7 @@ def compose(recipe: RecipePath, out: OutPath, *, options: ComposeOptions, on_pro
     OUT appears when it is complete and has been compared with its sources, or not at all.
     """
     refuse_swapped(recipe, out, RECIPE_ENDINGS)
-    return api.compose(recipe, out, options=options, on_progress=_phases(on_progress))
-
-
-def _phases(on_progress: OnProgress) -> Callable[[str, int, int], None]:
-    """Return what tells the progress of tailor's calls."""
-    from mergepipe.reports import Progress
-
-    return lambda phase, done_bytes, total_bytes: on_progress(Progress(phase, done_bytes, total_bytes))
+    return api.compose(recipe, out, options=options, on_progress=on_progress)
 
 
 @command("mergepipe tailor average run/checkpoint-* -o averaged/", name="tailor average")
@@ -71,7 +63,7 @@ def average(checkpoints: Checkpoints, *, out: OutOption, options: AverageOptions
 
     Reads the Trainer's, DeepSpeed's and torch DCP's checkpoints as they are, each byte once, in bounded memory.
     """
-    return api.average(checkpoints, out, options=options, on_progress=_phases(on_progress))
+    return api.average(checkpoints, out, options=options, on_progress=on_progress)
 
 
 @command("mergepipe tailor export run/checkpoint-500 -o model/", name="tailor export")
@@ -80,7 +72,7 @@ def export(checkpoint: Checkpoint, *, out: OutOption, options: ExportOptions, on
 
     Weights are the float32 masters where there are any, rounded once. CKPT is of any format that tailor reads.
     """
-    return api.export(checkpoint, out, options=options, on_progress=_phases(on_progress))
+    return api.export(checkpoint, out, options=options, on_progress=on_progress)
 
 
 @command("mergepipe tailor recipe --run run/ --strategy parity > tailor.yml", name="tailor recipe")
@@ -114,4 +106,4 @@ def diff(context: typer.Context, first: Checkpoint, second: Checkpoint) -> Displ
 
     Relative changes `|B - A| / |A|`. Reads every byte of both once, in bounded memory.
     """
-    return api.diff(first, second, on_bytes=lambda *_: context.obj.report())
+    return api.diff(first, second, on_progress=lambda _: context.obj.report())
