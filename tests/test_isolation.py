@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe.cli import main
-from mergepipe.snapshots.staging import temporary_folder
+from mergepipe.snapshots import staging
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOW_PLACES = "import pathlib, tempfile; print(tempfile.gettempdir(), pathlib.Path.home(), sep='\\n')"
@@ -35,7 +35,7 @@ def test_places__are_of_one_test_and_of_the_processes_that_it_starts(turn: int, 
 @pytest.fixture(scope="module")
 def running_search() -> Iterator[Path]:
     """Begin a search as another run of the suite would: outside of any test."""
-    with temporary_folder("search") as folder:
+    with staging.temporary_folder("search") as folder:
         yield folder
 
 
