@@ -10,6 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 from tools.reference.places import INPUT_KINDS, INPUT_PLACES, OUTPUTS, VERBS, Refusal, Verb
 
+from mergepipe.storage.location import Location
+from mergepipe.storage.remote.objects import BucketFolder
 from support.bucket_outputs import objects_below
 from support.command_line import command_names
 from support.model_folders import recipe_of
@@ -42,7 +44,7 @@ def local_out(verb: Verb, folder: Path) -> str:
     if verb.outputs is None or verb.name in ("sweep", "explain"):
         return ""
     if verb.name == "push":
-        return f"s3://bucket/{folder.name}"
+        return f"s3://bucket/{folder.parent.name}-{folder.name}"
     return str(folder / "out")
 
 
@@ -183,7 +185,8 @@ def check_refused(work: Work, refusal: Refusal, verb: Verb, subject: str, out: s
 def state_of(models: PlacedModels) -> object:
     """What lies on all servers."""
     hub = models.hub
-    return objects_below("s3://bucket"), {model: hub.n_commits(model) for model in hub.models}
+    commits = {model: hub.n_commits(model) for model in hub.models}
+    return sorted(BucketFolder(Location.parse("s3://bucket")).list_all()), commits
 
 
 def test_table__has_a_row_for_every_verb() -> None:
@@ -246,3 +249,20 @@ def test_two_inputs__of_two_places_give_what_local_ones_give(work: Work, verb: s
     local = made(("folder", "folder"), "local")
     assert made(("hub", "bucket"), "first") == local
     assert made(("bucket", "folder"), "second") == local
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/other", "hf://user/other", "https://host/other"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "sweep {root}/recipe.yml --work",
+        "explain {root}/snapshot --masks",
+        "analyze {root}/base {root}/expert --text {root}/recipe.yml --importance-out",
+        "ls --home",
+        "merge {root}/recipe.yml out --home",
+    ],
+)
+def test_option__that_names_a_place_of_this_machine_takes_no_other(work: Work, command: str, place: str) -> None:
+    ran = run_in(work.folder, [*command.format(root=work.models.root).split(), place])
+    assert (ran.codes, len(ran.error_lines)) == (["output.place"], 1), ran.err
+    assert files_of(work.folder) == {}

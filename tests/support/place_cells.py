@@ -32,6 +32,8 @@ def write_subjects(root: Path) -> None:
     family = write_family(root / "family", TINY_LLAMA, 2)
     for name, folder in (("base", family.base), ("expert", family.experts[0]), ("other", family.experts[1])):
         shutil.copytree(folder, root / name)
+        tokenizer = root / name / "tokenizer.json"  # which splits texts as that of GPT-2, as files of GGUF need it
+        tokenizer.write_text(tokenizer.read_text().replace('"use_regex": false', '"use_regex": true'))
     shutil.copy(root / "expert" / "model.safetensors", root / "expert.safetensors")
     random = np.random.default_rng(5)
     for name in ("adapter", "second"):
@@ -43,7 +45,7 @@ def write_subjects(root: Path) -> None:
             factors |= {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
         write_adapter(root / name, factors)
     _write_quantised(root / "expert", root / "quantised")
-    shapes = {name: tensor.shape for name, tensor in load_file(root / "base" / "model.safetensors").items()}
+    shapes = {tensor.name: tensor.shape for tensor in TINY_LLAMA.tensors()}
     for step in (7, 9):
         write_hf(root / "run" / f"checkpoint-{step}", known_states(shapes, seed=step, step=step))
     (root / "recipe.yml").write_text(recipe(root / "base", root / "expert"))

@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from support.bucket_outputs import bucket_server
+from support.bucket_outputs import bucket_server, files_below
 from support.fault_server import FaultServer
 from support.hub_server import HubServer, hub_server, lead_to_hub
 from support.remote_stores import set_environment
@@ -43,27 +43,28 @@ class PlacedModels:
         if place == "folder":
             return str(folder)
         if (folder, place) not in self._placed:
-            self._placed[folder, place] = self._put(folder, place, f"{folder.stem}-{next(_numbers)}")
+            self._placed[folder, place] = self._put(folder, place, folder.stem)
         return self._placed[folder, place]
 
     def _put(self, folder: Path, place: str, name: str) -> str:
+        number = next(_numbers)
         files = files_of(folder)
         file = f"/{folder.name}" if folder.is_file() else ""
         match place:
             case "hub":
-                self.hub.commit(f"org/{name}", files)
-                return f"hf://org/{name}{file}" if file else f"org/{name}"
+                self.hub.commit(f"org-{number}/{name}", files)
+                return f"hf://org-{number}/{name}{file}" if file else f"org-{number}/{name}"
             case "revision":
-                self.hub.commit(f"org/{name}", {"README.md": b"of another branch"})
-                self.hub.commit(f"org/{name}", files, "try/second")
-                return f"hf://org/{name}@try%2Fsecond{file}"
+                self.hub.commit(f"org-{number}/{name}", {"README.md": b"of another branch"})
+                self.hub.commit(f"org-{number}/{name}", files, "try/second")
+                return f"hf://org-{number}/{name}@try%2Fsecond{file}"
             case "bucket":
-                self.bucket.put("bucket", {f"{name}/{key}": content for key, content in files.items()})
-                return f"s3://bucket/{name}{file}"
+                self.bucket.put("bucket", {f"{number}/{name}/{key}": content for key, content in files.items()})
+                return f"s3://bucket/{number}/{name}{file}"
             case "web":
                 for key, content in files.items():
-                    self.web.put(f"{name}/{key}", content)
-                return f"{self.web.url}/{name}{file}"
+                    self.web.put(f"{number}/{name}/{key}", content)
+                return f"{self.web.url}/{number}/{name}{file}"
         raise ValueError(place)
 
 
@@ -71,8 +72,7 @@ def files_of(folder: Path) -> Mapping[str, bytes]:
     """The files of a folder by their names relative to it, at any depth; of a file itself."""
     if folder.is_file():
         return {folder.name: folder.read_bytes()}
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    return files_below(folder)
 
 
 @contextmanager

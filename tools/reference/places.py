@@ -74,6 +74,7 @@ _SNAPSHOTS = {
 }  # fmt: skip
 _SOUND = {kind: refusal for kind, refusal in _SNAPSHOTS.items() if kind != "packed"}
 _NO_PACK = Refusal("snapshot.not-found", "it is no packed expert")
+_NO_ADAPTER = Refusal("checkpoint.incomplete", "it is no adapter")
 _NO_RUN = Refusal("save.not-found", "a run is a folder of checkpoints")
 _HERE_ALONE = dict.fromkeys(("hub", "revision", "bucket", "web"), _NOT_HERE)
 _TRAINING = {
@@ -86,6 +87,9 @@ _TRAINING = {
 }
 _COMPOSED = {**_TRAINING, "adapted": Refusal("recipe.value", "a training checkpoint is taken without an adapter")}
 _MERGED_TO = {"web": _NOT_WRITTEN}
+_NO_FILE = Refusal("output.place", "the output is a folder")
+_CHECKPOINT_TO = {"safetensors": _NO_FILE, "gguf": _NO_FILE, "web": _NOT_WRITTEN}
+_NO_FORCE = frozenset({"force"})
 _PAGE = {"bucket": _ELSEWHERE, "hub": _ELSEWHERE, "web": _NOT_WRITTEN}
 _NO_PAGE = frozenset({"safetensors", "gguf", "force"})
 
@@ -94,21 +98,31 @@ VERBS: Final = (
     Verb("merge", "an expert of a recipe", outputs=_MERGED_TO),
     Verb("plan", "an expert of a recipe", outputs=_PAGE, absent_outputs=_NO_PAGE),
     Verb("run", "an expert of a plan", outputs=_MERGED_TO),
-    Verb("replay", "a snapshot", _SNAPSHOTS, _MERGED_TO),
+    Verb(
+        "replay",
+        "a snapshot",
+        _SNAPSHOTS,
+        {**_MERGED_TO, "gguf": Refusal("output.place", "it gives the bytes that were recorded")},
+    ),
     Verb("analyze", "an expert", {"adapted": _IN_RECIPES}, _PAGE, absent_outputs=_NO_PAGE),
     Verb(
         "pack",
         "an expert",
         {"adapted": _IN_RECIPES, "packed": Refusal("model.unsupported", "it is packed already; unpack it")},
-        {"hub": Refusal("output.place", "`push` sends a packed expert there"), "web": _NOT_WRITTEN},
-        absent_outputs=_NO_PAGE,
+        {
+            "hub": Refusal("output.place", "`push` sends a packed expert there"),
+            "web": _NOT_WRITTEN,
+            "safetensors": _NO_FILE,
+            "gguf": _NO_FILE,
+        },
+        absent_outputs=_NO_FORCE,
     ),
     Verb(
         "unpack",
         "a packed expert",
         dict.fromkeys(("file", "snapshot", "quantised", "adapted", "training"), _NO_PACK),
-        _PAGE,
-        absent_outputs=_NO_PAGE,
+        {**_PAGE, "safetensors": _NO_FILE, "gguf": _NO_FILE},
+        absent_outputs=_NO_FORCE,
     ),
     Verb("verify", "a snapshot", _SOUND),
     Verb(
@@ -132,15 +146,41 @@ VERBS: Final = (
     ),
     Verb("search", "an expert of a recipe", outputs=_PAGE, absent_outputs=_NO_PAGE),
     Verb("sweep", "an expert of a recipe", outputs=_PAGE, absent_outputs=_NO_PAGE),
-    Verb("moe", "an expert of a mixture", outputs=_MERGED_TO),
-    Verb("lora apply", "the base", outputs=_MERGED_TO),
-    Verb("lora merge", "an adapter", outputs=_PAGE, absent_outputs=_NO_PAGE),
+    Verb(
+        "moe",
+        "an expert of a mixture",
+        {
+            "file": Refusal("recipe.unsupported", "the architecture is read from the configuration beside the weights"),
+            "packed": Refusal("model.unsupported", "unpack it first"),
+        },
+        {**_MERGED_TO, "gguf": Refusal("model.unsupported", "GGUF is written of llama, mistral, qwen2 and qwen3")},
+    ),
+    Verb(
+        "lora apply",
+        "the base",
+        {
+            "packed": Refusal("base.mismatch", "a packed expert is read beside its base in a recipe; unpack it first"),
+            "adapted": Refusal("recipe.value", "name the adapters one after the other"),
+        },
+        _MERGED_TO,
+    ),
+    Verb(
+        "lora merge",
+        "an adapter",
+        {
+            **dict.fromkeys(("snapshot", "packed", "quantised", "training"), _NO_ADAPTER),
+            "file": Refusal("adapter.unsupported", "a file is read if it holds a LoRA in the names of Kohya's scripts"),
+            "adapted": Refusal("model.not-found", "name the adapter alone"),
+        },
+        _PAGE,
+        absent_outputs=_NO_PAGE,
+    ),
     Verb("lora extract", "the fine-tuned model", {"adapted": _IN_RECIPES}, _PAGE, absent_outputs=_NO_PAGE),
     Verb("tailor inspect", "a training checkpoint", _TRAINING),
     Verb("tailor check", "a training checkpoint", _COMPOSED),
-    Verb("tailor export", "a training checkpoint", _TRAINING, _MERGED_TO),
-    Verb("tailor average", "a training checkpoint", _TRAINING, _MERGED_TO),
-    Verb("tailor compose", "a training checkpoint", _COMPOSED, _MERGED_TO),
+    Verb("tailor export", "a training checkpoint", _TRAINING, _CHECKPOINT_TO),
+    Verb("tailor average", "a training checkpoint", _TRAINING, _CHECKPOINT_TO),
+    Verb("tailor compose", "a training checkpoint", _COMPOSED, _CHECKPOINT_TO),
     Verb(
         "tailor recipe",
         "a run of checkpoints",

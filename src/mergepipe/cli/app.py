@@ -56,6 +56,12 @@ RecipePath: TypeAlias = Annotated[
 OutDirectory: TypeAlias = Annotated[str, Flag("The directory to create.", name="--out", short="-o", metavar="DIR")]
 OutOption: TypeAlias = Annotated[str, Flag(OUT_HELP, name="--out", short="-o", metavar="OUT")]
 SnapshotName: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="SID|PATH", help="A snapshot's directory or address (s3://, hf://org/name), its sid, or digits of it."
+    ),
+]
+SnapshotHere: TypeAlias = Annotated[
     str, typer.Argument(metavar="SID|PATH", help="A snapshot's directory, its sid, or four or more first digits of it.")
 ]
 OutPath: TypeAlias = Annotated[str, typer.Argument(metavar="OUT", help=OUT_HELP)]

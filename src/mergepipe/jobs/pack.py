@@ -59,7 +59,7 @@ from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile, make_folders
-from mergepipe.storage.output_places import HERE_OR_BUCKET, output_place
+from mergepipe.storage.output_places import HERE_OR_BUCKET, folder_place
 from mergepipe.storage.ranges import aligned_buffer, allow_open_files
 from mergepipe.storage.stores import Stores
 
@@ -101,7 +101,7 @@ def pack(
             whole or not at all.
     """
     made = PackOptions.of(options, fields)
-    place = output_place(out, HERE_OR_BUCKET, "pack into a folder, then `mergepipe push` each store")
+    place = folder_place(out, HERE_OR_BUCKET, "pack into a folder, then `mergepipe push` each store")
     store = Stores()
     bases = None if base is None else [locate_model(store, model) for model in several(base)]
     paths = [locate_model(store, expert) for expert in several(experts)]
@@ -307,7 +307,7 @@ def unpack(
     """
     started, made = time.perf_counter(), UnpackOptions.of(options, fields)
     threads, store = threads_of(made.threads), Stores()
-    target = output_place(out).local_path
+    target = folder_place(out).local_path
     root = locate_model(store, path)
     base = None if made.base is None else locate_model(store, made.base)
     opened, checkpoint, bases = open_packed(store, root, base)

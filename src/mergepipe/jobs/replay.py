@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mergepipe
+from mergepipe.checkpoints.directory import GGUF_SUFFIX
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.core.flags import public_call
@@ -16,7 +17,7 @@ from mergepipe.core.outcome import Notice
 from mergepipe.core.units import first_names
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.work import EngineOptions, plan_output, whole
-from mergepipe.errors import ConflictError, NotFoundError, Problem, UnsupportedError
+from mergepipe.errors import ConflictError, NotFoundError, OutputError, Problem, UnsupportedError
 from mergepipe.jobs.merge import MergeRun, intermediate_writer
 from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value, with_inputs_found
 from mergepipe.options import MergeOptions, OutputOptions, RunOptions
@@ -146,6 +147,9 @@ def replay(
     store = Stores(settings.engine.connections)
     path = find_snapshot(snapshot, made.home)
     manifest = with_inputs_found(read_manifest_value(store, path), store, settings.home)
+    if settings.file.endswith(GGUF_SUFFIX) and manifest.files:
+        message = "is the name of a GGUF file, and the recorded bytes are of no such file"
+        raise OutputError.of("output.place", settings.place, message, "name a folder, or a .safetensors file")
     decided = replace(settings.options, seed=manifest.seed, shard_bytes=shard_bytes_of(manifest, path))
     settings = replace(settings, options=decided, base_model_ids=BaseModelIds.recorded(manifest))
     with intermediate_writer(settings, store) as write_intermediate:

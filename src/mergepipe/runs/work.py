@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import sub
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -45,12 +45,11 @@ from mergepipe.snapshots.shards import SINGLE_NAME, SUFFIX, index_name
 from mergepipe.storage.contract import STATISTICS_BYTES, Store, is_file
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
-from mergepipe.storage.output_places import ANYWHERE, output_place
+from mergepipe.storage.output_places import ANYWHERE, output_place, refuse_file_name
 
 # --- the settings of a run, and how the options of a call give them ---
 
 
-_OTHER_SUFFIXES: Final = (*FILE_SUFFIXES, ".bin", ".pt", ".pth", ".ckpt", ".onnx")
 NO_IDS = BaseModelIds()
 
 
@@ -107,9 +106,8 @@ def merge_settings(
 def _placed(settings: MergeSettings, location: Location) -> MergeSettings:
     """Return the settings of an output at a location; one in a bucket is staged on this machine."""
     is_file_name = location.suffix in FILE_SUFFIXES and location.is_local and not index_name(location.name)
-    if location.suffix in _OTHER_SUFFIXES and not is_file_name:
-        message = f"is the name of a file; the output is a folder that holds {SINGLE_NAME}"
-        raise OutputError.of("output.place", location, message, f"write {location.parent / location.stem}")
+    if not is_file_name:
+        refuse_file_name(location)
     if location.is_local:
         return replace(settings, out=location.without_detours().local_path, file=location.name if is_file_name else "")
     from mergepipe.snapshots.object_upload import check_replaceable, staging_place

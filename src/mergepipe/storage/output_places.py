@@ -15,6 +15,7 @@ HERE_OR_BUCKET: Final = (*HERE, *OBJECT_SCHEMES)
 ANYWHERE: Final = (*HERE_OR_BUCKET, HUB_SCHEME)
 ELSEWHERE: Final = (*OBJECT_SCHEMES, HUB_SCHEME)
 
+_FILE_SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
 _KINDS: Final = {
     **dict.fromkeys(HERE, "a place of this machine"),
     **dict.fromkeys(OBJECT_SCHEMES, "a bucket (s3://, gs://, az://)"),
@@ -42,3 +43,17 @@ def output_place(place: str | os.PathLike[str] | Location, schemes: Collection[s
         kind = f"no place that is known: {location.scheme}:// takes no outputs"
     allowed = list(dict.fromkeys(_KINDS[scheme] for scheme in schemes))
     raise OutputError.of("output.place", location, f"is {kind}", hint or f"name {' or '.join(allowed)}")
+
+
+def folder_place(place: str | os.PathLike[str] | Location, schemes: Collection[str] = HERE, hint: str = "") -> Location:
+    """Return the location of an output that is a folder, or a prefix of a bucket; raises as `output_place`."""
+    location = output_place(place, schemes, hint)
+    refuse_file_name(location)
+    return location
+
+
+def refuse_file_name(location: Location) -> None:
+    """Refuse the name of a file of weights for an output that is a folder."""
+    if location.suffix in _FILE_SUFFIXES:
+        message = "is the name of a file, and the output is a folder"
+        raise OutputError.of("output.place", location, message, f"write {location.parent / location.stem}")

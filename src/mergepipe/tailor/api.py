@@ -16,7 +16,7 @@ from mergepipe.errors import LimitError, did_you_mean, invalid_option
 from mergepipe.options import AverageOptions, ComposeOptions, ExportOptions, ModelOptions
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.storage.location import Location
-from mergepipe.storage.output_places import ANYWHERE, output_place
+from mergepipe.storage.output_places import ANYWHERE, folder_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ def compose(
 ) -> CompositionReport:
     """Compose a training checkpoint as the recipe says and publish it at `out`, complete or not at all."""
     made = ComposeOptions.of(options, fields)
-    return _composed(recipe, output_place(out, ANYWHERE), made, on_progress)
+    return _composed(recipe, folder_place(out, ANYWHERE), made, on_progress)
 
 
 def _composed(
@@ -96,7 +96,7 @@ def average(
     made = AverageOptions.of(options, fields)
     from mergepipe.tailor.averaging import average as run
 
-    return run(_request(checkpoints, made), output_place(out, ANYWHERE), made, on_progress)
+    return run(_request(checkpoints, made), folder_place(out, ANYWHERE), made, on_progress)
 
 
 @public_call(ExportOptions)
@@ -120,7 +120,7 @@ def export(
     from mergepipe.tailor.averaging import average as run
 
     request = replace(_request([checkpoint], made.common(AverageOptions)), is_adapter=made.adapter)
-    return run(request, output_place(out, ANYWHERE), made, on_progress)
+    return run(request, folder_place(out, ANYWHERE), made, on_progress)
 
 
 def _request(checkpoints: Sequence[str | Path], options: AverageOptions) -> AverageRequest:

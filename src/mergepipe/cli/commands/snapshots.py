@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mergepipe
-from mergepipe.cli.app import OutPath, SnapshotName, Without, command
+from mergepipe.cli.app import OutPath, SnapshotHere, SnapshotName, Without, command
 from mergepipe.cli.printing import PrintOptions, ReportOptions, columns_text, print_report, report_json
 from mergepipe.cli.progress import OnProgress
 from mergepipe.core.display import Displayed, Table, printable, printable_lines, text_of
@@ -87,7 +87,7 @@ def show(snapshot: SnapshotName, *, home: Annotated[str | None, HOME] = None) ->
     "mergepipe lineage merged/ --dot | dot -Tsvg > lineage.svg",
 )
 def lineage(
-    snapshot: SnapshotName,
+    snapshot: SnapshotHere,
     *,
     down: Annotated[bool, Flag("Show what was made from the snapshot instead.")] = False,
     dot: Annotated[bool, Flag("Print a graph in the DOT language.")] = False,
@@ -196,7 +196,7 @@ def verify(
 
 @command("mergepipe repair merged/")
 def repair(
-    snapshot: SnapshotName, *, options: Annotated[RunOptions, Without("catalog")], on_progress: OnProgress
+    snapshot: SnapshotHere, *, options: Annotated[RunOptions, Without("catalog")], on_progress: OnProgress
 ) -> Displayed:
     """Repair a damaged snapshot from its inputs.
 
@@ -225,7 +225,7 @@ def replay(
 
 @command("mergepipe push merged/ org/name --create", "mergepipe push merged/ s3://bucket/merged")
 def push(
-    snapshot: SnapshotName,
+    snapshot: SnapshotHere,
     destination: Annotated[
         str,
         typer.Argument(
