@@ -17,7 +17,13 @@ from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.recipes.references import with_renamed
 from mergepipe.runs.model_card import InputCard, parse_base_model_ids, parse_card
 from mergepipe.runs.small_files import reason_of
-from mergepipe.snapshots.manifest import absolute_reference, relative_reference
+from mergepipe.snapshots.manifest import (
+    UNCHANGED,
+    absolute_reference,
+    changed_by,
+    changing_adapters,
+    relative_reference,
+)
 from mergepipe.storage.location import Location
 from support.bucket_outputs import files_below, new_prefix, objects_below
 from support.disk_families import make_models, write_family
@@ -277,3 +283,11 @@ def test_parse_card__of_what_is_none_inherits_nothing(raw: bytes) -> None:
 def test_parse_base_model_ids__refuses_what_is_no_id(text: str) -> None:
     with refuses(RecipeError, "option.invalid"):
         parse_base_model_ids([text])
+
+
+@pytest.mark.parametrize("adapters", [(), (0,), (0, 2, 11)])
+def test_reasons__name_the_adapters_that_change_a_tensor(adapters: tuple[int, ...]) -> None:
+    """Law: `changing_adapters(changed_by(a)) == a`."""
+    assert changing_adapters(changed_by(adapters) if adapters else UNCHANGED) == adapters
+    for other in ("", "no expert has it", "changed by adapter", "changed by adapter x", "changed by adapter 1,"):
+        assert changing_adapters(other) is None

@@ -447,7 +447,7 @@ class MergeRun:
         actions = {task.name: (task.action.value, task.reason) for task in self._output.tasks}
         plain = self._inputs.plain.resolution.tasks if self._inputs.plain else ()
         actions |= {task.name: (task.action.value, task.reason) for task in plain}
-        if self._inputs.recipe.folds_adapters:
+        if self._inputs.folds_adapters:
             for name, adapters in self._inputs.changes.items():
                 action = Action.MERGE if adapters else Action.COPY
                 actions[name] = action.value, changed_by(adapters) if adapters else UNCHANGED
@@ -502,7 +502,7 @@ class MergeRun:
         resolution = (self._inputs.plain or self._inputs).resolution
         n_merged = resolution.n_merged
         n_copied = resolution.n_copied
-        if self._inputs.recipe.folds_adapters:
+        if self._inputs.folds_adapters:
             changes = self._inputs.changes
             n_merged = sum(bool(adapters) for adapters in changes.values())
             n_copied = len(changes) - n_merged

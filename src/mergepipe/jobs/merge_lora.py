@@ -232,14 +232,13 @@ def _recipe_rank(source: YamlSource, root: Json, stated: int | None) -> int | No
 def _recipe_weight(source: YamlSource, index: int, entry: Json) -> float:
     """Return the weight of one adapter of a recipe for `cat` or `svd`, 1 where there is none."""
     parameters = entry.get("parameters") or {}
-    weight = parameters.get("weight", 1.0) if isinstance(parameters, dict) else None
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not isinstance(parameters, dict) or not is_number or parameters.keys() - {"weight"}:
-        where = source.where("models", index, "parameters")
-        message = f"must be one weight, a number, found {shown(parameters)}"
-        raise RecipeError.of("recipe.value", where, message, "filters and gradients need an operator such as linear")
-    assert isinstance(weight, int | float)
-    return float(weight)
+    if isinstance(parameters, dict) and parameters.keys() <= {"weight"}:
+        weight = parameters.get("weight", 1.0)
+        if isinstance(weight, int | float) and not isinstance(weight, bool):
+            return float(weight)
+    where = source.where("models", index, "parameters")
+    message = f"must be one weight, a number, found {shown(parameters)}"
+    raise RecipeError.of("recipe.value", where, message, "filters and gradients need an operator such as linear")
 
 
 def _entries(adapter: StoredAdapter) -> Iterator[TensorEntry]:

@@ -250,21 +250,6 @@ class Recipe:
             distinct.setdefault(self.tokenizer.donor.key, self.tokenizer.donor)
         return tuple(distinct.values())
 
-    @property
-    def folds_adapters(self) -> bool:
-        """Whether it adds adapters to one base, each times a weight, and does nothing else."""
-        if not self.models or self.parameters or any(model.adapter is None for model in self.models):
-            return False
-        if self.operator.name == "passthrough":
-            return len(self.models) == 1 and self.base is None and not self.models[0].parameters
-        if self.operator.name != "task_arithmetic" or self.base is None or self.base.adapter is not None:
-            return False
-        base_path = self.base.path
-        return all(
-            model.path == base_path and model.numbers is None and isinstance(model.parameters.get("weight"), float)
-            for model in self.models
-        )
-
     def intermediates(self) -> tuple[str, ...]:
         """List the names of the documents whose results this one merges, in order."""
         names = (model.intermediate for model in self.inputs())

@@ -16,6 +16,7 @@ from mergepipe.checkpoints.stored_adapters import PREFIX, read_adapter
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, F32
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError
 from mergepipe.recipes.model_location import locate_model
+from mergepipe.recipes.recipe import Recipe
 from mergepipe.snapshots.manifest import OutputTensor
 from mergepipe.snapshots.shards import (
     BlockTable,
@@ -266,6 +267,23 @@ def apply_recipe(base: str, adapters: Sequence[str], weights: Sequence[float], d
         for model, weight in zip(models, weights or [1.0] * len(adapters), strict=True)
     ]
     return {"merge_method": "task_arithmetic", "base_model": base, "models": listed, "dtype": dtype or "auto"}
+
+
+def folds_adapters(recipe: Recipe) -> bool:
+    """Whether a recipe adds adapters to one base, each times a weight, and does nothing else: see `apply_recipe`."""
+    models = recipe.models
+    if not models or recipe.parameters or any(model.adapter is None for model in models):
+        return False
+    base = recipe.base
+    if recipe.operator.name == "passthrough":
+        return len(models) == 1 and base is None and not models[0].parameters
+    if recipe.operator.name != "task_arithmetic" or base is None or base.adapter is not None:
+        return False
+    for model in models:
+        is_weighted = isinstance(model.parameters.get("weight"), float)
+        if model.path != base.path or model.numbers is not None or not is_weighted:
+            return False
+    return True
 
 
 def check_saved_modules(store: Store, adapters: Sequence[str]) -> None:

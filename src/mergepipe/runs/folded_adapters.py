@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, CheckpointKind, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, CheckpointKind, TensorEntry, files_of
 from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.snapshots.manifest import ADAPTER_ROLE, BASE_ROLE
@@ -29,9 +29,12 @@ def split_source(model: ModelInput, checkpoint: Checkpoint) -> Iterator[Source]:
     if checkpoint.kind is CheckpointKind.ADAPTER:
         yield ADAPTER_ROLE, own, checkpoint
         return
-    stored = [entry for tensor in checkpoint.tensors.values() for entry in tensor.stored]
-    of_base = {entry.name: entry for entry in stored if not _is_of(entry, adapter)}
-    of_adapter = {entry.name: entry for entry in stored if _is_of(entry, adapter)}
+    of_base: dict[str, TensorEntry] = {}
+    of_adapter: dict[str, TensorEntry] = {}
+    for tensor in checkpoint.tensors.values():
+        for entry in tensor.stored:
+            owner = of_adapter if entry.file.is_relative_to(adapter) else of_base
+            owner[entry.name] = entry
     base_files, adapter_files = _files_of(checkpoint, adapter)
     base = replace(checkpoint, tensors=of_base, files=base_files, adapters=())
     yield BASE_ROLE, replace(model, text=base_name, adapter=None), base
@@ -45,8 +48,11 @@ def adapters_by_tensor(adapters: Sequence[Location], tasks: Iterable[MergeTask])
     """Return the adapters that change each tensor, as indices; empty for a tensor that stays as the base has it."""
     changes = {}
     for task in tasks:
-        stored = [entry for source in (task.base, *task.experts) for entry in source.stored]
-        changing = (i for i, adapter in enumerate(adapters) if any(_is_of(entry, adapter) for entry in stored))
+        files = files_of((task.base, *task.experts))
+        changing = []
+        for index, adapter in enumerate(adapters):
+            if any(file.is_relative_to(adapter) for file in files):
+                changing.append(index)
         changes[task.name] = tuple(changing)
     return changes
 
@@ -58,10 +64,6 @@ def folded_summary(sources: Sequence[Source], weights: Sequence[float], n_change
     if any(weight != 1.0 for weight in weights):
         names = [f"{name} (weight {weight:g})" for name, weight in zip(names, weights, strict=True)]
     return f"LoRA {' and '.join(names)} folded into {base}: {n_changed} of {n_tensors} tensors changed"
-
-
-def _is_of(entry: TensorEntry, adapter: Location) -> bool:
-    return entry.file.is_relative_to(adapter)
 
 
 def _files_of(

@@ -40,6 +40,7 @@ from mergepipe.recipes.references import with_relative_paths
 from mergepipe.recipes.resolution import REASON_ALLOWED, resolve
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
+from mergepipe.runs.adapters import folds_adapters
 from mergepipe.runs.folded_adapters import Source, adapters_by_tensor, folded_summary, split_source
 from mergepipe.snapshots.manifest import ADAPTER_ROLE, MANIFEST_NAME, is_composite, read_composite
 from mergepipe.storage.contract import Store, is_folder, map_at_once
@@ -187,10 +188,15 @@ class Inputs:
             else:
                 yield from ((role, leaf, source) for _, leaf, source in made.leaves())
 
+    @property
+    def folds_adapters(self) -> bool:
+        """Whether the merge adds adapters to one base, and does nothing else."""
+        return folds_adapters(self.recipe)
+
     def sources(self) -> Iterator[Source]:
         """Yield what is recorded as inputs: the leaves; of a merge that folds adapters into a base, each by itself."""
         for role, model, checkpoint in self.leaves():
-            if self.recipe.folds_adapters:
+            if self.folds_adapters:
                 yield from split_source(model, checkpoint)
             else:
                 yield role, model, checkpoint
@@ -203,7 +209,7 @@ class Inputs:
     @property
     def folded_adapters(self) -> tuple[Location, ...]:
         """The adapters that the merge folds into a base; empty for a merge that does anything else."""
-        if not self.recipe.folds_adapters:
+        if not self.folds_adapters:
             return ()
         return tuple(model.path for role, model, _ in self.sources() if role == ADAPTER_ROLE)
 
@@ -215,7 +221,7 @@ class Inputs:
     @property
     def summary(self) -> str:
         """One line that says what the merge makes, if it folds adapters into a base; else empty."""
-        if not self.recipe.folds_adapters:
+        if not self.folds_adapters:
             return ""
         stated = [model.parameters.get("weight", 1.0) for model in self.recipe.models]
         weights = [weight for weight in stated if not isinstance(weight, Cases)]

@@ -244,7 +244,7 @@ def card_and_recipe(
     listed = (library for name, library in _LIBRARY_OF.items() if name in inputs.base.sidecars)
     library = cards[0].library or next(listed, _LIBRARY)
     base_models = tuple(dict.fromkeys(_base_models(manifest, cards)))
-    folds_adapters = inputs.recipe.folds_adapters
+    folds_adapters = inputs.folds_adapters
     text = _template().render(
         manifest=manifest,
         card=cards[0],

@@ -30,8 +30,11 @@ CARD_NAME = "README.md"
 MANIFEST_FORMAT_NAME = "mergepipe-manifest"
 MANIFEST_VERSION = 5
 """Of the one format of manifests, of which each `kind` has its own record: snapshot, composite, pack, partial."""
-BASE_ROLE, EXPERT_ROLE, ADAPTER_ROLE = "base", "expert", "adapter"
-MERGED_ADAPTERS, EXTRACTED_ADAPTER = "lora merge", "lora extract"
+BASE_ROLE = "base"
+EXPERT_ROLE = "expert"
+ADAPTER_ROLE = "adapter"
+MERGED_ADAPTERS = "lora merge"
+EXTRACTED_ADAPTER = "lora extract"
 """The operators of snapshots that are adapters: the commands that made them."""
 
 
