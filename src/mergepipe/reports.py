@@ -206,6 +206,11 @@ class KeptShare:
         """Share of the elements that is kept."""
         return self.kept_elements / self.elements
 
+    def __str__(self) -> str:
+        if self.kept_elements == self.elements:
+            return f"all of {self.model}: its density is 1, so nothing is trimmed"
+        return f"{format_percent(self.share)} of {self.model}, by size of difference"
+
 
 @dataclass(frozen=True, slots=True)
 class AppliedAdapter:
@@ -280,7 +285,7 @@ class MergeReport(Displayed):
     )
     copied_tensors: int
     dropped_tensors: int
-    kept: tuple[KeptShare, ...] = shown("kept", "{share} of {model}, by size of difference", default=())
+    kept: tuple[KeptShare, ...] = shown("kept", str, default=())
     requantisation_error: float | None = shown(
         "stored", "like the base: FP8, {requantisation_error} of the weights' root mean square off", default=None
     )

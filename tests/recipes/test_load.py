@@ -193,8 +193,13 @@ BAD: list[tuple[str, ...]] = [
     (LINEAR + "dytpe: float32\n", "unknown-name 10 dytpe: unknown key 'dytpe'; did you mean 'dtype'?"),
     (
         LINEAR.replace("    parameters:\n      weight: 0.3", "    weight: 0.3"),
-        "incomplete 5 models[1].parameters.weight: linear needs the parameter weight; write 'weight: ...' under "
-        "its parameters, or under the top-level ones for all models",
+        "incomplete 5 models[1].parameters.weight: linear needs the parameter weight; 'weight' is written in the entry "
+        "itself: put it below 'parameters:'",
+    ),
+    (
+        LINEAR.replace("    parameters:\n      weight: 0.3", "    parameters:\n    weight: 0.3"),
+        "incomplete 6 models[1].parameters.weight: linear needs the parameter weight; 'weight' is written next to "
+        "'parameters:', not below it: indent it by two more spaces",
     ),
     (
         LINEAR.replace("  - model: ./b\n    parameters:", "  - model: ./b\n    paramters: {}\n    parameters:"),

@@ -132,8 +132,11 @@ def _check_required_of_models(reader: DocumentReader, operator: OperatorSpec, gr
             continue
         context = "the ones of the slice" if group.is_slice else "the top-level ones"
         hint = f"write '{name}: ...' under its parameters, or under {context} for all models"
-        if name in (_mapping_at(reader.source.root, (*group.at, index)) or ()):
+        entry = _mapping_at(reader.source.root, (*group.at, index)) or {}
+        if name in entry and "parameters" in entry:
             hint = f"'{name}' is written next to 'parameters:', not below it: indent it by two more spaces"
+        elif name in entry:
+            hint = f"'{name}' is written in the entry itself: put it below 'parameters:'"
         message = f"{operator.name} needs the parameter {name}"
         reader.refuse("recipe.incomplete", (*group.at, index, "parameters", name), message, hint)
 

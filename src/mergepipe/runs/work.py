@@ -30,8 +30,9 @@ from mergepipe.engine.work import (
     plan_output,
 )
 from mergepipe.errors import MergePipeError, OutputError
-from mergepipe.operators.base import MagnitudeCut, is_calibrated
+from mergepipe.operators.base import MagnitudeCut, RecipeRule, is_calibrated
 from mergepipe.operators.registry import operator_named
+from mergepipe.operators.sparse import Largest
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, catalog_home, engine_options, home_of
 from mergepipe.planning.budget import OnOmit
@@ -295,12 +296,15 @@ def _recorded(work: MergeWork, inputs: Inputs, known: KnownStatistics) -> Mappin
 def kept_shares(inputs: Inputs) -> tuple[KeptShare, ...]:
     """Return what a merge in full keeps of each expert that its rule cuts by magnitude, in the recipe's order."""
     operator, models = operator_named(inputs.recipe.operator.name), inputs.recipe.inputs()
+    keeps_largest = isinstance(operator, RecipeRule) and isinstance(operator.operator, Largest)
     kept, elements = Counter[int](), Counter[int]()
     for task in inputs.resolution.tasks:
         trims = task.action is not Action.COPY and task.experts and task.base.n_elements
         match operator.reduction(task.operator_input()) if trims else None:
             case MagnitudeCut(kept_E, dropped_E):
                 counts = tuple(map(sub, kept_E, dropped_E)) if dropped_E else kept_E
+            case None if trims and keeps_largest:
+                counts = (task.base.n_elements,) * len(task.experts)
             case _:
                 continue
         for model, n_kept in zip(task.expert_models, counts, strict=True):

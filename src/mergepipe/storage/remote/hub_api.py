@@ -277,7 +277,11 @@ def refusal(location: Location, status: int, headers: Mapping[str, str], *, has_
         return StorageError.of("hub.gated", location, f"is a gated model, and {why}", hint)
     if code == "RevisionNotFound":
         text = f"the model has no branch, tag or commit '{location.revision}'"
-        return NotFoundError.of("model.not-found", location, text, f"see hf.co/{model}/tree/main for what there is")
+        hint = f"see hf.co/{model}/tree/main for what there is"
+        if location.key:
+            written = f"{location.revision}/{location.key}"
+            hint = f"{hint}; if '{written}' is the revision, write hf://{model}@{quote(written, safe='')}"
+        return NotFoundError.of("model.not-found", location, text, hint)
     if code == "EntryNotFound":
         return NotFoundError.of("storage.not-found", location, "no such file", f"see hf.co/{model}/tree/main")
     if status == 401 and message == _INVALID_TOKEN:
