@@ -148,11 +148,15 @@ class TensorEntry(Tensor):
 
 @dataclass(frozen=True, slots=True)
 class WeightHeader:
-    """What one file of weights says it holds: its tensors by offset, and a BLAKE3-128 (32 hex digits) of that."""
+    """What one file of weights says it holds: its tensors by offset, and a BLAKE3-128 (32 hex digits) of that.
+
+    Of a shard that torch's Hugging Face writer has saved, `offsets` says where in the whole tensors its own begin.
+    """
 
     entries: tuple[TensorEntry, ...]
     size_bytes: int
     digest: str
+    offsets: Mapping[str, tuple[int, ...]] | None = None
 
 
 Fetch: TypeAlias = Callable[[Span, NDArray[np.uint8], Purpose], None]

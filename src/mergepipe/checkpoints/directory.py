@@ -8,14 +8,16 @@ import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, Final
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, Readable, TensorEntry
 from mergepipe.checkpoints.safetensors import read_header
+from mergepipe.checkpoints.sharded_tensors import joined_shards
 from mergepipe.checkpoints.torch_file import SUFFIXES as TORCH_SUFFIXES
 from mergepipe.checkpoints.torch_file import read_torch_weights
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
@@ -164,6 +166,7 @@ STORE_HEADER_NAME = "mergepipe-store.json"
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$", re.ASCII)
 _INDEX_ENDING = ".index.json"
 _INDEX = re.compile(r".*(?P<suffix>\.\w+)\.index(\.\w+)?\.json", re.ASCII)  # of a variant: `.index.fp16.json`
+_DCP_SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors", re.ASCII)  # of torch's Hugging Face writer
 _FOREIGN_SUFFIXES = (".gguf", ".h5", ".msgpack", ".onnx")
 GGUF_MAGIC, GGUF_SUFFIX = b"GGUF", ".gguf"
 _LFS_POINTER = b"version https://git-lfs"
@@ -201,6 +204,13 @@ def is_adapter(names: Collection[str]) -> bool:
     if ADAPTER_CONFIG_NAME not in names and not any(name in names for name in ADAPTER_NAMES):
         return False
     return not _has_weights(names)
+
+
+def torch_shards(names: Collection[str]) -> list[str]:
+    """List the shards of torch's Hugging Face writer that are all the weights of a folder."""
+    files = SAFETENSORS.files(_visible(names))
+    is_all = bool(files) and all(map(_DCP_SHARD.fullmatch, files)) and not SAFETENSORS.indices(files)
+    return files if is_all else []
 
 
 def choose_weights(root: Location, names: Collection[str]) -> str:
@@ -289,6 +299,7 @@ class WeightFile:
 
     source: CheckpointFile
     entries: tuple[TensorEntry, ...]
+    offsets: Mapping[str, tuple[int, ...]] | None = None  # of a shard: see `WeightHeader`
 
 
 def open_checkpoint(store: Store, path: Location) -> Checkpoint:
@@ -313,7 +324,12 @@ def open_checkpoint(store: Store, path: Location) -> Checkpoint:
         _refuse_other(store, path)
         message = f"a single file must end in one of {', '.join(suffixes)}"
         raise unsupported(path, message, "name its folder" if path.suffix == ".json" else "convert it to safetensors")
-    return _checkpoint(path, path.parent, [read_weight_file(store, path.parent, path.name, status)], ())
+    file = read_weight_file(store, path.parent, path.name, status)
+    is_part = any(any(offsets) for offsets in (file.offsets or {}).values())
+    if is_part or (file.offsets is not None and _DCP_SHARD.fullmatch(path.name)):
+        message = "is a shard of torch's Hugging Face writer: it holds one rank's part of each tensor"
+        raise unsupported(path, message, f"name its folder, with the shards of all ranks: {path.parent}")
+    return _checkpoint(path, path.parent, [file], ())
 
 
 def disagreements(weight_map: Mapping[str, str], stored: Mapping[str, Collection[str]]) -> Iterator[Problem]:
@@ -364,6 +380,8 @@ def _open_directory(store: Store, path: Location) -> Checkpoint:
 
 def _read_weights(store: Store, path: Location, names: Collection[str]) -> list[WeightFile]:
     """Read what the weight files of a folder say they hold."""
+    if shards := torch_shards(names):
+        return _read_torch_shards(store, path, shards)
     name = choose_weights(path, names)
     if not name.endswith(".json"):
         return [read_weight_file(store, path, name, stat_present(store, path, name))]
@@ -373,6 +391,18 @@ def _read_weights(store: Store, path: Location, names: Collection[str]) -> list[
     if single in names and single not in weight_map.values():
         raise damaged(path, f"holds {single} and {name}, which does not name it", "remove one of them")
     return _read_shards(store, path, name, weight_map)
+
+
+def _read_torch_shards(store: Store, root: Location, names: Sequence[str]) -> list[WeightFile]:
+    """Read the headers of the shards of all ranks; their tensors are put together by `_checkpoint`."""
+    matches = [match for name in names if (match := _DCP_SHARD.fullmatch(name))]
+    ranks = {int(match[1]) for match in matches}
+    gone = next((rank for rank in range(1, max(ranks) + 1) if rank not in ranks), None)
+    if gone is not None:
+        message = f"holds shards of the ranks up to {max(ranks)}, and none of rank {gone}"
+        raise NotFoundError.of("checkpoint.incomplete", root, message, "copy the files of all ranks")
+    read = partial(read_weight_file, store, root)
+    return map_at_once(store, [root], lambda name: read(name, stat_present(store, root, name)), names)
 
 
 # --- packed experts: what opens them is named here, and loaded with the first of them ---
@@ -460,7 +490,7 @@ def _read_component(store: Store, root: Location, folder: str, names: Collection
     for file in _read_weights(store, root / folder, list(filter(_OF_PIPELINE.fullmatch, names)) or names):
         entries = tuple(replace(entry, name=f"{folder}/{entry.name}") for entry in file.entries)
         below_root = replace(file.source.id, name=f"{folder}/{file.source.id.name}")
-        files.append(WeightFile(replace(file.source, id=below_root), entries))
+        files.append(replace(file, source=replace(file.source, id=below_root), entries=entries))
     return files
 
 
@@ -512,7 +542,7 @@ def read_weight_file(store: Store, root: Location, name: str, status: FileStatus
         _refuse_other(store, path)
         raise
     identity = FileId(name, header.size_bytes, status.version, header.digest)
-    return WeightFile(CheckpointFile(path, identity), header.entries)
+    return WeightFile(CheckpointFile(path, identity), header.entries, header.offsets)
 
 
 def _refuse_other(store: Store, path: Location) -> None:
@@ -605,5 +635,17 @@ def find_sidecars(
 
 
 def _checkpoint(path: Location, root: Location, files: list[WeightFile], sidecars: tuple[str, ...]) -> Checkpoint:
-    tensors: dict[str, TensorEntry] = {entry.name: entry for file in files for entry in file.entries}
+    tensors: dict[str, Readable] = {entry.name: entry for file in files for entry in file.entries}
+    tensors |= _joined(root, [file for file in files if file.offsets is not None])
     return Checkpoint(path, root, MappingProxyType(tensors), tuple(file.source for file in files), sidecars)
+
+
+def _joined(root: Location, files: Iterable[WeightFile]) -> dict[str, Readable]:
+    """Put the tensors of shards together."""
+    shards: dict[str, list[tuple[tuple[int, ...], TensorEntry]]] = {}
+    for file in files:
+        offsets = file.offsets or {}
+        for entry in file.entries:
+            stored = stored_name(entry.name, file.source.id.name)
+            shards.setdefault(entry.name, []).append((offsets[stored], entry))
+    return {name: joined_shards(name, parts, root) for name, parts in shards.items()}

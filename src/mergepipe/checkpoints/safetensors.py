@@ -8,7 +8,7 @@ from blake3 import blake3
 
 from mergepipe.checkpoints.contract import TensorEntry, WeightHeader
 from mergepipe.core.blocks import DTYPES, DType
-from mergepipe.core.strict_json import JsonValue, object_members, shown
+from mergepipe.core.strict_json import JsonValue, object_members, parse_object, shown
 from mergepipe.errors import damaged, did_you_mean, unsupported
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
@@ -18,6 +18,7 @@ MAX_HEADER_BYTES = 16 << 20  # 130,000 tensors in one file; the library takes 10
 FIRST_READ_BYTES = 8 << 10
 PREFIX_BYTES = 8
 METADATA_KEY = "__metadata__"
+_SHARDING_KEY = "DCP_SHARDING_INFO"  # of shards that torch's Hugging Face writer saves
 _MAX_COUNT = 2**63 - 1
 _SUB_BYTE_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 _ENTRY_KEYS = ("dtype", "shape", "data_offsets")
@@ -36,11 +37,14 @@ def read_header(store: Store, path: Location) -> WeightHeader:
 def parse_header(content: bytes, path: Location, size_bytes: int, granularity: int = PAGE_BYTES) -> WeightHeader:
     """Check a header, length prefix included, of a file of `size_bytes` that is read in multiples of `granularity`."""
     unsorted: list[TensorEntry] = []
+    sharding: str | None = None
     members = object_members(content[PREFIX_BYTES:], where=path, code="checkpoint.damaged", nested=METADATA_KEY)
     for outer, name, record in members:
         if outer:
             if not isinstance(record, str):
                 raise damaged(path, f"{METADATA_KEY} {shown(name)} must be a string, found {shown(record)}")
+            if name == _SHARDING_KEY:
+                sharding = record
         elif name == METADATA_KEY:
             raise damaged(path, f"{METADATA_KEY} must be an object of strings, found {shown(record)}")
         else:
@@ -48,7 +52,22 @@ def parse_header(content: bytes, path: Location, size_bytes: int, granularity: i
     # An empty tensor shares its offset with the next one: it sorts before it.
     entries = tuple(sorted(unsorted, key=lambda e: (e.offset, e.nbytes, e.name)))
     _check_tiling(path, entries, len(content), size_bytes)
-    return WeightHeader(entries, size_bytes, blake3(content).hexdigest(length=16))
+    offsets = None if sharding is None else _offsets(path, sharding, entries)
+    return WeightHeader(entries, size_bytes, blake3(content).hexdigest(length=16), offsets)
+
+
+def _offsets(path: Location, sharding: str, entries: tuple[TensorEntry, ...]) -> dict[str, tuple[int, ...]]:
+    """Return where the tensors of a shard begin in the whole ones, a number for each dimension."""
+    stated = parse_object(sharding.encode(), where=path, code="checkpoint.damaged")
+    offsets = {}
+    for entry in entries:
+        match stated.get(entry.name):
+            case {"saved_offsets": list(numbers)} if len(numbers) == len(entry.shape):
+                offsets[entry.name] = tuple(n for n in numbers if type(n) is int and 0 <= n <= _MAX_COUNT)
+        if len(offsets.get(entry.name, ())) != len(entry.shape) or entry.name not in offsets:
+            message = f"{_SHARDING_KEY} does not say where {shown(entry.name)} of {list(entry.shape)} begins"
+            raise damaged(path, message)
+    return offsets
 
 
 def _read_raw(store: Store, path: Location, size_bytes: int) -> tuple[bytes, bytes]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
 from mergepipe.checkpoints.open_files import read_span
-from mergepipe.core.blocks import DType, Span
+from mergepipe.core.blocks import DType, Span, element_count
+from mergepipe.core.strict_json import shown
+from mergepipe.errors import damaged, unsupported
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -80,6 +82,62 @@ class ShardedTensor(ComputedTensor):
 
 StoredTensor: TypeAlias = TensorEntry | ShardedTensor
 """A tensor of which each element is stored, in one range or in several."""
+
+
+def joined_shards(name: str, shards: Sequence[tuple[tuple[int, ...], TensorEntry]], where: object) -> StoredTensor:
+    """Put a tensor together of shards, each with the place of its first element by dimension.
+
+    They are cut along the first dimension, along another one, or along both.
+
+    Raises:
+        CorruptError: shards are missing, overlap, or are of different dtypes.
+        UnsupportedError: they are cut in more ways.
+    """
+    placed = sorted(shards, key=lambda shard: shard[0])
+    _, first = placed[0]
+    if any(entry.dtype != first.dtype or len(entry.shape) != len(first.shape) for _, entry in placed):
+        raise damaged(where, f"the shards of {shown(name)} differ in dtype or number of dimensions")
+    ends = [tuple(map(sum, zip(offsets, entry.shape, strict=True))) for offsets, entry in placed]
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    rows: dict[int, list[tuple[tuple[int, ...], TensorEntry]]] = {}
+    for offsets, entry in placed:
+        if entry.n_elements:
+            rows.setdefault(offsets[0] if offsets else 0, []).append((offsets, entry))
+    bands = []
+    end = 0
+    for start, shards_of_band in rows.items():
+        height = shards_of_band[0][1].shape[0] if shape else 1
+        if start != end:
+            raise damaged(where, f"rows [{end}, {start}) of {shown(name)} are in no shard, or in two")
+        bands.append(_band(name, shards_of_band, (height, *shape[1:]), where))
+        end = start + height
+    if len(bands) == 1 and len(bands[0]) == 1:
+        return replace(bands[0][0], shape=shape)
+    return ShardedTensor(name, first.dtype, shape, tuple(bands))
+
+
+def _band(
+    name: str, shards: Sequence[tuple[tuple[int, ...], TensorEntry]], shape: tuple[int, ...], where: object
+) -> tuple[TensorEntry, ...]:
+    """Return the shards of some whole rows of a tensor, which may be cut along one more dimension."""
+    if len(shards) == 1:
+        if shards[0][1].n_elements != element_count(shape):
+            raise damaged(where, f"a part of {shown(name)} is in no shard")
+        return (shards[0][1],)
+    cut = next(n for n in range(len(shape)) if shards[0][1].shape[n] != shape[n])
+    columns = []
+    end = 0
+    for offsets, entry in shards:
+        others = (*entry.shape[:cut], *entry.shape[cut + 1 :])
+        if others != (*shape[:cut], *shape[cut + 1 :]):
+            raise unsupported(where, f"{shown(name)} is cut along more than two dimensions")
+        if offsets[cut] != end:
+            raise damaged(where, f"a part of {shown(name)} is in no shard, or in two")
+        end += entry.shape[cut]
+        columns.append(replace(entry, shape=(element_count(entry.shape[:cut]), element_count(entry.shape[cut:]))))
+    if end != shape[cut]:
+        raise damaged(where, f"a part of {shown(name)} is in no shard")
+    return tuple(columns)
 
 
 def _rows(band: tuple[TensorEntry, ...], span: Span) -> tuple[int, int]:

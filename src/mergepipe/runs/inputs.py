@@ -26,6 +26,7 @@ from mergepipe.checkpoints.directory import (
 )
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
 from mergepipe.checkpoints.quantised import dequantised, stored_like
+from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.checkpoints.stacked_experts import in_layout_of
 from mergepipe.core.blocks import DTypeKind, element_count
 from mergepipe.core.outcome import DroppedTensor, Notice, notice_at, told_once
@@ -116,7 +117,7 @@ def _as_delta(weights: Checkpoint) -> Checkpoint:
     """Mark the tensors as deltas; header digests differ from those of the same files read as weights."""
     tensors = {
         name: replace(tensor, is_delta=True)
-        if isinstance(tensor, TensorEntry | CodedTensor) and tensor.dtype.kind is DTypeKind.FLOAT
+        if isinstance(tensor, StoredTensor | CodedTensor) and tensor.dtype.kind is DTypeKind.FLOAT
         else tensor
         for name, tensor in weights.tensors.items()
     }

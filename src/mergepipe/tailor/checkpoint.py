@@ -158,9 +158,29 @@ class StoredState:
 
     @classmethod
     def of_model(cls, model: Checkpoint, kind: str) -> dict[tuple[str, str], StoredState]:
-        """Return the tensors of a model, each stored in one range, as states of one kind."""
-        entries = (entry for tensor in model.tensors.values() for entry in tensor.stored)
-        return {(entry.name, kind): cls.whole(entry.name, kind, entry) for entry in entries}
+        """Return the stored tensors of a model as states of one kind."""
+        states = {}
+        for tensor in model.tensors.values():
+            if isinstance(tensor, ShardedTensor):
+                states[tensor.name, kind] = cls.of_shards(kind, tensor)
+                continue
+            for entry in tensor.stored:
+                states[entry.name, kind] = cls.whole(entry.name, kind, entry)
+        return states
+
+    @classmethod
+    def of_shards(cls, kind: str, tensor: ShardedTensor) -> StoredState:
+        """Make the state that the shards of a tensor hold."""
+        pieces = []
+        start = 0
+        for band in tensor.bands:
+            span = Span(start, start + sum(entry.n_elements for entry in band))
+            strips: tuple[Strip, ...] = ()
+            if len(band) > 1:
+                strips = tuple(Strip(entry.file, entry.offset, entry.nbytes, entry.shape[1]) for entry in band)
+            pieces.append(Piece(band[0].file, band[0].offset, band[0].nbytes, span, strips=strips))
+            start = span.stop
+        return cls(tensor.name, kind, tensor.dtype, tensor.shape, tuple(pieces))
 
     @classmethod
     def of_computed(cls, parameter: str, kind: str, tensor: ComputedTensor) -> StoredState:

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any
 
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
-from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, list_names, open_checkpoint
+from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, list_names, open_checkpoint, torch_shards
 from mergepipe.checkpoints.quantised import refuse_quantised
 from mergepipe.checkpoints.torch_file import SUFFIXES, TorchArchive, read_torch_weights, read_torch_zip
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
@@ -289,10 +289,10 @@ _WEIGHT_NAMES = frozenset(name for files in (SAFETENSORS, TORCH) for name in (fi
 def _recognise_weights(store: Store, path: Location) -> bool:
     """Recognise the usual names of weights without an optimizer's; formats that keep more are asked first."""
     names = list_names(store, path)
-    return bool(_WEIGHT_NAMES & names) and OPTIMIZER_NAME not in names
+    return bool(_WEIGHT_NAMES & names or torch_shards(names)) and OPTIMIZER_NAME not in names
 
 
-def _read_weights(store: Store, path: Location, home: Location) -> TrainingCheckpoint:
+def read_weights(store: Store, path: Location, home: Location) -> TrainingCheckpoint:
     """Read weights of one step of a run, without the state that training is resumed with; of tensors, nothing."""
     model = open_checkpoint(store, path)
     refuse_quantised(store, model)
@@ -327,7 +327,7 @@ WEIGHTS = TrainingFormat(
     WEIGHTS_FORMAT,
     f"{SAFETENSORS.single} (weights alone)",
     _recognise_weights,
-    _read_weights,
+    read_weights,
     state_file=TRAINER_STATE_NAME,
 )
 

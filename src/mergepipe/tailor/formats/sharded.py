@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from mergepipe.checkpoints.directory import list_names, torch_shards
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import Span, element_count
@@ -46,6 +47,7 @@ from mergepipe.tailor.formats.hf_trainer import (
     rank_count,
     read_global_step,
     read_json,
+    read_weights,
 )
 from mergepipe.tailor.selection import model_units
 
@@ -54,6 +56,7 @@ FOLDERS = {"pytorch_model_fsdp_0": "optimizer_0", "model": "optim"}
 """DCP directories of weights, and of the optimizer beside them: those of Accelerate and of NeMo Automodel."""
 HF_FILES = ".hf_metadata"
 """Where Automodel keeps configuration and tokenizer, in the directory of the weights."""
+SAFETENSORS_FOLDER = "model"
 WEIGHTS_NAME, OPTIMIZER_NAME = "pytorch_model_fsdp.bin", "optimizer.bin"
 
 
@@ -70,6 +73,12 @@ def read_sharded(store: Store, folder: Location, weights: str, home: Location) -
 def sharded_weights(store: Store, folder: Location) -> str | None:
     """Return the directory that holds sharded weights; None where there is none."""
     return next((name for name in FOLDERS if is_file(store, folder / name / METADATA_NAME)), None)
+
+
+def has_safetensors_shards(store: Store, folder: Location) -> bool:
+    """Whether there are weights as Automodel saves them with torch's Hugging Face writer."""
+    place = folder / SAFETENSORS_FOLDER
+    return is_folder(store, place) and bool(torch_shards(list_names(store, place)))
 
 
 def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
@@ -113,14 +122,21 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
 
 def _recognise(store: Store, path: Location) -> bool:
     """Recognise the format by its model and optimizer, in two directories or two files."""
-    is_sharded = sharded_weights(store, path) is not None
+    is_sharded = sharded_weights(store, path) is not None or has_safetensors_shards(store, path)
     return is_sharded or (is_file(store, path / WEIGHTS_NAME) and is_file(store, path / OPTIMIZER_NAME))
 
 
 def _open(store: Store, path: Location, home: Location) -> TrainingCheckpoint:
     """See `read_sharded` and `read_full`; the Trainer's state tells the step, where it is."""
     weights = sharded_weights(store, path)
-    opened = read_full(store, path) if weights is None else read_sharded(store, path, weights, home)
+    if weights is not None:
+        opened = read_sharded(store, path, weights, home)
+    elif has_safetensors_shards(store, path):
+        files = path / SAFETENSORS_FOLDER / HF_FILES
+        opened = read_weights(store, path / SAFETENSORS_FOLDER, home)
+        opened = replace(opened, path=path, root=path, lender=files if is_folder(store, files) else opened.path)
+    else:
+        opened = read_full(store, path)
     opened = replace(opened, format=FSDP_FORMAT)
     if not is_file(store, path / TRAINER_STATE_NAME):
         return opened
