@@ -334,6 +334,7 @@ class Checkpoint:
     components: Mapping[str, str] = field(default_factory=dict)
     quantisation: str = ""  # the scheme in which its weights are stored, where they are read as numbers
     is_untied: bool = False  # an adapter gave it an output head of its own, which its configuration does not know of
+    ignored: tuple[str, ...] = ()  # files in its folder that hold weights, which are none of its tensors
     resized_by: Location | None = None  # the adapter that stores its embedding with another number of rows
 
     @property

@@ -375,7 +375,17 @@ def _open_directory(store: Store, path: Location) -> Checkpoint:
     if not files:
         choose_weights(path, names)  # tells what is there instead
     sidecars = find_sidecars(store, path, names, folders)
-    return replace(_checkpoint(path, path, files, sidecars), components=MappingProxyType(components))
+    opened = _checkpoint(path, path, files, sidecars)
+    ignored = _ignored(names, {file.fingerprint.name for file in files}) if at_root else ()
+    return replace(opened, components=MappingProxyType(components), ignored=ignored)
+
+
+def _ignored(names: Collection[str], used: Collection[str]) -> tuple[str, ...]:
+    """List the files of weights of a folder that are not read: of the format that is, and adapters."""
+    formats = [fmt for fmt in (SAFETENSORS, TORCH) if any(name.endswith(fmt.suffixes) for name in used)]
+    weights = [name for fmt in formats for name in fmt.files(_visible(names)) if name not in used]
+    adapters = [name for name in ADAPTER_NAMES if name in names]
+    return (*weights, *adapters)
 
 
 def _read_weights(store: Store, path: Location, names: Collection[str]) -> list[WeightFile]:

@@ -23,6 +23,7 @@ from mergepipe.checkpoints.directory import (
     stat_present,
 )
 from mergepipe.checkpoints.open_files import decoded, open_files, read_elements
+from mergepipe.checkpoints.sharded_tensors import ShardedTensor
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.core.units import format_percent
 from mergepipe.deltastore.builder import PackJob, file_parts
@@ -158,7 +159,16 @@ def open_base(store: Store, path: Location) -> Checkpoint:
     if base.kind is not CheckpointKind.FULL:
         message = "holds differences from a base, not weights"
         raise UnsupportedError.of("pack.unsupported", path, message, "name its base")
+    refuse_shards(base)
     return base
+
+
+def refuse_shards(checkpoint: Checkpoint) -> None:
+    """Refuse tensors that are stored in several ranges: a packed one keeps the header of a file of whole tensors."""
+    if any(isinstance(tensor, ShardedTensor) for tensor in checkpoint.tensors.values()):
+        message = "its tensors are stored in shards by rank"
+        hint = "make a model of it first: mergepipe tailor export"
+        raise UnsupportedError.of("pack.unsupported", checkpoint.path, message, hint)
 
 
 def job_of(store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Location, home: Path) -> PackJob:

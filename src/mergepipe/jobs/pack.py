@@ -37,7 +37,7 @@ from mergepipe.deltastore.checkpoint import (
 )
 from mergepipe.deltastore.encode_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.deltastore.index import HEADER_NAME, HEADERS_NAME, PackedEntry, digest
-from mergepipe.deltastore.job import check_names, doubt_about, is_done, job_of, match_base, open_base
+from mergepipe.deltastore.job import check_names, doubt_about, is_done, job_of, match_base, open_base, refuse_shards
 from mergepipe.deltastore.pieces import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec, RawBytes, corrupt
 from mergepipe.deltastore.tensor import PackedFetch
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, Problem, RecipeError
@@ -125,6 +125,8 @@ def _pack_experts(
     distinct = {base.normal(): base for base in reversed(bases or ())}  # one named twice would not be told from itself
     candidates = [open_base(store, store.pin(base)) for base in reversed(distinct.values())]
     checkpoints = [open_checkpoint(store, store.pin(location)) for location in experts]
+    for checkpoint in checkpoints:
+        refuse_shards(checkpoint)
     choices = [match_base(store, checkpoint, candidates) for checkpoint in checkpoints] if candidates else []
     chosen: list[Checkpoint | None] = [candidates[number] for number, _ in choices] or [None] * len(checkpoints)
     jobs = [job_of(store, base, checkpoint, folder, home) for base, checkpoint in zip(chosen, checkpoints, strict=True)]

@@ -20,6 +20,7 @@ from mergepipe.checkpoints.directory import (
     is_adapter,
     is_packed,
     list_names,
+    names_shown,
     open_checkpoint,
     open_packed_expert,
     require_text_path,
@@ -442,7 +443,12 @@ def _opened(
         )
         for model, checkpoint in zip(models, checkpoints, strict=True) if (n_idle := count_scaled_by_0(checkpoint))
     ]  # fmt: skip
-    notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens, *coded, *idle)))
+    ignored = [
+        notice_at("recipe.unclear", f"'{model.text}'", f"weights next to its own are not read: {names_shown(names)}")
+        for model, checkpoint in zip(models, checkpoints, strict=True) if (names := checkpoint.ignored)
+    ]  # fmt: skip
+    of_models = (*coded, *idle, *ignored)
+    notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens, *of_models)))
     if strictness.strict:
         refuse_notices(notices)
     return Inputs(recipe, checkpoints, resolution, alignment, parts, notices)
