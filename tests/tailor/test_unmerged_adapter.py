@@ -18,7 +18,7 @@ from mergepipe.errors import MergePipeError
 from support.late_modules import LateModule, torch, transformers
 from support.slow_cases import slow_unless
 from support.torch_bytes import torch_bytes
-from support.training_trees import d_tensor
+from support.training_trees import KnownStates, d_tensor, write_zero3, write_zero12
 
 pytestmark = [
     pytest.mark.transformers,
@@ -297,3 +297,43 @@ def test_inspect__names_the_adapter(tmp_path: Path) -> None:
     checkpoint = write_dcp(tmp_path, adapted())
     (report,) = tailor.inspect(checkpoint).checkpoints
     assert report.adapter == "an adapter of PEFT 'default', 12 tensors, beside its base"
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_export__names_the_way_of_a_trainers_checkpoint_of_an_adapter_alone(
+    tmp_path: Path, *, has_optimizer: bool
+) -> None:
+    """As the Trainer saves a model that PEFT has wrapped; `--adapter` writes what it holds."""
+    model, folder = adapted(), tmp_path / "checkpoint-7"
+    model.save_pretrained(folder)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 7}))
+    if has_optimizer:
+        torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+    assert "mergepipe lora apply" in refused(folder, tmp_path / "out")
+    (report,) = tailor.inspect(folder).checkpoints
+    assert (report.step, report.adapter) == (7, "an adapter of PEFT, 12 tensors, without its base")
+    tailor.export(folder, tmp_path / "out", adapter=True)
+    made, stored = (load_file(place / "adapter_model.safetensors") for place in (tmp_path / "out", folder))
+    assert wrong(made, stored, 0.0) == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_export__folds_an_adapter_of_deepspeed_with_a_frozen_base(tmp_path: Path, stage: int) -> None:
+    """The factors are the masters of the optimizer; the base is in the module's weights, or in fragments by rank."""
+    model = adapted()
+    arrays = {name: value.numpy() for name, value in state_of(model).items()}
+    trained = {name: value for name, value in arrays.items() if "lora_" in name}
+    frozen = {name: value for name, value in arrays.items() if name not in trained}
+    known = KnownStates(
+        {name: value.shape for name, value in trained.items()},
+        {(name, kind): value for name, value in trained.items() for kind in ("fp32", "exp_avg", "exp_avg_sq")},
+        7,
+    )
+    folder = tmp_path / "checkpoint-7"
+    if stage == 3:
+        write_zero3(folder, known, [[*trained]], 2, frozen=frozen)
+    else:
+        write_zero12(folder, known, [[*trained]], 2, buffers=frozen)
+    save_config(model, folder)
+    tailor.export(folder, tmp_path / "out", self_check="full")
+    assert wrong(load_file(tmp_path / "out" / "model.safetensors"), merged_values(model)) == []

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.checkpoints.directory import is_plain_name, open_checkpoint
+from mergepipe.checkpoints.directory import is_adapter, is_plain_name, list_names, open_checkpoint
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import Span, element_count
@@ -375,8 +375,9 @@ def _open_save(
 
 
 def with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpoint:
-    """Add the safetensors copy of the weights, where the Trainer wrote one."""
-    if not any(entry.name.endswith(".safetensors") for entry in store.list(checkpoint.path)):
+    """Add the safetensors copy of the weights, where the Trainer wrote one; one of an adapter alone is none."""
+    names = list_names(store, checkpoint.path)
+    if is_adapter(names) or not any(name.endswith(".safetensors") for name in names):
         return checkpoint
     exported = StoredState.of_model(open_checkpoint(store, checkpoint.path), EXPORT)
     wrong = [

@@ -10,7 +10,17 @@ from threading import Lock
 from typing import Any
 
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
-from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, list_names, open_checkpoint, torch_shards
+from mergepipe.checkpoints.directory import (
+    ADAPTER_NAMES,
+    SAFETENSORS,
+    TORCH,
+    is_adapter,
+    list_names,
+    open_checkpoint,
+    read_weight_file,
+    stat_present,
+    torch_shards,
+)
 from mergepipe.checkpoints.quantised import refuse_quantised
 from mergepipe.checkpoints.torch_file import SUFFIXES, TorchArchive, read_torch_weights, read_torch_zip
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
@@ -179,6 +189,8 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
 
     Where the optimizer's states are not known by parameter, there are the weights, and `missing` says why.
     """
+    if is_adapter(list_names(store, folder)):
+        return _read_adapter(store, folder, read_global_step(store, folder))
     model = open_checkpoint(store, folder)
     archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
     optimizer, config = Node(archive.root, OPTIMIZER_NAME), read_json(store, folder / CONFIG_NAME)
@@ -213,6 +225,25 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
         states=weights | states,
         steps=tuple(steps),
         missing=tuple(missing),
+    )
+
+
+def _read_adapter(store: Store, folder: Location, step: int) -> TrainingCheckpoint:
+    """Read the checkpoint of a model that PEFT has wrapped: its adapter alone, without the optimizer's state."""
+    name = next((name for name in ADAPTER_NAMES if is_file(store, folder / name)), ADAPTER_NAMES[0])
+    entries = read_weight_file(store, folder, name, stat_present(store, folder, name)).entries
+    parameters = {entry.name: entry.shape for entry in entries}
+    return TrainingCheckpoint(
+        path=folder,
+        root=folder,
+        format=HF_FORMAT,
+        framework=Framework.TRANSFORMERS,
+        world_size=rank_count(store, folder),
+        step=step,
+        units=model_units(parameters),
+        parameters=parameters,
+        states={(entry.name, WEIGHT): StoredState.whole(entry.name, WEIGHT, entry) for entry in entries},
+        missing=("the base of its adapter, and the optimizer's state by parameter",),
     )
 
 
@@ -289,11 +320,14 @@ _WEIGHT_NAMES = frozenset(name for files in (SAFETENSORS, TORCH) for name in (fi
 def _recognise_weights(store: Store, path: Location) -> bool:
     """Recognise the usual names of weights without an optimizer's; formats that keep more are asked first."""
     names = list_names(store, path)
-    return bool(_WEIGHT_NAMES & names or torch_shards(names)) and OPTIMIZER_NAME not in names
+    has_weights = _WEIGHT_NAMES & names or torch_shards(names) or is_adapter(names)
+    return bool(has_weights) and OPTIMIZER_NAME not in names
 
 
 def read_weights(store: Store, path: Location, home: Location) -> TrainingCheckpoint:
     """Read weights of one step of a run, without the state that training is resumed with; of tensors, nothing."""
+    if is_adapter(list_names(store, path)):
+        return _read_adapter(store, path, _step_of_folder(store, path, home))
     model = open_checkpoint(store, path)
     refuse_quantised(store, model)
     if model.kind is not CheckpointKind.FULL:
