@@ -329,10 +329,11 @@ class PackedFP4(Scheme):
     """Numbers of 4 bits (E2M1), two in a byte, times a scale for each group of columns of a row.
 
     NVFP4: FP8 scales, divided by one for all, or (`multiplies`, ModelOpt) times that. MXFP4: scales that are powers of
-    two. Stored: codes, scales, and for NVFP4 the one for all.
+    two. Stored: codes, scales, and for NVFP4 the one for all, whose dtype has the code `of_all_kernel`.
     """
 
     groups: int
+    of_all_kernel: int = -1
     multiplies: bool = False
 
     def spans(self, rows: Span) -> tuple[Span, ...]:
@@ -342,7 +343,8 @@ class PackedFP4(Scheme):
         values = _nibbles(raw[0], _E2M1).reshape(-1, self.columns)
         scales = _powers_of_two(raw[1])
         if len(raw) > 2:
-            of_all, scales = np.float32(raw[2].view(np.float32)[0]), decoded(raw[1], F8_E4M3.kernel_code)
+            of_all = decoded(raw[2], self.of_all_kernel)[0]
+            scales = decoded(raw[1], F8_E4M3.kernel_code)
             scales = scales * of_all if self.multiplies else scales / of_all
         return _times(values, scales.reshape(-1, self.groups), self.columns // self.groups)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -24,15 +24,16 @@ from mergepipe.checkpoints.codes import (
     StackedMXFP4,
     codes_in_words,
 )
-from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, Readable, TensorEntry
 from mergepipe.checkpoints.directory import component_of
 from mergepipe.checkpoints.open_files import open_files, read_span
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
-from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, DType, DTypeKind, Span
-from mergepipe.core.strict_json import parse_object, shown
+from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, F32, F64, DType, DTypeKind, Span
+from mergepipe.core.strict_json import digest_of, parse_object, shown
 from mergepipe.errors import UnsupportedError, damaged
 from mergepipe.storage.contract import CONFIG_BYTES, Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 
 QUANTIZATION_KEY = "quantization_config"
 MASK_BITS = "mask_bits"
@@ -51,6 +52,7 @@ _CODES = (
 # `X_scales` beside `X`.
 _SCALE = re.compile(r"(.+?)(\.weight)?[._](scale|scales|scale_inv|scale_2|zero_point)")
 _FP8 = (F8_E4M3, F8_E5M2)
+_FLOATS = (BF16.name, F16.name, F32.name, F64.name)  # of scales: the libraries multiply by any of them
 _EXPONENTS = ("U8", "F8_E8M0")  # of powers of two
 _ACTIVATION_SCALES = re.compile(r"(.+)\.(input_scale|input_global_scale|output_scale|activation_scale|[kqv]_scale)")
 _MOST_STATE_BYTES = 1 << 16  # of the description of one weight of bitsandbytes
@@ -74,9 +76,47 @@ def dequantised(store: Store, checkpoint: Checkpoint) -> Checkpoint:
         kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name in made or name not in gone}
         tensors = {(made.get(name) or tensor).name: made.get(name, tensor) for name, tensor in kept.items()}
         quantisation = ", ".join(sorted(finder.schemes))
-        checkpoint = replace(checkpoint, tensors=MappingProxyType(tensors), quantisation=quantisation)
+        files = _with_schemes(checkpoint.files, made.values())
+        checkpoint = replace(checkpoint, tensors=MappingProxyType(tensors), files=files, quantisation=quantisation)
     refuse_quantised(store, checkpoint)
     return checkpoint
+
+
+def _with_schemes(files: Iterable[CheckpointFile], made: Iterable[CodedTensor]) -> tuple[CheckpointFile, ...]:
+    """Add how codes are read, which the configuration decides, to the header digests of the files that hold them."""
+    schemes: dict[Location, list[list[str]]] = {}
+    for tensor in made:
+        for location in tensor.files:
+            schemes.setdefault(location, []).append([tensor.name, repr(tensor.scheme)])
+
+    result = []
+    for file in files:
+        of_file = schemes.get(file.location)
+        if of_file is not None:
+            digest = digest_of([file.id.header_digest, sorted(of_file)])
+            file = replace(file, id=replace(file.id, header_digest=digest))
+        result.append(file)
+    return tuple(result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a scheme wants of a stored tensor: a dtype, and a shape in which dimensions of 1 do not count."""
+
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def difference(self, part: TensorEntry) -> tuple[str, str] | None:
+        """Return what a stored tensor is and what it must be; None where it is as wanted."""
+        if part.dtype.name not in self.dtypes:
+            return f"is stored as {part.dtype.name}", " or ".join(self.dtypes)
+        if _without_ones(part.shape) != _without_ones(self.shape):
+            return f"has the shape {list(part.shape)}", f"{list(self.shape)}"
+        return None
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 class _Finder:
@@ -116,18 +156,16 @@ class _Finder:
         entries = tuple(tensor for tensor in tensors if isinstance(tensor, TensorEntry))
         return entries if len(entries) == len(names) else ()
 
-    def _add(
-        self, scheme: str, tensor: CodedTensor, also: Iterable[str] = (), wanted: Sequence[Sequence[int]] = ()
-    ) -> None:
-        """Add a weight whose stored tensors after the codes must have the `wanted` shapes; `also` say nothing more."""
+    def _add(self, scheme: str, tensor: CodedTensor, wanted: Sequence[_Part], also: Iterable[str] = ()) -> None:
+        """Add a weight whose stored tensors after the codes must be as `wanted`; `also` say nothing more of it."""
         codes = tensor.stored[0]
-        for part, shape in zip(tensor.stored[1:], wanted, strict=False):
-            if tuple(shape) != part.shape and math.prod(shape) != part.n_elements:
+        for part, want in zip(tensor.stored[1:], wanted, strict=True):
+            difference = want.difference(part)
+            if difference:
                 message = (
-                    f"{shown(part.name)} has the shape {list(part.shape)}; for {shown(codes.name)} of"
-                    f" {list(codes.shape)} it must be {list(shape)}"
+                    f"{shown(part.name)} {difference[0]}; for {shown(codes.name)} of {list(codes.shape)} it must be"
                 )
-                raise damaged(self._checkpoint.path, message, "download it again")
+                raise damaged(self._checkpoint.path, f"{message} {difference[1]}", "download it again")
         self.made[codes.name] = tensor
         self.names.add(tensor.name)
         self.used |= {*(part.name for part in tensor.stored), *also}
@@ -145,9 +183,10 @@ class _Finder:
         codes, scales = parts
         of_all = self._entries(f"{stem}.weight_scale_2")
         if of_all and codes.dtype.name == "U8" and scales.dtype == F8_E4M3:
-            (rows, columns), wanted = codes.shape, [[codes.shape[0], codes.shape[1] // 8], [1]]
-            fp4 = PackedFP4(2 * columns, columns // 8, multiplies=True)
-            self._add("NVFP4", CodedTensor(codes.name, (rows, 2 * columns), (*parts, *of_all), fp4), (), wanted)
+            rows, columns = codes.shape
+            fp4 = PackedFP4(2 * columns, columns // 8, of_all[0].kernel_code, multiplies=True)
+            tensor = CodedTensor(codes.name, (rows, 2 * columns), (*parts, *of_all), fp4)
+            self._add("NVFP4", tensor, [_Part((F8_E4M3.name,), (rows, columns // 8)), _Part(_FLOATS, (1,))])
         if codes.dtype not in _FP8:
             return
         has_exponents = scales.dtype.name in _EXPONENTS
@@ -159,7 +198,9 @@ class _Finder:
             block = _block_of(self._checkpoint, codes, scales, self._config(codes.name))
             scheme = ScaledFP8(max(1, codes.shape[1]), block, codes.kernel_code, scales.kernel_code)
             name = "FP8 with scales that are powers of two" if has_exponents else "FP8 with scales"
-            self._add(name, CodedTensor(codes.name, codes.shape, parts, scheme))
+            self._add(
+                name, CodedTensor(codes.name, codes.shape, parts, scheme), [_Part((scales.dtype.name,), scales.shape)]
+            )
 
     def _compressed(self, stem: str) -> None:
         parts = self._entries(f"{stem}.weight_packed", f"{stem}.weight_scale")
@@ -173,27 +214,33 @@ class _Finder:
             parts += self._entries(f"{stem}.weight_global_scale") if is_nvfp4 else ()
             if len(parts) != 2 + is_nvfp4 or not (is_nvfp4 or scales.dtype.name == "U8"):
                 return
-            wanted, of_all = [rows, columns // (16 if is_nvfp4 else 32)], [[1]] * is_nvfp4
-            tensor = CodedTensor(name, (rows, columns), parts, PackedFP4(columns, wanted[1]))
-            self._add("NVFP4" if is_nvfp4 else "MXFP4", tensor, also, [wanted, *of_all])
+            if is_nvfp4:
+                wanted = [_Part((F8_E4M3.name,), (rows, columns // 16)), _Part(_FLOATS, (1,))]
+                fp4 = PackedFP4(columns, columns // 16, parts[2].kernel_code)
+            else:
+                wanted = [_Part(("U8",), (rows, columns // 32))]
+                fp4 = PackedFP4(columns, columns // 32)
+            self._add("NVFP4" if is_nvfp4 else "MXFP4", CodedTensor(name, (rows, columns), parts, fp4), wanted, also)
         elif codes.dtype.name == "I32" and groups:
             n_bits = self._bits_of(name, stem, codes)
             columns = codes.shape[1] * 32 // n_bits if n_bits else 0
             if not columns or columns % groups:
                 return
-            shapes = [[rows, groups]]
+            wanted = [_Part(_FLOATS, (rows, groups))]
             order: tuple[TensorEntry, ...] = self._entries(f"{stem}.weight_g_idx")
             if order and order[0].dtype.name == "I32" and self._read(order[0]).view(np.int32).min(initial=0) < 0:
                 also.append(order[0].name)
                 order = ()  # none is named: they lie side by side
             if order:
                 self._check_groups(order[0], columns, groups)
-                shapes.append([columns])
-            parts += order + self._entries(f"{stem}.weight_zero_point")
+                wanted.append(_Part(("I32",), (columns,)))
+            zeros = self._entries(f"{stem}.weight_zero_point")
+            if zeros:
+                wanted.append(_Part(("I32",), (-(-rows * n_bits // 32), groups)))
+            parts += order + zeros
             scheme = PackedIntegers(columns, n_bits, groups, scales.kernel_code, bool(order))
-            shapes.append([-(-rows * n_bits // 32), groups])
             tensor = CodedTensor(name, (rows, columns), parts, scheme, _of_16_bits(scales))
-            self._add(f"packed integers of {n_bits} bits", tensor, also, shapes)
+            self._add(f"packed integers of {n_bits} bits", tensor, wanted, also)
 
     def _bits_of(self, name: str, stem: str, codes: TensorEntry) -> int:
         """The bits of a code, by the shape that is stored with it; 0 where it is no whole number of 4 or 8."""
@@ -205,7 +252,10 @@ class _Finder:
         return bits[0] if bits else 0
 
     def _check_groups(self, entry: TensorEntry, columns: int, groups: int) -> None:
-        group_C = self._read(entry).view(np.int32) if entry.dtype.name == "I32" else np.empty(0, np.int32)
+        """Refuse groups of inputs that are not there; the dtype is checked where the weight is added."""
+        if entry.dtype.name != "I32":
+            return
+        group_C = self._read(entry).view(np.int32)
         if len(group_C) != columns or group_C.min(initial=0) < 0 or group_C.max(initial=0) >= groups:
             message = f"{shown(entry.name)} names no group of {groups} for each of {columns} inputs"
             raise damaged(self._checkpoint.path, message, "download it again")
@@ -223,7 +273,7 @@ class _Finder:
             tensor = CodedTensor(
                 name, (experts, groups * 32, outputs), parts, StackedMXFP4(max(1, outputs), groups * 32)
             )
-            self._add("MXFP4", tensor, wanted=[[experts, outputs, groups]])
+            self._add("MXFP4", tensor, [_Part(("U8",), (experts, outputs, groups))])
 
     def _bits_and_bytes_4(self, name: str, state_name: str) -> None:
         plain = self._entries(name, f"{name}.absmax", f"{name}.quant_map")
@@ -245,16 +295,18 @@ class _Finder:
             raise damaged(where, message, "download it again")
         scheme = BitsAndBytes4(block, nested, float(offset))
         dtype = F16 if stated.get("dtype") == "float16" else BF16
-        wanted = [[rows], [16], *([[-(-rows // nested)], [256]] if nested else [])]
+        wanted = [_Part(("U8",) if nested else ("F32",), (rows,)), _Part(("F32",), (16,))]
+        if nested:
+            wanted += [_Part(("F32",), (-(-rows // nested),)), _Part(("F32",), (256,))]
         tensor = CodedTensor(name, shape, parts, scheme, dtype)
-        self._add(f"bitsandbytes {state_name.rpartition('__')[2].upper()}", tensor, [state_name], wanted)
+        self._add(f"bitsandbytes {state_name.rpartition('__')[2].upper()}", tensor, wanted, [state_name])
 
     def _bits_and_bytes_8(self, stem: str) -> None:
         parts = self._entries(f"{stem}.weight", f"{stem}.SCB")
         if not parts or len(parts[0].shape) != 2 or [part.dtype.name for part in parts] != ["I8", "F32"]:
             return
         tensor = CodedTensor(parts[0].name, parts[0].shape, parts, BitsAndBytes8(max(1, parts[0].shape[1])), F16)
-        self._add("bitsandbytes int8", tensor, [f"{stem}.weight_format"], [[parts[0].shape[0]]])
+        self._add("bitsandbytes int8", tensor, [_Part(("F32",), parts[0].shape[:1])], [f"{stem}.weight_format"])
 
     def _transposed(self, stem: str) -> None:
         parts = self._entries(f"{stem}.qweight", f"{stem}.qzeros", f"{stem}.scales")
@@ -282,8 +334,12 @@ class _Finder:
         more = 0 if is_awq or stated.get("checkpoint_format") == "gptq_v2" else 1
         scheme = PackedTransposed(columns, n_bits, n_outputs, more, scales.kernel_code, is_awq)
         tensor = CodedTensor(f"{stem}.weight", (n_outputs, columns), parts, scheme, _of_16_bits(scales))
-        wanted = [[groups, -(-n_outputs // per) * n_words], [groups, n_outputs], [columns]]
-        self._add(f"{'AWQ' if is_awq else 'GPTQ'} of {n_bits} bits", tensor, wanted=wanted)
+        wanted = [
+            _Part(("I32",), (groups, -(-n_outputs // per) * n_words)),
+            _Part(_FLOATS, (groups, n_outputs)),
+            _Part(("I32",), (columns,)),
+        ]
+        self._add(f"{'AWQ' if is_awq else 'GPTQ'} of {n_bits} bits", tensor, wanted[: len(parts) - 1])
 
 
 def stored_like(store: Store, base: Checkpoint, merged: Mapping[str, Readable]) -> dict[str, Readable]:

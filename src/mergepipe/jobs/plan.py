@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergepipe.checkpoints.contract import LeveledTensor
+from mergepipe.checkpoints.contract import LeveledTensor, Unchanged
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.core.flags import public_call
 from mergepipe.core.strict_json import digest_of
@@ -18,7 +18,7 @@ from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import CheckOptions, PlanOptions, home_of
 from mergepipe.planning.budget import BudgetRequest, OnOmit, PlanningChoices, Policy, parse_budget, retry_reserve_bytes
-from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, ImportanceRecord, Plan, PlannedTensor, read_alike
+from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, ImportanceRecord, Plan, PlannedTensor
 from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.model_location import locate_model
@@ -219,7 +219,8 @@ def _of_everything(plan: Plan, tasks: Sequence[MergeTask]) -> Plan:
 
     Blocks that an index says equal the base are read as well: rules make something else of infinities in them.
     """
-    tensors = tuple(_read_whole(tensor, plan.block_elements) for tensor in plan.tensors)
+    task_of = {task.name: task for task in tasks}
+    tensors = tuple(_read_whole(tensor, task_of[tensor.name], plan.block_elements) for tensor in plan.tensors)
     everything = replace(plan, policy=READS_ALL, tensors=tensors, fallbacks=())
     more = planned_cost(everything, tasks) - planned_cost(plan, tasks)
     return replace(
@@ -230,10 +231,18 @@ def _of_everything(plan: Plan, tasks: Sequence[MergeTask]) -> Plan:
     )
 
 
-def _read_whole(tensor: PlannedTensor, block_elements: int) -> PlannedTensor:
+def _read_whole(tensor: PlannedTensor, task: MergeTask, block_elements: int) -> PlannedTensor:
+    """Plan to read all blocks of the experts that change a tensor; of the others there is nothing to read."""
     n_blocks = -(-tensor.n_elements // block_elements)
-    reads = read_alike(Access(((0, n_blocks),) if n_blocks else ()), len(tensor.models))
-    return replace(tensor, reads=reads, read_of=(), cuts=(), products=())
+    all_blocks = ((0, n_blocks),) if n_blocks else ()
+    accesses = []
+    for source in task.experts:
+        is_unchanged = isinstance(source, Unchanged)
+        accesses.append(Access(free=all_blocks) if is_unchanged else Access(blocks=all_blocks))
+
+    reads = tuple(dict.fromkeys(accesses))
+    read_of = tuple(map(reads.index, accesses)) if len(reads) > 1 else ()
+    return replace(tensor, reads=reads, read_of=read_of, cuts=(), products=())
 
 
 def _are_packed(inputs: Inputs) -> bool:

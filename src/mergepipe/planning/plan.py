@@ -210,11 +210,6 @@ class PlannedTensor:
         return 1 / self.probability if self.probability else 1.0
 
 
-def read_alike(access: Access, n_experts: int) -> tuple[Access, ...]:
-    """Return the `reads` of a tensor whose experts all have one access."""
-    return (access,) if n_experts else ()
-
-
 @dataclass(frozen=True, slots=True)
 class ImportanceRecord:
     """The importances that the probabilities of a sample follow: the path of the file, and a digest of the numbers.

@@ -299,3 +299,68 @@ def test_check__refuses_scales_of_a_wrong_shape(
     path = model(tmp_path / "m", SCHEMES[scheme](0)[0] | {name: tensor})
     with pytest.raises(CorruptError, match=message):
         mergepipe.check(recipe(tmp_path, "linear", path, path))
+
+
+ZEROS = "packed integers of 4 bits, zeros"
+N_WORDS = ROWS * 4 // 32  # of the zero points of a group
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "change", "message"),
+    [
+        (
+            "packed integers of 4 bits",
+            "l.weight_scale",
+            np.int32,
+            "stored as I32; .* must be BF16 or F16 or F32 or F64",
+        ),
+        ("packed integers of 4 bits", "l.weight_scale", np.uint8, "stored as U8"),
+        (ZEROS, "l.weight_zero_point", np.int64, "stored as I64; .* must be I32"),
+        (ZEROS, "l.weight_zero_point", np.float32, "stored as F32"),
+        ("packed integers of 4 bits, in another order", "l.weight_g_idx", np.int64, "stored as I64"),
+        ("GPTQ of 4 bits", "l.g_idx", np.int64, "stored as I64"),
+        ("NVFP4", "l.weight_global_scale", np.int32, "stored as I32"),
+        ("NVFP4, of ModelOpt", "l.weight_scale_2", np.int64, "stored as I64"),
+    ],
+)
+def test_check__refuses_parts_of_another_dtype(
+    tmp_path: Path, scheme: str, name: str, change: type, message: str
+) -> None:
+    tensors, _ = SCHEMES[scheme](0)
+    path = model(tmp_path / "m", tensors | {name: tensors[name].astype(change)})
+    with pytest.raises(CorruptError, match=message):
+        mergepipe.check(recipe(tmp_path, "linear", path, path))
+
+
+@pytest.mark.parametrize("shape", [(COLUMNS // GROUP, N_WORDS), (1, N_WORDS * COLUMNS // GROUP), (-1,)])
+def test_check__refuses_zero_points_of_as_many_elements_in_another_shape(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    tensors, _ = SCHEMES[ZEROS](0)
+    changed = tensors["l.weight_zero_point"].reshape(shape)
+    path = model(tmp_path / "m", tensors | {"l.weight_zero_point": changed})
+    with pytest.raises(CorruptError, match=rf"must be \[{N_WORDS}, {COLUMNS // GROUP}\]"):
+        mergepipe.check(recipe(tmp_path, "linear", path, path))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        ("NVFP4", "l.weight_global_scale"), ("NVFP4, of ModelOpt", "l.weight_scale_2"),
+        ("packed integers of 4 bits", "l.weight_scale"), ("GPTQ of 4 bits", "l.scales"), ("AWQ of 4 bits", "l.scales"),
+    ],
+)  # fmt: skip
+def test_merge__reads_scales_of_every_floating_dtype(tmp_path: Path, scheme: str, name: str, dtype: type) -> None:
+    """Of powers of two, which every dtype holds."""
+    tensors, _ = SCHEMES[scheme](0)
+    powers = np.exp2(np.round(np.log2(np.abs(tensors[name].astype(np.float64)))))
+    powers = np.minimum(powers, 2.0**14)  # float16 ends at 65504
+    exact = model(tmp_path / "exact", tensors | {name: powers.astype(np.float32)})
+    same = model(tmp_path / "same", tensors | {name: powers.astype(dtype)})
+    written = []
+    for path in (exact, same):
+        out = tmp_path / f"out-{path.name}"
+        mergepipe.merge(recipe(tmp_path, "linear", path, path, dtype="float32"), out, options=NO_CATALOG)
+        written.append(load_file(out / "model.safetensors")["l.weight"])
+    assert np.array_equal(*written)
