@@ -224,6 +224,44 @@ def test_load_inert__refuses_deep_marks_and_endless_instructions(monkeypatch: py
         load_inert(b"\x80\x02N.", "test")
 
 
+def again_and_again(function: str, argument: bytes, n_calls: int = 1000) -> bytes:
+    """A pickle that remembers an argument and calls a function with it a thousand times."""
+    module, _, name = function.rpartition(".")
+    named = b"c" + module.encode() + b"\n" + name.encode() + b"\nq\x03"
+    return b"\x80\x02](" + argument + b"q\x01" + named + b"h\x03h\x01\x85R" * n_calls + b"e."
+
+
+REMEMBERED = {
+    "builtins.set": b"](" + b"N" * 4000 + b"e",
+    "builtins.frozenset": b"](" + b"N" * 4000 + b"e",
+    "collections.OrderedDict": b"](" + b"K\x01N\x86" * 4000 + b"e",
+}
+
+
+@pytest.mark.parametrize("function", REMEMBERED)
+def test_load_inert__refuses_calls_that_copy_one_value_again_and_again(function: str) -> None:
+    with pytest.raises(CorruptError, match="calls copy more than the [0-9]+ items"):
+        load_inert(again_and_again(function, REMEMBERED[function]), "x")
+
+
+def test_load_inert__refuses_one_text_that_is_encoded_again_and_again() -> None:
+    text = b"X" + struct.pack("<I", 4000) + b"a" * 4000
+    latin1 = b"X\x06\x00\x00\x00latin1q\x02"
+    calls = b"h\x03h\x01h\x02\x86R" * 1000
+    body = b"\x80\x02](" + text + b"q\x01" + latin1 + b"c_codecs\nencode\nq\x03" + calls + b"e."
+    with pytest.raises(CorruptError, match="calls copy more"):
+        load_inert(body, "x")
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_load_inert__reads_many_collections_that_python_wrote(protocol: int) -> None:
+    value = [{1, 2, 3}, frozenset("ab"), b"\x00\xff" * 50, [set(range(100)) for _ in range(50)]]
+    loaded = load_inert(pickle.dumps(value, protocol), "x")
+    assert isinstance(loaded, list)
+    assert sorted(loaded[0]) == [1, 2, 3]
+    assert loaded[2] == b"\x00\xff" * 50
+
+
 def test_walk_tensors__takes_linear_time_on_nested_sharing() -> None:
     doubled = b"]" + b"".join(b"q\x00" + b"](h\x00h\x00e" for _ in range(300))
     # each list holds the one before twice: 2**300 paths, 301 lists; the stack is reduced by appending downwards

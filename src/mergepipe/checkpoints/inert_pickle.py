@@ -303,6 +303,9 @@ _CONSTRUCTORS: Mapping[tuple[str, str], Constructor] = MappingProxyType({
     ("__builtin__", "getattr"): _attribute,
 })  # fmt: skip
 
+_COPYING = frozenset(key for key, make in _CONSTRUCTORS.items() if make in (_mapping, _collection, _latin1))
+"""Constructors whose result is as large as their first argument."""
+
 _TYPES = frozenset({
     ("torch", "Tensor"),
     ("torch.nn.parameter", "Parameter"),
@@ -325,7 +328,8 @@ def load_inert(pickled: bytes, where: str) -> object:
     """Return the value a pickle describes, built of None, bool, int, float, str, bytes, tuple, list, dict and inert
     values. Sets become lists. The result may share parts and may contain itself: walk it with care.
 
-    Memory: a small multiple of `len(pickled)`, of at most `PICKLE_BYTES`.
+    Memory: a small multiple of `len(pickled)`, of at most `PICKLE_BYTES`: calls copy no more items and characters than
+    the pickle has bytes.
     """
     if len(pickled) > PICKLE_BYTES:
         message = f"the pickle has {len(pickled)} bytes; at most {PICKLE_BYTES} are read"
@@ -342,11 +346,12 @@ def load_with_memo(pickled: bytes, where: str) -> tuple[object, dict[int, object
 class _Machine:
     """The pickle virtual machine: a stack, a list of marked stacks and a memo. `pickletools` reads the operands."""
 
-    __slots__ = ("marked", "memo", "n_bytes", "stack", "stream", "where")
+    __slots__ = ("marked", "memo", "n_bytes", "n_copied", "stack", "stream", "where")
 
     def __init__(self, pickled: bytes, where: str) -> None:
         self.stream = io.BytesIO(pickled)
         self.n_bytes = len(pickled)
+        self.n_copied = 0
         self.where = where
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []
@@ -441,7 +446,19 @@ class _Machine:
 
     def call(self, _: object) -> None:
         kind, args = self.pop_last(2)
+        if isinstance(kind, Global) and (kind.module, kind.name) in _COPYING and args:
+            self._charge_copy(args[0])
         self.push(construct(kind, args, self.where))
+
+    def _charge_copy(self, source: object) -> None:
+        """Count what a call copies: of a value that is remembered and copied again and again it is no longer bounded.
+
+        In a pickle that Python wrote every item and every character was a byte of the pickle at least.
+        """
+        if isinstance(source, list | tuple | str):
+            self.n_copied += len(source)
+        if self.n_copied > self.n_bytes:
+            raise self.corrupt(f"calls copy more than the {self.n_bytes} items and characters that a pickle can hold")
 
     def build(self, _: object) -> None:
         state, target = self.stack.pop(), self.stack[-1]
