@@ -240,7 +240,7 @@ REMEMBERED = {
 
 @pytest.mark.parametrize("function", REMEMBERED)
 def test_load_inert__refuses_calls_that_copy_one_value_again_and_again(function: str) -> None:
-    with pytest.raises(CorruptError, match="calls copy more than the [0-9]+ items"):
+    with pytest.raises(CorruptError, match=r"calls copy more than the [0-9]+ items"):
         load_inert(again_and_again(function, REMEMBERED[function]), "x")
 
 
