@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.checkpoints.safetensors import MAX_HEADER_BYTES
-from mergepipe.core.strict_json import object_members, parse_object
+from mergepipe.core.strict_json import MOST_MADE_BYTES, made_bytes, object_members, parse_object
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import CARD_BYTES, WEIGHT_INDEX_BYTES
 from support.safetensors_bytes import file_bytes
@@ -150,3 +151,35 @@ def test_object_members__refuse_what_the_whole_object_is_refused_for(text: str) 
             codes.append(error.code)
     assert len(codes) in (0, 2)
     assert len(set(codes)) <= 1
+
+
+DOCUMENTS = {
+    "empty objects": ",".join(["{}"] * 20_000),
+    "empty lists": ",".join(["[]"] * 20_000),
+    "objects of one member": ",".join(['{"a":1}'] * 20_000),
+    "a log": ",".join(f'{{"epoch":{i / 7},"loss":{i / 3},"step":{i}}}' for i in range(10_000)),
+    "numbers": ",".join(map(str, range(1000, 30_000))),
+    "texts": ",".join(f'"text {i}"' for i in range(20_000)),
+    "merges of a tokenizer": ",".join(f'["a{i}","b{i}"]' for i in range(20_000)),
+}
+
+
+@pytest.mark.parametrize("values", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_made_bytes__is_not_less_than_values_take_and_not_many_times_more(values: str) -> None:
+    raw = f'{{"values":[{values}]}}'.encode()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        document = json.loads(raw)
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert document
+    assert taken <= 1.1 * made_bytes(raw)
+    assert made_bytes(raw) <= 3 * taken
+
+
+def test_parse_object__refuses_values_that_take_too_much_memory() -> None:
+    raw = b'{"log_history":[' + b",".join([b"{}"] * (MOST_MADE_BYTES // 128)) + b"]}"
+    with pytest.raises(CorruptError, match="its values take more than 768 MiB of memory"):
+        parse_object(raw, where="trainer_state.json", code="checkpoint.damaged")

@@ -55,6 +55,7 @@ _PIECES: Final = "tokenizer.model"
 _READ_BYTES: Final = 1 << 20
 _MOST_HEADER_BYTES: Final = 256 << 20  # the tokens and merges of 262,000 tokens take 12 MB
 _MOST_TENSORS: Final = 1 << 20
+_MOST_MATRICES: Final = 1 << 18  # 384 experts in 61 layers have 70,000
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -116,6 +117,8 @@ def open_gguf(store: Store, path: Location, status: FileStatus) -> Checkpoint:
     counts = [count for count in (n_layers, n_heads, n_of_keys or n_heads) if type(count) is int]
     if len(counts) < 3 or not all(0 < count < _MOST_TENSORS for count in counts):
         raise header.damaged("does not say how many layers and heads there are")
+    if counts[0] > len(infos):
+        raise header.damaged(f"says that it has {counts[0]} layers, and has {len(infos)} tensors")
     names = {stored: name for name, stored in _stored_names(gguf, architecture, counts[0])}
     heads = {"q": counts[1], "k": counts[2]} if architecture in _IN_PAIRS else {}
     tensors: dict[str, Readable] = {}
@@ -127,6 +130,8 @@ def open_gguf(store: Store, path: Location, status: FileStatus) -> Checkpoint:
             raise unsupported(path, f"holds {shown(info[0])}, and {architecture} models have no such tensor", _ADVICE)
         for tensor in header.tensors_of(gguf, names[info[0]], info, heads):
             tensors[tensor.name] = tensor
+            if len(tensors) > _MOST_MATRICES:
+                raise header.damaged(f"has more than {_MOST_MATRICES} tensors and matrices of experts")
         kind = gguf.GGMLQuantizationType(info[2]).name
         schemes |= set() if kind in _PLAIN else {f"GGUF {kind}"}
     file = CheckpointFile(path, FileId(path.name, header.size_bytes, status.version, header.digest))
@@ -180,7 +185,7 @@ class _Header:
         if match is None:
             yield self._tensor(gguf, name, info, heads)
             return
-        if len(dims) != 3 or not 0 < dims[2] < _MOST_TENSORS:
+        if len(dims) != 3 or not all(dims):
             raise self.damaged(f"{shown(stored)} of {list(reversed(dims))} is no stack of experts")
         for expert in range(dims[2]):
             of_expert = f"{match['experts']}.{expert}.{match['matrix']}"

@@ -170,6 +170,14 @@ def test_gguf__is_an_expert_like_the_numbers_it_stands_for(tmp_path: Path) -> No
         (lambda w: w.add_uint16("split.count", 3), "is one of 3 files"),
         (lambda w: w.add_uint32("llama.attention.head_count_kv", 3), "128 rows for 3 heads"),
         (lambda w: w.add_string("llama.block_count", "many"), "does not say how many layers and heads"),
+        (
+            lambda w: w.add_uint32("llama.block_count", 1_000_000),
+            r"says that it has 1000000 layers, and has \d+ tensors",
+        ),
+        (
+            lambda w: w.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((500, 0, 4), np.float32)),
+            "is no stack of experts",
+        ),
     ],
 )
 def test_gguf__of_another_kind_is_refused(tmp_path: Path, change: Callable[[Any], None], message: str) -> None:

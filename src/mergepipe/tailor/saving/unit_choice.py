@@ -303,10 +303,17 @@ def read_log(text: str, where: object = "log") -> SaveLog:
     complete = lines[:-1] if is_cut else lines
     records: list[SaveRecord] = []
     dropped: set[int] = set()
-    for event in [_read_line(line, f"{where}:{i}") for i, line in enumerate(complete, 1) if line.strip()]:
-        dropped |= {r.step for r in records if r.step > event.step}
-        records = [r for r in records if r.step < event.step or (event.folder is None and r.step == event.step)]
-        records += [event] if event.folder is not None else []
+    for number, line in enumerate(complete, 1):
+        if not line.strip():
+            continue
+        event = _read_line(line, f"{where}:{number}")
+        is_save = event.folder is not None
+        while records and (records[-1].step > event.step or (is_save and records[-1].step == event.step)):
+            given_up = records.pop()
+            if given_up.step > event.step:
+                dropped.add(given_up.step)
+        if is_save:
+            records.append(event)
     return SaveLog(tuple(records), tuple(sorted(dropped)), len(lines) if is_cut else 0)
 
 
