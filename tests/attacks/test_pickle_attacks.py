@@ -22,6 +22,7 @@ from mergepipe.checkpoints import inert_pickle
 from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.stored_adapters import AdapterConfig, read_adapter_config
 from mergepipe.checkpoints.torch_file import read_torch_zip, walk_tensors
+from mergepipe.core import name_patterns
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.runs.inputs import open_model
 from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES
@@ -390,12 +391,26 @@ def test_read_adapter_config__tries_no_pattern_that_runs_for_long(pattern: str) 
         assert config.rank_of("a" * 250 + "." + "ab" * 100 + "!") in (3, 8)
 
 
-@pytest.mark.parametrize(
-    "pattern", ["(a*)*b", "(a|aa)+$", "(.*)(.*)(.*)(.*)x", "(?:a+)+", "(a|a)(a|a)(a|a)b", r"(a)\1*", "a" * 300]
-)
-def test_read_adapter_config__refuses_patterns_that_could_explode(pattern: str) -> None:
-    with pytest.raises(UnsupportedError, match="too complex"):
-        parsed(json.dumps({"peft_type": "LORA", "alpha_pattern": {pattern: 1}}).encode())
+@pytest.mark.parametrize("pattern", ["(a*)*b", "(a|aa)+$", "(?:a+)+", r"(a)\1*", "(?=a)b", "a{300}{300}", "a*" * 600])
+def test_read_adapter_config__refuses_or_matches_patterns_that_could_explode(pattern: str) -> None:
+    config = outcome(lambda: parsed(json.dumps({"peft_type": "LORA", "rank_pattern": {pattern: 3}}).encode()))
+    if isinstance(config, AdapterConfig):
+        assert config.rank_of("a" * 500 + "!") == 8
+    else:
+        assert (config.code, "the pattern" in str(config)) == ("adapter.unsupported", True)
+
+
+def test_read_adapter_config__bounds_the_work_of_many_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(name_patterns, "_MOST_WORK", 100_000)
+    patterns = {f".*{'.*'.join(map(str, range(n)))}x": n + 1 for n in range(1, 60)}
+    config = parsed(json.dumps({"peft_type": "LORA", "rank_pattern": patterns}).encode())
+
+    def match_all() -> None:
+        for number in range(1000):
+            config.rank_of(f"{number:0300d}{number * 7919:0200d}")
+
+    with refuses(UnsupportedError, "adapter.unsupported", "takes too long, with so many patterns and names"):
+        match_all()
 
 
 def test_read_adapter_config__does_not_read_what_is_too_long() -> None:

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.checkpoints.open_files import decoded
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.core.blocks import DTypeKind
+from mergepipe.core.name_patterns import EndPatterns, PatternError
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, FileId, Store, is_folder
@@ -41,12 +43,8 @@ BASE_LAYER = ".base_layer"
 INNER, OUTER = "gate_up_proj", "down_proj"
 """Parameters of stacked experts, in the order in which models have them, and PEFT wraps them."""
 MERGE_HINT = "merge it into its base with peft first, and use the result as an expert"
-_MAX_PATTERN = 256
-_MAX_NAME = 512
 _MOST_LAYERS = 100_000
-# Literals, classes, groups, repeats of one character: no look-around, no repeated group.
-_PATTERN = re.compile(r"(?:[\w.^$|\-]|\\[.dw\-]|\[[\w\-]+\]|\(|\)(?![*+?{])|[*+](?![*+?]))+", re.ASCII)
-_MAX_REPEATS = 2
+_PATTERN_HINT = "name the modules one by one"
 # Configured for training only, or already in the stored tensors: without effect on what is merged.
 _HARMLESS = frozenset({
     "alpha", "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
@@ -105,8 +103,12 @@ class AdapterConfig:
         """Return what is stated of a module: by the first pattern that matches the end of its name at a dot."""
         if self.kind == KOHYA:
             return stated[module]
-        patterns = stated if len(module) <= _MAX_NAME else ()
-        return next((stated[text] for text in patterns if re.match(rf"(.*\.)?({text})$", module)), default)
+        try:
+            index = _end_patterns(tuple(stated)).first(module)
+        except PatternError as error:
+            message = f"rank_pattern and alpha_pattern: matching {shown(module)} {error}"
+            raise unsupported_adapter(ADAPTER_CONFIG_NAME, message, _PATTERN_HINT) from error
+        return default if index is None else tuple(stated.values())[index]
 
     def parameters_of(self, module: str) -> list[str]:
         """List the bare parameters that factors under the name of a module may be of, as the base names them.
@@ -235,23 +237,19 @@ def _patterns(config: Mapping[str, JsonValue], key: str, path: Location) -> list
         return []
     if not isinstance(patterns, dict):
         raise damaged_adapter(path, f"'{key}' must be an object, found {shown(patterns)}")
-    for pattern in patterns:
-        _check_pattern(pattern, key, path)
+    try:
+        _end_patterns(tuple(patterns))
+    except PatternError as error:
+        raise unsupported_adapter(path, f"'{key}': the pattern {error}", _PATTERN_HINT) from error
+    except re.error as error:
+        message = f"the pattern {shown(error.pattern)} of '{key}' is no regular expression: {error}"
+        raise damaged_adapter(path, message) from error
     return list(patterns.items())
 
 
-def _check_pattern(pattern: str, key: str, path: Location) -> None:
-    """Refuse a regular expression that could run for long; module names, as peft writes them, all pass."""
-    repeats, choices, groups = (sum(map(pattern.count, characters)) for characters in ("*+", "|", "("))
-    is_bounded = (repeats == 0 and groups <= 1) or (repeats <= _MAX_REPEATS and choices == 0)
-    if len(pattern) > _MAX_PATTERN or not is_bounded or not _PATTERN.fullmatch(pattern):
-        message = f"the pattern {shown(pattern)} of '{key}' is too complex to be matched"
-        raise unsupported_adapter(path, message, "name the modules one by one")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        message = f"the pattern {shown(pattern)} of '{key}' is no regular expression: {error}"
-        raise damaged_adapter(path, message) from error
+@lru_cache(maxsize=8)
+def _end_patterns(expressions: tuple[str, ...]) -> EndPatterns:
+    return EndPatterns(expressions)
 
 
 def _rank(value: JsonValue, key: str, path: Location) -> int:
