@@ -397,7 +397,8 @@ def test_read_adapter_config__refuses_or_matches_patterns_that_could_explode(pat
     if isinstance(config, AdapterConfig):
         assert config.rank_of("a" * 500 + "!") == 8
     else:
-        assert (config.code, "the pattern" in str(config)) == ("adapter.unsupported", True)
+        assert config.code in ("adapter.unsupported", "adapter.damaged")
+        assert "the pattern" in str(config)
 
 
 def test_read_adapter_config__bounds_the_work_of_many_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
