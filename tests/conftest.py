@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import pytest
@@ -195,3 +196,15 @@ def exact_reads() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(local, "resident_fraction", lambda *_: 1.0)
         yield
+
+
+@pytest.fixture(scope="session")
+def demo_files() -> Iterator[Path]:
+    """A folder with what `make demo` writes, which no test changes; its path is short, so that no table is wrapped."""
+    from support.demo_files import write_demo_files  # which few tests need
+
+    with TemporaryDirectory(dir="/tmp") as parent:
+        folder = Path(parent) / "demo"
+        folder.mkdir()
+        write_demo_files(folder)
+        yield folder

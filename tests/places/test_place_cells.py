@@ -144,8 +144,12 @@ def test_output__has_the_weights_of_a_folder(work: Work, name: str, kind: str) -
     if name in PAGES:
         assert Path(out).is_file()
         return
-    files = {"bucket": objects_below, "hub": lambda _: work.models.hub.model_files(f"user/{work.folder.name}")}
-    written = weights_below(files[kind](out) if kind in files else files_of(Path(out)))
+    if kind == "bucket":
+        written = weights_below(objects_below(out))
+    elif kind == "hub":
+        written = weights_below(work.models.hub.model_files(f"user/{work.folder.name}"))
+    else:
+        written = weights_below(files_of(Path(out)))
     local = work.folder / "local"
     local.mkdir()
     expected = result_of(verb, Work(work.models, local), subject)[0]

@@ -376,7 +376,7 @@ def _open_directory(store: Store, path: Location) -> Checkpoint:
         choose_weights(path, names)  # tells what is there instead
     sidecars = find_sidecars(store, path, names, folders)
     opened = _checkpoint(path, path, files, sidecars)
-    ignored = _ignored(names, {file.fingerprint.name for file in files}) if at_root else ()
+    ignored = _ignored(names, {file.source.id.name for file in files}) if at_root else ()
     return replace(opened, components=MappingProxyType(components), ignored=ignored)
 
 

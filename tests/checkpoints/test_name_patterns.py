@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.core import name_patterns
-from mergepipe.core.name_patterns import EndPatterns, PatternError
+from mergepipe.checkpoints import name_patterns
+from mergepipe.checkpoints.name_patterns import EndPatterns, PatternError
 
 NAMES = [
     f"model.layers.{layer}.{block}.{name}"

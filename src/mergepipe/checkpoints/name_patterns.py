@@ -204,7 +204,8 @@ class _Automaton:
         if operation in _REPEATS:
             if is_repeated:
                 raise PatternError("repeats what repeats already, which is not supported")
-            return self._repeat(*argument, place)
+            least, most, inner = argument
+            return self._repeat(least, most, inner, place)
         behind = self._place()
         self._steps[place].append((_takes(operation, argument), behind))
         return behind
