@@ -26,12 +26,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 _VALUES = (
+    "adapter-config lora-alpha "
     "address allow-dropped alpha at base base-model-id block-elements budget budgets chain config connections "
     "dtype ends energy evaluate executor export from-log home importance importance-out message method "
     "min-density optimizer part paths rank save-modules seed select state-from strategy target-loss tensor text "
     "threads weights where-omitted work"
 )
-_SWITCHES = "create force lenient private resume strict"
+_SWITCHES = "adapter create force lenient private resume strict"
 KEYWORD_OF_OPTION = {
     **{f"--{name}": name.replace("-", "_") for name in _VALUES.split()},
     **{f"--{name}": f"{name.replace('-', '_')}=True" for name in _SWITCHES.split()},

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,9 @@ def test_open__refuses_one_shard(saved: Path, tmp_path: Path, rank: int) -> None
     shard = saved / "step_4" / "model" / f"shard-0000{rank}-model-00001-of-00001.safetensors"
     whole = saved / "whole"
     recipe = {"merge_method": "linear", "models": [{"model": str(shard), "parameters": {"weight": 1}}]}
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "merge": lambda: mergepipe.merge(recipe, tmp_path / "out"),
-        "pack": lambda: mergepipe.pack(whole, shard, tmp_path / "out"),
+        "pack": lambda: mergepipe.pack(whole, [shard], tmp_path / "out"),
         "analyze": lambda: mergepipe.analyze(whole, [shard]),
     }
     for name, call in calls.items():

@@ -238,7 +238,7 @@ def refused(checkpoint: Path, out: Path, **options: Any) -> str:
 def test_export__refuses_an_adapter_of_unknown_scale(tmp_path: Path) -> None:
     message = refused(write_one_file(tmp_path, adapted()), tmp_path / "out")
     assert "'default'" in message
-    assert "--adapter-config FILE, or --lora-alpha" in message
+    assert 'give adapter_config="FILE", or lora_alpha' in message
 
 
 def test_export__refuses_an_adapter_without_its_base(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_export__refuses_two_scales_and_an_adapter_that_is_not_there(tmp_path: P
     checkpoint = write_one_file(tmp_path, model)
     save_config(model, tmp_path)
     given = {"adapter_config": tmp_path / "adapter_config.json", "lora_alpha": 12}
-    assert "--adapter-config" in refused(checkpoint, tmp_path / "out", **given)
+    assert "leave it or adapter_config out" in refused(checkpoint, tmp_path / "out", **given)
     torch.save(state_of(model.merge_and_unload()), tmp_path / "merged.pt")
     assert "holds no adapter" in refused(tmp_path / "merged.pt", tmp_path / "out", adapter=True)
 

@@ -291,7 +291,8 @@ def _is_zero(store: Store, factor: Factor) -> bool:
     if isinstance(factor, Composed):
         return any(_is_zero(store, part) for part in factor.parts)
     for entry in factor.stored:
-        place, step = 0, PAGE_BYTES
+        place = 0
+        step = PAGE_BYTES
         while place < entry.nbytes:
             content = store.read_metadata(entry.file, entry.offset + place, min(step, entry.nbytes - place))
             if decoded(np.frombuffer(content, np.uint8), entry.dtype.kernel_code).any():

@@ -186,8 +186,8 @@ class StoredState:
     def of_computed(cls, parameter: str, kind: str, tensor: ComputedTensor) -> StoredState:
         """Make the state whose elements are those that a tensor computes."""
         n_elements = tensor.n_elements
-        file, nbytes = tensor.stored[0].file, n_elements * tensor.dtype.itemsize
-        piece = Piece(file, 0, nbytes, Span(0, n_elements), computed=tensor)
+        nbytes = n_elements * tensor.dtype.itemsize
+        piece = Piece(tensor.stored[0].file, 0, nbytes, Span(0, n_elements), computed=tensor)
         return cls(parameter, kind, tensor.dtype, tensor.shape, (piece,) if n_elements else ())
 
     def tensor(self, name: str) -> StoredTensor:

@@ -302,7 +302,8 @@ def _read_part(part: ElementRange, n_elements: int, room: Bytes, sources: _Sourc
     """Read or compute the elements of one part into the room; return them and where they begin there."""
     itemsize = part.dtype.itemsize
     if part.computed is not None:
-        first, out = part.offset // itemsize, room[: n_elements * itemsize]
+        first = part.offset // itemsize
+        out = room[: n_elements * itemsize]
         fetch = sources.computing.opened(part.computed, sources.files)
         fetch(Span(first, first + n_elements), out, Purpose.EXPERT)
         return 0, out

@@ -100,9 +100,6 @@ def _is_wrapped(stored: str) -> bool:
     return any(part in _WRAPPED for part in stored.split("."))
 
 
-# --- what the adapter is scaled by ---
-
-
 def read_settings(store: Store, adapter: UnmergedAdapter, request: AverageRequest) -> tuple[bytes, str]:
     """Return the content of an `adapter_config.json` of the adapter, and where it comes from.
 
@@ -174,9 +171,6 @@ def _settings_of_alpha(adapter: UnmergedAdapter, alpha: float) -> bytes:
         "inference_mode": True,
     }
     return (json.dumps(settings, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
-
-
-# --- the checkpoints that are exported: of the adapted weights, or of the adapter alone ---
 
 
 def folded(
