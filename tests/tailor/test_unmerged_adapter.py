@@ -238,7 +238,7 @@ def refused(checkpoint: Path, out: Path, **options: Any) -> str:
 def test_export__refuses_an_adapter_of_unknown_scale(tmp_path: Path) -> None:
     message = refused(write_one_file(tmp_path, adapted()), tmp_path / "out")
     assert "'default'" in message
-    assert 'give adapter_config="FILE", or lora_alpha' in message
+    assert "give adapter_config FILE, or lora_alpha NUMBER" in message
 
 
 def test_export__refuses_an_adapter_without_its_base(tmp_path: Path) -> None:
