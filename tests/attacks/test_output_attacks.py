@@ -20,7 +20,7 @@ import pytest
 from odd_models import write_models
 
 import mergepipe
-from mergepipe.cli.commands.budgets import check_page
+from mergepipe.cli.commands.budgets import checked_page
 from mergepipe.errors import OutputError
 from mergepipe.snapshots.parts import Claimant, PartsJob
 from mergepipe.snapshots.parts_places import FolderParts, parts_directory
@@ -174,7 +174,7 @@ def test_plan_and_page__are_not_written_through_links(work: Work) -> None:
     (work.root / beside).symlink_to(target)
     assert refused(lambda: mergepipe.store_plan(plan, link)).code == "output.link"
     (work.root / "page.html").symlink_to(target)
-    assert refused(lambda: check_page(work.root / "page.html")).code == "output.link"
+    assert refused(lambda: checked_page(str(work.root / "page.html"))).code == "output.link"
     assert target.read_text() == "precious"
     assert (work.root / beside).is_symlink()
 

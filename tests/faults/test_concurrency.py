@@ -55,7 +55,7 @@ def analyze(root: Path, _worker: int, turn: int, _published: list[str]) -> None:
 
 def list_all(root: Path, _worker: int, _turn: int, _published: list[str]) -> None:
     for each in mergepipe.list_snapshots(home=root / "home"):
-        mergepipe.lineage(each.path, home=root / "home")
+        mergepipe.lineage(str(each.path), home=root / "home")
 
 
 def collect(root: Path, _worker: int, _turn: int, _published: list[str]) -> None:

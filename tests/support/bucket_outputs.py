@@ -107,6 +107,11 @@ def objects_below(location: str) -> dict[str, bytes]:
     return {name: folder.read(name, facts.size_bytes) or b"" for name, facts in sorted(folder.list_all().items())}
 
 
+def names_below(location: str) -> list[str]:
+    """The names of all objects below a place."""
+    return sorted(BucketFolder(Location.parse(location)).list_all())
+
+
 def files_below(folder: Path) -> dict[str, bytes]:
     """All files below a folder, by name."""
     return {
