@@ -66,7 +66,7 @@ class Command:
     @property
     def fails(self) -> bool:
         """Whether the page shows a failure."""
-        return any(line.startswith("error") or "DAMAGED" in line for line in self.shown)
+        return any(line.startswith("error:") or "DAMAGED" in line for line in self.shown)
 
 
 def blocks(page: Path) -> list[Block]:
