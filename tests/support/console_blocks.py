@@ -139,11 +139,8 @@ class PageRun:
             output, errors = self._capsys.readouterr()
         else:
             exit_code, output, errors = _by_shell(command.line)
-        text = (
-            (output or _PROGRESS.sub("", errors))
-            .replace(self._folder, SHOWN_FOLDER)
-            .replace(os.environ["MERGEPIPE_HOME"], SHOWN_HOME)
-        )
+        text = output or _PROGRESS.sub("", errors)
+        text = text.replace(self._folder, SHOWN_FOLDER).replace(os.environ["MERGEPIPE_HOME"], SHOWN_HOME)
         return exit_code, _unwrapped([line.rstrip() for line in text.rstrip().splitlines()])
 
 
