@@ -1298,4 +1298,6 @@ class SnapshotDiff(Displayed):
     def left_out(self) -> str:
         """The number of rows that are not shown; empty where all are."""
         n_more = len(self.tensors) - _MOST_CHANGES
-        return f"{plural(n_more, 'tensor')} more with smaller differences: --json lists all" if n_more > 0 else ""
+        if n_more <= 0:
+            return ""
+        return f"{plural(n_more, 'tensor')} more with smaller differences: `mergepipe diff --json` lists all"

@@ -12,8 +12,6 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import MismatchError, NotFoundError, OutputError, RecipeError
 from mergepipe.reports import KeptShare, SnapshotDiff, TensorChange
-from mergepipe.runs.budget import MEASURED_ORDERS, MEASURED_SAMPLES
-from mergepipe.snapshots.staging import check_free_space, check_target
 from support.command_line import Runner, Workplace
 from support.model_folders import write_adapter, write_model
 from support.training_trees import decoder_shapes, known_states, write_hf
@@ -38,18 +36,20 @@ def compose_into(run: Path, step: int) -> Path:
     return out
 
 
-def test_space__where_no_files_are_stored_is_said_so() -> None:
+def test_space__where_no_files_are_stored_is_said_so(work: Workplace) -> None:
     with pytest.raises(OutputError, match="/proc is on a file system that stores no files; choose another folder"):
-        check_free_space(Path("/proc/merged"), 1)
+        mergepipe.merge(work.recipe, "/proc/merged")
 
 
 def test_existing_output__force_is_advised_only_where_it_replaces(work: Workplace) -> None:
     mergepipe.merge(work.recipe, work.out)
     with pytest.raises(OutputError, match="already exists; choose another name, or replace it with force"):
         mergepipe.merge(work.recipe, work.out)
-    for taken in (work.root / "family", work.recipe):
+    (work.root / "notes").mkdir()
+    (work.root / "notes" / "mine.txt").touch()
+    for taken in (work.root / "notes", work.recipe):
         with pytest.raises(OutputError, match=r"already exists; choose another name$"):
-            check_target(taken, (), force=False)
+            mergepipe.merge(work.recipe, taken)
 
 
 def test_check__states_the_disk_space_that_the_merge_asks_for(work: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,14 +60,21 @@ def test_check__states_the_disk_space_that_the_merge_asks_for(work: Workplace, m
 
 
 @pytest.mark.parametrize(
-    ("measured", "kinds"), [(MEASURED_SAMPLES, ("sample",)), (MEASURED_ORDERS, ("blocks by norm", "blocks at random"))]
+    ("select", "kinds"), [("sample", ("sample",)), ("random", ("blocks by norm", "blocks at random"))]
 )
-def test_verdict__has_the_range_of_the_page_that_it_names(measured: str, kinds: tuple[str, ...]) -> None:
+def test_verdict__has_the_range_of_the_page_that_it_names_and_the_factor_of_the_plan(
+    work: Workplace, select: str, kinds: tuple[str, ...]
+) -> None:
     section = PAGE.read_text().partition("## Budgets, 4 raw experts")[2].partition("## ")[0]
     rows = [row for row in section.splitlines() if row.startswith(tuple(f"| 10 % | {kind}" for kind in kinds))]
     kept = [int(cell) for row in rows for cell in re.findall(r"\| (-?\d+) ±", row)]
-    assert measured.startswith(f"{min(kept)} % to {max(kept)} % at 10 % of the bytes of raw experts (https://")
-    assert measured.endswith("/main/docs/benchmarks/rules.md)")
+    explanation = mergepipe.explain(mergepipe.plan(work.recipe, "20%", select=select))
+    assert explanation.verdict is not None
+    sentence = explanation.verdict.sentence
+    assert f"of a gain: {min(kept)} % to {max(kept)} % at 10 % of the bytes of raw experts (https://" in sentence
+    assert sentence.endswith("/main/docs/benchmarks/rules.md).")
+    if explanation.sampling is not None and explanation.sampling.least_probability < 0.5:
+        assert f"moved up to {1 / explanation.sampling.least_probability:.3g} times as far" in sentence
 
 
 def test_export__of_a_run_names_its_checkpoints_and_the_newest(training_run: Path, tmp_path: Path) -> None:
@@ -118,7 +125,7 @@ def test_diff__says_how_many_tensors_it_leaves_out() -> None:
         a=Path("a"), b=Path("b"), a_sid="1", b_sid="2", recipe="", settings=(), inputs=(), equal_tensors=0,
         tensors=changes, norm=1.0,
     )  # fmt: skip
-    assert report.left_out == "3 tensors more with smaller differences: --json lists all"
+    assert report.left_out == "3 tensors more with smaller differences: `mergepipe diff --json` lists all"
 
 
 def test_kept__a_density_of_one_trims_nothing_and_says_so(work: Workplace) -> None:

@@ -102,6 +102,7 @@ def pack(
     """
     made = PackOptions.of(options, fields)
     place = folder_place(out, HERE_OR_BUCKET, "pack into a folder, then `mergepipe push` each store")
+    threads_of(made.threads)  # refused before anything is looked for
     store = Stores()
     bases = None if base is None else [locate_model(store, model) for model in several(base)]
     paths = [locate_model(store, expert) for expert in several(experts)]

@@ -68,9 +68,11 @@ def _hub_id(text: str) -> tuple[str, str, str]:
     hub = _HUB_ID.fullmatch(text)
     if hub is None:
         return "", "", ""
-    model = hub["id"] if "/" in hub["id"] else MODELS_BY_BARE_NAME.get(hub["id"], "")
-    folder = f"/{hub['subfolder']}" if hub["subfolder"] else ""
-    return model, hub["revision"] or "", folder
+    model = hub["id"]
+    if "/" not in model:
+        model = MODELS_BY_BARE_NAME.get(model, "")
+    subfolder = hub["subfolder"] or ""
+    return model, hub["revision"] or "", f"/{subfolder}".rstrip("/")
 
 
 def locate_model(store: Store, place: str | PathLike[str] | Location) -> Location:
@@ -110,7 +112,9 @@ def path_exists(store: Store, path: Location) -> bool:
 
 def missing_path(store: Store, text: str, path: Location, where: str = "") -> MergePipeError:
     """Make the error for a path without a model: it lists what is in the folder that should hold it."""
-    kind = "file" if path.suffix in _WEIGHT_SUFFIXES else "folder"
+    kind = "folder"
+    if path.suffix in _WEIGHT_SUFFIXES:
+        kind = "file"
     try:
         store.stat(path)
         message = f"there is no {kind} '{shortened(text)}'"
@@ -145,7 +149,7 @@ def _siblings(store: Store, text: str, path: Location) -> str:
     ]
     near = get_close_matches(path.name, names, n=3)
     if "/" not in text:
-        return f"did you mean '{shortened(near[0])}'?" if near else ""
+        return "".join(f"did you mean '{shortened(name)}'?" for name in near[:1])
     ordered = names if len(names) <= _MOST_NAMES else [*near, *(name for name in names if name not in near)]
     listed = first_names([shortened(name) for name in ordered], _MOST_NAMES)
     neighbours = f"{_shown(folder)}/ holds {listed or 'no models'}"
@@ -158,5 +162,6 @@ def _shown(path: Location) -> str:
     """Write a path relative to the working folder where it is below it."""
     path = path.without_detours()
     working_folder = Location.of(".").absolute()
-    text = str(path.relative_to(working_folder)) if path.is_relative_to(working_folder) else str(path)
-    return shortened(text, 200)
+    if path.is_relative_to(working_folder):
+        return shortened(str(path.relative_to(working_folder)), 200)
+    return shortened(str(path), 200)

@@ -144,8 +144,9 @@ def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
 def _name(reader: DocumentReader, text: str) -> ModelName:
     """Resolve a name; one that is a path of the folder that paths are not relative to is no model of the Hub."""
     name = resolve_model_name(text, lambda candidate: _exists(reader, candidate))
-    is_misplaced = name.is_hub_id and _path_in_other_folder(reader, text) is not None
-    return ModelName(path=text) if is_misplaced else name
+    if name.is_hub_id and _path_in_other_folder(reader, text) is not None:
+        return ModelName(path=text)
+    return name
 
 
 def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPath) -> ModelInput | None:
@@ -237,7 +238,9 @@ def _is_there(reader: DocumentReader, name: ModelName, text: str, path: Location
     except MergePipeError as refusal:  # access, or the network: nothing is known of the recipe
         problems = (replace(problem, where=f"{where}: {problem.where}") for problem in refusal.problems)
         raise type(refusal)(*problems) from refusal
-    problem = (no_path_and_no_hub_model(text, error) if name.is_hub_id else error).problems[0]
+    if name.is_hub_id:
+        error = no_path_and_no_hub_model(text, error)
+    problem = error.problems[0]
     reader.findings.add(NotFoundError, problem.code, where, problem.message, problem.hint)
     return False
 
@@ -245,11 +248,15 @@ def _is_there(reader: DocumentReader, name: ModelName, text: str, path: Location
 def _path_in_other_folder(reader: DocumentReader, text: str) -> Location | None:
     """The path that a relative name has in the folder that names of this recipe are not relative to, if it is there."""
     other = reader.source.other_folder
+    if other is None:
+        return None
     try:
-        path = None if other is None else _absolute(text, other)
+        path = _absolute(text, other)
     except MergePipeError:
         return None
-    return path if path is not None and path_exists(reader.store, path) else None
+    if not path_exists(reader.store, path):
+        return None
+    return path
 
 
 def _hint_of_other_folder(reader: DocumentReader, text: str) -> str:
@@ -258,11 +265,11 @@ def _hint_of_other_folder(reader: DocumentReader, text: str) -> str:
     if other is None:
         return ""
     folder = reader.source.folder
-    working_folder = Location.local(Path.cwd())
-    is_of_recipe = folder != working_folder
-    rule = "paths are relative to the recipe's folder" if is_of_recipe else "paths are relative to the working folder"
-    place = "the working folder" if is_of_recipe else "the recipe's folder"
-    return f"{rule}, and {place} has one: write {shortened(other.relative_text(folder), 200)}"
+    names = ["the recipe's folder", "the working folder"]
+    if folder == Location.local(Path.cwd()):
+        names.reverse()
+    written = shortened(other.relative_text(folder), 200)
+    return f"paths are relative to {names[0]}, and {names[1]} has one: write {written}"
 
 
 # --- rewrite names of models in the text of a recipe: absolute paths to relative ones, paths to Hub ids ---

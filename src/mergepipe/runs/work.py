@@ -32,7 +32,6 @@ from mergepipe.engine.work import (
 from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.operators.base import MagnitudeCut, RecipeRule, is_calibrated
 from mergepipe.operators.registry import operator_named
-from mergepipe.operators.sparse import Largest
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, catalog_home, engine_options, home_of
 from mergepipe.planning.budget import OnOmit
@@ -296,7 +295,7 @@ def _recorded(work: MergeWork, inputs: Inputs, known: KnownStatistics) -> Mappin
 def kept_shares(inputs: Inputs) -> tuple[KeptShare, ...]:
     """Return what a merge in full keeps of each expert that its rule cuts by magnitude, in the recipe's order."""
     operator, models = operator_named(inputs.recipe.operator.name), inputs.recipe.inputs()
-    keeps_largest = isinstance(operator, RecipeRule) and isinstance(operator.operator, Largest)
+    keeps_largest = isinstance(operator, RecipeRule) and getattr(operator.operator, "trims", False)
     kept, elements = Counter[int](), Counter[int]()
     for task in inputs.resolution.tasks:
         trims = task.action is not Action.COPY and task.experts and task.base.n_elements

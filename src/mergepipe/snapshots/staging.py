@@ -78,8 +78,9 @@ def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -
             _check_replaceable(record)  # of a file that is gone
         return
     if not force:
-        is_replaceable = force is not None and _is_replaceable(out)
-        hint = "choose another name, or replace it with --force" if is_replaceable else "choose another name"
+        hint = "choose another name"
+        if force is not None and _is_replaceable(out):
+            hint = f"{hint}, or replace it with --force"
         raise OutputError.of("output.exists", out, "already exists", hint)
     _check_replaceable(out)
 
