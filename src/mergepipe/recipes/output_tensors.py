@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from mergepipe.checkpoints.architectures import layer_defaults
 from mergepipe.checkpoints.contract import CheckpointKind, Readable
 from mergepipe.checkpoints.directory import Json, config_bytes, parse_config
 from mergepipe.core.blocks import DType
@@ -15,6 +17,7 @@ from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, MismatchError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.spec import BaseRole
 from mergepipe.recipes.fields import Findings
+from mergepipe.recipes.layer_options import check_layers, follow_slices, layers_of, stated_kinds
 from mergepipe.recipes.recipe import Cases, ModelInput, ModelKey, OutputModule, OutputSlice, Recipe, Setting
 from mergepipe.recipes.tasks import LayerCount
 
@@ -70,9 +73,15 @@ _PARTS = (
     ("decoder", re.compile(r"(^|\.)decoder\.")),
 )
 _REST = "text"
+# Words in the names of a text model that stands among other parts, and the parts that are never text.
+_TEXT_PART = re.compile(r"(^|\.)(language_model|text_model|text_decoder)\.")
+_TOWERS = frozenset({"projector", "vision", "audio"})
+_SIDES = ("decoder", "encoder")  # of a model with layers of both
+_ANY_LAYER = "0."
+_EVERYTHING = "default"
 # mergekit's names of modules, and what they are here.
 _MODULES = {
-    "default": "", "text_decoder": _REST, "text": _REST, "language_model": _REST, "shared": _REST,
+    _EVERYTHING: "", "text_decoder": _REST, "text": _REST, "language_model": _REST, "shared": _REST,
     "multi_modal_projector": "projector", "projector": "projector",
     "vision_tower": "vision", "vision_model": "vision", "visual": "vision", "vision": "vision",
     "audio_tower": "audio", "audio": "audio", "encoder": "encoder", "decoder": "decoder",
@@ -112,6 +121,12 @@ def template(name: str) -> str:
     return name if parts is None else f"{parts[0]}*.{parts[2]}"
 
 
+def layer_of(name: str) -> tuple[str, int]:
+    """Return the list of layers that a tensor is in, by its prefix, and the layer; an empty prefix if in none."""
+    parts = _numbered(name)
+    return ("", 0) if parts is None else parts[:2]
+
+
 def layer_lists(names: Iterable[str]) -> dict[str, LayerList]:
     """Find every list of layers by prefix: those numbered 0, 1, 2 ... without a gap."""
     numbers: dict[str, set[int]] = defaultdict(set)
@@ -130,6 +145,13 @@ def longest(lists: Mapping[str, LayerList]) -> tuple[LayerList, ...]:
     """Return the longest lists: one if the layers are unambiguous, none if there are none."""
     most = max((layers.n_layers for layers in lists.values()), default=0)
     return tuple(layers for layers in lists.values() if layers.n_layers == most)
+
+
+def text_lists(lists: Mapping[str, LayerList]) -> dict[str, LayerList]:
+    """Return the lists of a model's text part, where it has other parts; else all of them."""
+    named = {prefix: layers for prefix, layers in lists.items() if _TEXT_PART.search(prefix)}
+    others = {prefix: layers for prefix, layers in lists.items() if part_of(prefix + _ANY_LAYER) not in _TOWERS}
+    return named or others or dict(lists)
 
 
 def depth_of(index: int, n_layers: int) -> float:
@@ -238,7 +260,7 @@ class OutputListing:
         if recipe.models:
             yield from self._of_models(recipe.models, (recipe.parameters,), self._models[0].tensors)
         elif recipe.slices:
-            yield from self._of_slices(recipe.slices, (recipe.parameters,), "default", recipe.slices[0].where)
+            yield from self._of_slices(recipe.slices, (recipe.parameters,), _EVERYTHING, recipe.slices[0].where)
         else:
             yield from self._of_modules()
 
@@ -355,14 +377,21 @@ class OutputListing:
         """Find the layers that slices of a module select from."""
         text = self._models[0].input.text
         names = module_tensors(module, self._models[0].tensors)
-        lists = longest(layer_lists([name for name in names if "/" not in name] or names))  # of components last
-        if len(lists) == 1:
+        all_lists = layer_lists([name for name in names if "/" not in name] or names)  # of components last
+        candidates = all_lists if module != _EVERYTHING else text_lists(all_lists)
+        lists = longest(candidates)
+        parts = {part_of(prefix + _ANY_LAYER) for prefix in candidates}
+        if len(lists) == 1 and not parts.issuperset(_SIDES):
             return lists[0]
+        hint = "name the one that is meant with 'modules:'"
         if not lists:
             message, hint = f"'{text}' has no numbered layers to take slices of", "use 'models:' instead"
+        elif len(lists) == 1:
+            message = (
+                f"'{text}' has layers of an encoder and of a decoder: {' and '.join(map(str, candidates.values()))}"
+            )
         else:
             message = f"'{text}' has several lists of layers equally long: {' and '.join(map(str, lists))}"
-            hint = "name the one that is meant with 'modules:'"
         self._findings.add(RecipeError, "recipe.conflict", where, message, hint)
         return None
 
@@ -403,11 +432,29 @@ class OutputListing:
             parts = layers.split(name)
             if parts is not None:
                 by_layer.setdefault(parts[0], []).append(parts[1])
+        of_first = _only_in_first(by_layer)
         for offset in range(piece.n_layers):
             depth = depth_of(offset, piece.n_layers)
-            for rest in by_layer[group.anchor.first_layer + offset]:
+            place = first + offset
+            rests = [rest for rest in by_layer[group.anchor.first_layer + offset] if rest not in of_first]
+            for rest in rests:
                 sources = tuple(layers.name(member.first_layer + offset, rest) for member in members)
-                yield OutputTensor(layers.name(first + offset, rest), group, sources, depth, group.anchor.model)
+                yield OutputTensor(layers.name(place, rest), group, sources, depth, group.anchor.model)
+            for rest in of_first if place == 0 else ():
+                sources = tuple(layers.name(0, rest) for _ in members)
+                yield OutputTensor(layers.name(place, rest), group, sources, depth, group.anchor.model)
+
+
+def _only_in_first(by_layer: Mapping[int, Sequence[str]]) -> list[str]:
+    """List what the first layer has in addition to all others, which are alike: it belongs to that place, as in T5.
+
+    Its attention biases are read by every layer behind it.
+    """
+    others = {frozenset(rests) for layer, rests in by_layer.items() if layer > 0}
+    if len(others) != 1:
+        return []
+    common = next(iter(others))
+    return [rest for rest in by_layer[0] if rest not in common] if common < {*by_layer[0]} else []
 
 
 def is_allowed(model: OpenModel, name: str, patterns: Sequence[str]) -> bool:
@@ -432,8 +479,6 @@ _LAYER_KEYS = (
     "num_encoder_layers", "num_decoder_layers", "depth",
 )  # fmt: skip
 _LAYER_NAME = re.compile(r"(.*?)(?:layers|h|blocks)\.(\d+)\.")
-_SIDES = ("decoder", "encoder")  # of a model with layers of both
-_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "text_model")
 _SECTION_SUFFIX = "_config"
 
@@ -467,10 +512,9 @@ def shape_contradictions(config: Mapping[str, object], shapes: Mapping[str, tupl
 
 
 def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
-    """Set the number of layers to that of the slices, and reorder lists with one entry per layer likewise."""
+    """Set the number of layers to that of the slices, and let what is said of single layers follow them."""
     content = parsed_config(config) or {}
-    sections = _sections_of(content, layers.prefix)
-    stated = [(section, keys) for section in sections if (keys := _layer_keys(section, layers))]
+    stated = _sections_with_layers(content, layers)
     if not stated:
         raise MismatchError.of(
             "model.mismatch", where,
@@ -480,13 +524,45 @@ def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
         )  # fmt: skip
     if layers.origins == tuple(range(layers.before)):
         return config
+    origins = [origin % layers.before for origin in layers.origins]
     for section, keys in stated:
         section.update(dict.fromkeys(keys, layers.after))
-        for name in _LAYER_LISTS:
-            listed = section.get(name)
-            if isinstance(listed, list) and len(listed) == layers.before:
-                section[name] = [listed[origin % layers.before] for origin in layers.origins]
+        follow_slices(section, origins, layers.before, layer_defaults(section.get("model_type")), where=where)
     return config_bytes(content)
+
+
+def check_layer_kinds(
+    config: bytes,
+    layers: LayerCount,
+    before: Mapping[str, tuple[int, ...]],
+    after: Mapping[str, tuple[int, ...]],
+    *,
+    where: object,
+) -> None:
+    """Refuse output layers that are not of the kind that the output's configuration says they are.
+
+    `config` is the model's, before its layers were changed; `before` and `after` are the shapes of the model's and the
+    output's tensors.
+    """
+    origins = [origin % layers.before for origin in layers.origins]
+    if origins == [*range(layers.before)]:
+        return
+    kinds_before = [""] * layers.before
+    kinds_after = [""] * layers.after
+    for section, keys in _sections_with_layers(parsed_config(config) or {}, layers):
+        defaults = layer_defaults(section.get("model_type"))
+        kinds_before = [*map(operator.add, kinds_before, stated_kinds(section, layers.before, defaults))]
+        section.update(dict.fromkeys(keys, layers.after))
+        follow_slices(section, origins, layers.before, defaults, where=where)
+        kinds_after = [*map(operator.add, kinds_after, stated_kinds(section, layers.after, defaults))]
+    place = LayerList(layers.prefix, layers.before)
+    check_layers(layers_of(before, place.split), layers_of(after, place.split), kinds_before, kinds_after, where)
+
+
+def _sections_with_layers(content: Json, layers: LayerCount) -> list[tuple[Json, list[str]]]:
+    """Return the sections that state the number of these layers, each with the options that do."""
+    sections = [(section, _layer_keys(section, layers)) for section in _sections_of(content, layers.prefix)]
+    return [(section, keys) for section, keys in sections if keys]
 
 
 def _layer_keys(section: Json, layers: LayerCount) -> list[str]:

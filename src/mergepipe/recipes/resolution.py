@@ -23,6 +23,7 @@ from mergepipe.recipes.output_tensors import (
     OutputListing,
     OutputTensor,
     is_allowed,
+    layer_of,
     module_tensors,
     template,
 )
@@ -77,6 +78,8 @@ class TensorAccount:
         self._is_sliced = not recipe.models
         self._names = {output.name for output in outputs}
         self._templates = {template(output.name) for output in outputs if output.group is not None}
+        self._layers = [{layer_of(name) for name in names} for names in used]
+        self._lists = {prefix for prefix, _ in map(layer_of, self._names)} - {""}
         taking_part = {output.model for output in outputs}
         groups = {output.group for output in outputs if output.group}
         taking_part |= {model for group in groups for model, _ in group.numbers}
@@ -117,11 +120,18 @@ class TensorAccount:
             return REASON_LENDER
         if self._is_sliced and template(name) in self._templates:
             return REASON_LAYER if template(name) != name else REASON_AROUND
+        if self._is_sliced and self._is_unused_layer(index, name):
+            return REASON_LAYER
         if name in self._names:
             return REASON_COPIED
         if entry.dtype.kind is DTypeKind.EXACT:
             return REASON_EXACT
         return REASON_COMPUTED if is_computed(name, entry.shape) else None
+
+    def _is_unused_layer(self, index: int, name: str) -> bool:
+        """Whether a tensor is in a layer that no slice selects, of a kind that the output need not have."""
+        place = layer_of(name)
+        return place[0] in self._lists and place not in self._layers[index]
 
 
 # --- resolve a recipe against opened checkpoints: one task per output tensor, a reason for every dropped tensor ---

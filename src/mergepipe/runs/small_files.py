@@ -25,7 +25,13 @@ from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import plural
 from mergepipe.errors import CorruptError, RecipeError, did_you_mean
 from mergepipe.options import MergeOptions
-from mergepipe.recipes.output_tensors import parsed_config, text_sections, with_dtype, with_layers
+from mergepipe.recipes.output_tensors import (
+    check_layer_kinds,
+    parsed_config,
+    text_sections,
+    with_dtype,
+    with_layers,
+)
 from mergepipe.runs.model_card import InputCard, card_and_recipe, read_input_card
 from mergepipe.snapshots.manifest import CARD_NAME, MANIFEST_NAME, LeftOutFile, Manifest, file_without_paths
 from mergepipe.storage.contract import SIDECARS_BYTES, FileKind, Store, map_at_once, sidecar_limit
@@ -126,8 +132,13 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
 
         content = parse_config(config, inputs.base.root / CONFIG_NAME)
         config = mixture_config(content, inputs.recipe.mixture, inputs.recipe.path.name)
+    before = {name: tensor.shape for name, tensor in inputs.base.tensors.items()}
+    after = {task.name: task.shape for task in inputs.resolution.tasks}
     for layers in inputs.resolution.layer_counts:
-        config = with_layers(config, layers, where=inputs.base.root / CONFIG_NAME)
+        where = inputs.base.root / CONFIG_NAME
+        changed = with_layers(config, layers, where=where)
+        check_layer_kinds(config, layers, before, after, where=where)
+        config = changed
     if inputs.base.is_untied:  # the output head is a tensor of its own
         content = parsed_config(config) or {}
         for section in (content, *(section for section in text_sections(content) if _TIED_KEY in section)):

@@ -1,0 +1,47 @@
+"""Small random models of many architectures, saved and loaded by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+NARROW = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 4,
+}  # fmt: skip
+HEADS = {"num_key_value_heads": 2}
+TEXT = {**NARROW, **HEADS, "max_position_embeddings": 64}
+MOE = {
+    "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
+MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+
+
+def saved(model: str, config: str, options: dict[str, Any], folder: Path) -> Path:
+    """Save a model of a class with random values; return its folder."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    made = getattr(transformers, model)(getattr(transformers, config)(**options))
+    made.save_pretrained(folder)
+    return folder
+
+
+def loaded(model: str, folder: Path) -> Any:
+    """Load a model as its class; all of its weights must be those of the files."""
+    import transformers
+
+    made, info = getattr(transformers, model).from_pretrained(folder, output_loading_info=True)
+    lost = {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(key)}
+    assert not lost, lost
+    return made
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    """Read the tensors of a model."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
