@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import takewhile
 from types import MappingProxyType
 
@@ -21,6 +22,7 @@ from mergepipe.checkpoints.adapted_tensors import (
     SavedTensor,
     StackedDelta,
 )
+from mergepipe.checkpoints.architectures import Architecture, architecture_of
 from mergepipe.checkpoints.contract import (
     AdapterAccount,
     Checkpoint,
@@ -46,7 +48,7 @@ from mergepipe.checkpoints.stored_adapters import (
     unsupported_adapter,
 )
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
-from mergepipe.core.strict_json import shown
+from mergepipe.core.strict_json import JsonValue, shown
 from mergepipe.errors import MergePipeError, MismatchError, did_you_mean
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
@@ -57,6 +59,7 @@ from mergepipe.storage.ranges import PAGE_BYTES
 
 _FEWEST_PARTS = 2  # what is left of a name after its prefix is gone must still say something
 _MOST_CANDIDATES = 500
+_TIED_KEY = "tie_word_embeddings"
 
 
 def _mismatch(where: object, message: str, hint: str = "") -> MergePipeError:
@@ -154,7 +157,7 @@ def matched_adapter(adapter: StoredAdapter, base: Checkpoint, allow_unapplied: S
         modules = {module: parts for module, parts in adapter.modules.items() if not is_head(f"{module}.weight")}
         full = {name: entry for name, entry in adapter.full.items() if not is_head(name)}
         adapter = replace(adapter, modules=modules, full=full)
-    opener = _Opener(adapter, base, allow_unapplied)
+    opener = _Opener(adapter, base, allow_unapplied, TokenizerFiles(base, store))
     tensors = opener.tensors()
     lost = {name.rpartition(".")[0] for name in opener.left_over}
     adapted = {*adapter.modules, *adapter.tokens, *adapter.gains}
@@ -169,19 +172,69 @@ TIED_HEAD = "lm_head.weight"
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-def has_tied_head(store: Store, weights: Checkpoint) -> bool:
-    """Whether the output head of a model is its embedding, and could be a tensor of its own: `TIED_HEAD`.
+@dataclass(frozen=True, slots=True)
+class TiedHead:
+    """An output head that a model does not store because it is its embedding.
+
+    `copies` are the weights that the model stores in addition once the two differ, each with the one that it equals.
+    """
+
+    embedding: str
+    head: str
+    copies: Mapping[str, str]
+
+
+def tied_head(store: Store, weights: Checkpoint) -> TiedHead | None:
+    """Return the tied head of a model that could be a tensor of its own; None where there is none, or more is tied."""
+    config = TokenizerFiles(weights, store).document(CONFIG_NAME)
+    if config.get(_TIED_KEY, True) is False:
+        return None
+    architecture = architecture_of(config)
+    if architecture is None:
+        return _usual_tied_head(config, weights.tensors)
+    if architecture.head is None or architecture.embedding is None:
+        return None
+    return _known_tied_head(architecture, architecture.head, architecture.embedding, weights.tensors)
+
+
+def _known_tied_head(
+    architecture: Architecture, own_head: str, own_embedding: str, tensors: Collection[str]
+) -> TiedHead | None:
+    """Return the tied head of a class whose names are known.
 
     Encoder and decoder tie more by the same option, which would be lost; T5 alone does not.
     """
-    ends = [name for name in weights.tensors if embedding_ending(name)]
+    embedding = architecture.stored_name(own_embedding, tensors)
+    untied = architecture.untied or {own_head: own_embedding}
+    of_head = own_head.rpartition(".")[0]
+    is_alone = all(name.rpartition(".")[0] == of_head for name in untied)
+    sources = {name: architecture.stored_name(source, tensors) for name, source in untied.items()}
+    is_renamed = embedding is not None and embedding != own_embedding
+    copies = {
+        architecture.name_in_files(name) if is_renamed else name: source
+        for name, source in sources.items()
+        if source is not None
+    }
+    if embedding is None or not is_alone or len(copies) != len(untied) or any(name in tensors for name in copies):
+        return None
+    head = architecture.name_in_files(own_head) if is_renamed else own_head
+    return TiedHead(embedding, head, copies)
+
+
+def _usual_tied_head(config: Mapping[str, JsonValue], tensors: Collection[str]) -> TiedHead | None:
+    """Return the tied head of a class that is not known, which is called as most are."""
+    ends = [name for name in tensors if embedding_ending(name)]
     if len(ends) != 1 or is_head(ends[0]):
-        return False
-    config = TokenizerFiles(weights, store).document(CONFIG_NAME)
+        return None
     names = config.get("architectures")
     has_head = isinstance(names, list) and any(str(name).endswith(_WITH_HEAD) for name in names)
     is_alone = not config.get("is_encoder_decoder") or ends == ["shared.weight"]
-    return has_head and is_alone and config.get("tie_word_embeddings", True) is not False
+    return TiedHead(ends[0], TIED_HEAD, {TIED_HEAD: ends[0]}) if has_head and is_alone else None
+
+
+def is_same_weight(name: str, other: str) -> bool:
+    """Whether two names differ only by what precedes one of them, as where only one was saved with its head."""
+    return f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}")
 
 
 def with_own_head(store: Store, weights: Checkpoint, adapter: Location) -> Checkpoint:
@@ -191,21 +244,23 @@ def with_own_head(store: Store, weights: Checkpoint, adapter: Location) -> Check
     """
     stored = read_adapter(store, adapter)
     changed = [*(f"{module}.weight" for module in stored.modules), *stored.full]
-    heads = [name for name in changed if is_head(name)]
-    if stored.config.keeps_tied or not any(map(embedding_ending, changed)) or not has_tied_head(store, weights):
+    tied = tied_head(store, weights)
+    if tied is None or stored.config.keeps_tied:
+        return weights
+    heads = [name for name in changed if is_same_weight(name, tied.head)]
+    embeddings = [name for name in changed if is_same_weight(name, tied.embedding)]
+    if not heads and not embeddings:
         return weights
     if heads and stored.tokens:
         message = "it trains tokens, and changes the head that the base ties to their embedding"
         raise unsupported_adapter(adapter, message, MERGE_HINT)
-    embedding = next(tensor for name, tensor in weights.tensors.items() if embedding_ending(name))
-    is_resized = any(
-        embedding_ending(name) and stored.full[name].shape[0] != embedding.shape[0] for name in stored.full
-    )
-    if not isinstance(embedding, TensorEntry) or (is_resized and not heads):
+    embedding = weights.tensors[tied.embedding]
+    is_resized = any(name in stored.full and stored.full[name].shape[0] != embedding.shape[0] for name in embeddings)
+    copies = {name: weights.tensors[source] for name, source in tied.copies.items()}
+    if not all(isinstance(tensor, TensorEntry) for tensor in copies.values()) or (is_resized and not heads):
         return weights
-    head = heads[0] if heads else TIED_HEAD
-    tensors = {**weights.tensors, head: replace(embedding, name=head)}
-    return replace(weights, tensors=MappingProxyType(tensors), is_untied=True)
+    own = {name: replace(tensor, name=name) for name, tensor in copies.items() if isinstance(tensor, TensorEntry)}
+    return replace(weights, tensors=MappingProxyType({**weights.tensors, **own}), is_untied=True)
 
 
 def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
@@ -310,8 +365,11 @@ def _takes_deltas(weights: Readable) -> bool:
 class _Opener:
     """Turns the stored tensors of one adapter into tensors of its base; `left_over` is what the base lacks."""
 
-    def __init__(self, adapter: StoredAdapter, base: Checkpoint, allow_unapplied: Sequence[str]) -> None:
+    def __init__(
+        self, adapter: StoredAdapter, base: Checkpoint, allow_unapplied: Sequence[str], files: TokenizerFiles
+    ) -> None:
         self._adapter = adapter
+        self._files = files
         self._path = adapter.path
         self._config = adapter.config
         self._base = base
@@ -332,7 +390,10 @@ class _Opener:
         self._check_heads([*plain, *others])
         optional = [*biases, *(name for name in wanted if self._is_allowed(name))]
         wanted = list(dict.fromkeys([*wanted, *biases]))
-        names = base_names(wanted, self._base.tensors, self._path, optional)
+        in_files = {name: self._name_in_files(name) for name in wanted}
+        optional_in_files = [in_files[name] for name in optional]
+        of_base = base_names([*dict.fromkeys(in_files.values())], self._base.tensors, self._path, optional_in_files)
+        names = {name: of_base[other] for name, other in in_files.items() if other in of_base}
         self.left_over += [name for name in wanted if name not in names and name not in biases]
         for name, entry in adapter.full.items():
             needed = self._base.tensors[names[name]].shape if name in names else entry.shape
@@ -365,6 +426,17 @@ class _Opener:
             for name, tensor in tensors.items()
         }
 
+    @cached_property
+    def _architecture(self) -> Architecture | None:
+        """What is known of the base's class, which is asked only for names that the base lacks."""
+        return architecture_of(self._files.document(CONFIG_NAME))
+
+    def _name_in_files(self, name: str) -> str:
+        """Return what the base's files call a weight that transformers renames when it loads them."""
+        if name in self._base.tensors or self._architecture is None:
+            return name
+        return self._architecture.stored_name(name, self._base.tensors) or name
+
     def _is_allowed(self, name: str) -> bool:
         module = name.rpartition(".")[0]
         return any(fnmatchcase(candidate, glob) for glob in self._allow for candidate in (name, module))
@@ -384,7 +456,7 @@ class _Opener:
             if parameters and name.replace(BASE_LAYER, "") not in self._base.tensors:
                 name = self._parameter(parameters, parts) or self._config.nested_parameters(module)[0]
             self._configured[module] = name if name in parameters else module
-            is_elsewhere = name not in self._base.tensors and self._experts.has(name)
+            is_elsewhere = self._name_in_files(name) not in self._base.tensors and self._experts.has(name)
             (experts if is_elsewhere else plain)[name] = module
         return plain, experts
 
@@ -393,6 +465,8 @@ class _Opener:
         stem = names[0].rpartition(".")[0]
         stored = [(f".{name}", tensor.shape) for name, tensor in self._base.tensors.items()]
         shapes = {name: shape for name in names for end, shape in stored if end.endswith(f".{name}")}
+        renamed = {name: self._base.tensors.get(self._name_in_files(name)) for name in names}
+        shapes |= {name: tensor.shape for name, tensor in renamed.items() if tensor is not None}
         shapes |= {name: shape for name in names if (shape := self._experts.fused_shape(name))}
         fitting = [name for name, shape in shapes.items() if self._fits(shape, parts, self._config.rank_of(name))]
         if len(fitting) > 1:

@@ -101,7 +101,7 @@ _MOST_EXPERTS = 1 << 16
 # How the three matrices of one expert are named: by role, as most families do, and by number, as Mixtral does.
 _ROLES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _FUSED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
-_BLOCK = r"(?P<layer>.+)\.(?:mlp|block_sparse_moe|feed_forward)"
+_BLOCK = r"(?P<layer>.+)\.(?:mlp|block_sparse_moe|feed_forward|ffn)"
 _SINGLE = re.compile(rf"{_BLOCK}\.experts\.(?P<expert>\d{{1,6}})\.(?P<role>{'|'.join(_ROLES)})\.weight")
 _FUSED_NAME = re.compile(rf"{_BLOCK}\.experts\.(?P<roles>{'|'.join(_FUSED)})")
 _ROUTER_NAME = re.compile(rf"{_BLOCK}\.gate\.weight")

@@ -13,7 +13,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.adapters import TIED_HEAD, has_tied_head
+from mergepipe.checkpoints.adapters import TIED_HEAD, tied_head
 from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json
 from mergepipe.checkpoints.embedding_rows import embedding_ending
@@ -97,7 +97,8 @@ def extract_lora(
         open_files(store, paths, checkpoints) as files,
     ):
         progress = ByteProgress(on_progress, "extract", base_checkpoint.tensor_bytes + model_checkpoint.tensor_bytes)
-        is_tied = has_tied_head(store, base_checkpoint) and not architecture.get("is_encoder_decoder")
+        tied = tied_head(store, base_checkpoint)
+        is_tied = tied is not None and tied.head == TIED_HEAD and not architecture.get("is_encoder_decoder")
         is_tied &= TIED_HEAD not in model_checkpoint.tensors
         prefixes = _module_prefixes(architecture, base_checkpoint.tensors)
         extraction = _Extraction(*checkpoints, files, architecture, prefixes, is_tied, made, progress)
