@@ -229,8 +229,9 @@ def layer_facts(model_type: str) -> dict[str, Any]:
     lists = set.intersection(*per_layer)
     options: dict[str, int] = {}
     for rule in RULES:
-        values = [contents[0].get(name) for name in rule.options]
-        if all(type(value) is int for value in values):
+        stated = [contents[0].get(name) for name in rule.options]
+        values = [value for value in stated if type(value) is int]
+        if len(values) == len(rule.options):
             options |= dict(zip(rule.options, values, strict=True))
         elif isinstance(rule.replacement, Entries) and rule.replacement.name in lists:
             options |= derived_options(rule, rule.replacement, contents, sizes)
