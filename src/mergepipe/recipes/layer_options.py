@@ -28,7 +28,9 @@ _CYCLES = ("block_types",)
 _STACKED = ("hidden_size_per_layer_input",)
 # Lists that are as long as there are layers only by chance.
 _OTHER_LISTS = ("architectures", "token")
-_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+_LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,8 @@ def stated_kinds(section: Mapping[str, JsonValue], n_layers: int, defaults: Laye
         values = rule.values(section, defaults.options)
         if values is not None and not rule.is_replaced(section, n_layers):
             facts.append([*rule.kinds(values, n_layers, rule.exceptions(section))])
-    return [json.dumps([fact[layer] for fact in facts], sort_keys=True) for layer in range(n_layers)]
+    by_layer = zip(*facts, strict=True) if facts else [()] * n_layers
+    return [json.dumps(of_layer, sort_keys=True) for of_layer in by_layer]
 
 
 Layer = frozenset[tuple[str, tuple[int, ...]]]

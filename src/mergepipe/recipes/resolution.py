@@ -78,7 +78,7 @@ class TensorAccount:
         self._is_sliced = not recipe.models
         self._names = {output.name for output in outputs}
         self._templates = {template(output.name) for output in outputs if output.group is not None}
-        self._layers = [{layer_of(name) for name in names} for names in used]
+        self._layers = [{*map(layer_of, names)} for names in used]
         self._lists = {prefix for prefix, _ in map(layer_of, self._names)} - {""}
         taking_part = {output.model for output in outputs}
         groups = {output.group for output in outputs if output.group}
