@@ -18,11 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints import inert_pickle
+from mergepipe.checkpoints import inert_pickle, name_patterns
 from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.stored_adapters import AdapterConfig, read_adapter_config
 from mergepipe.checkpoints.torch_file import read_torch_zip, walk_tensors
-from mergepipe.checkpoints import name_patterns
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.runs.inputs import open_model
 from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES

@@ -147,10 +147,12 @@ def open_adapter(store: Store, path: Location, base: Checkpoint, allow_unapplied
     if adapter.config.kind == KOHYA:
         message = "its names are Kohya's, which do not say which tensors of the base it changes"
         raise unsupported_adapter(path, message, "merge such adapters by `mergepipe lora merge`")
-    return matched_adapter(adapter, base, allow_unapplied)
+    return matched_adapter(store, adapter, base, allow_unapplied)
 
 
-def matched_adapter(adapter: StoredAdapter, base: Checkpoint, allow_unapplied: Sequence[str] = ()) -> Checkpoint:
+def matched_adapter(
+    store: Store, adapter: StoredAdapter, base: Checkpoint, allow_unapplied: Sequence[str] = ()
+) -> Checkpoint:
     """Match what an adapter stores with the tensors of `base`; see `open_adapter`."""
     path = adapter.path
     if adapter.config.keeps_tied and not any(map(is_head, base.tensors)):  # its head says the same as its embedding

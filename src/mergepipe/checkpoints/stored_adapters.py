@@ -25,10 +25,10 @@ from mergepipe.checkpoints.directory import (
     stat_present,
 )
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
+from mergepipe.checkpoints.name_patterns import EndPatterns, PatternError
 from mergepipe.checkpoints.open_files import decoded
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.core.blocks import DTypeKind
-from mergepipe.checkpoints.name_patterns import EndPatterns, PatternError
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, FileId, Store, is_folder

@@ -196,7 +196,7 @@ def folded(
     base = Checkpoint(source.path, source.root, MappingProxyType(tensors), (), ())
     of_peft = sorted_out(source.path, _config(adapter, settings), _factors(store, adapter), ())
     _check_tied(source, of_peft, config)
-    applied = apply_adapter(base, matched_adapter(of_peft, base))
+    applied = apply_adapter(base, matched_adapter(store, of_peft, base))
     states: dict[tuple[str, str], StoredState] = {}
     for name, tensor in applied.tensors.items():
         if tensor is tensors[name]:
