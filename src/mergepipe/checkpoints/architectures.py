@@ -82,8 +82,8 @@ def architecture_of(config: Mapping[str, JsonValue]) -> Architecture | None:
 
 def _task(name: str) -> str:
     """Return the task in the name of a class: `ForCausalLM`."""
-    before, found, task = name.partition("@")[0].rpartition("For")
-    return found + task if before else ""
+    before, separator, task = name.partition("@")[0].rpartition("For")
+    return separator + task if before else ""
 
 
 @cache

@@ -293,8 +293,8 @@ def _refuse(place: int, layer: Layer, expected: Layer, where: object) -> None:
     differing = sorted((layer ^ expected), key=str)
     name = differing[0][0] if differing else ""
     has = "has" if any(rest == name for rest, _ in layer) else "lacks"
-    found = f"layer {place} of the output {has} {shown(name)}"
-    message = f"its layers are of several kinds: {found}, and the configuration cannot say so"
+    difference = f"layer {place} of the output {has} {shown(name)}"
+    message = f"its layers are of several kinds: {difference}, and the configuration cannot say so"
     hint = "choose slices that keep every kind of layer at its place"
     raise UnsupportedError.of("model.unsupported", where, message, hint)
 
