@@ -178,23 +178,23 @@ def compile_in_parallel(first: Callable[..., Any], then: Callable[..., Any], cal
 
 
 KERNELS = Path(__file__).parent
-CORE = KERNELS.with_name("core")
+BLOCKS = KERNELS.with_name("core") / "blocks.py"
 
 
 @cache
-def sources_digest(directory: Path = KERNELS) -> str:
-    """A hash of all kernel sources in a directory and in those below it."""
-    files = sorted(directory.rglob("*.py"))
+def sources_digest(place: Path = KERNELS) -> str:
+    """Hash a source file, or all source files in a directory and in those below it."""
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
     return blake3(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def sources_of(file: Path) -> str:
     """A hash of all files that the code of kernels in `file` can depend on.
 
-    Kernels inline others of their rooms, and constants of `core`. The hash is taken when a kernel is defined: code that
+    Kernels inline others of their rooms, and constants of `core.blocks`. The hash is taken when a kernel is defined: code that
     is compiled later is of the files as they were imported.
     """
-    return "".join(sources_digest(room) for room in sorted({CORE, KERNELS, room_of(file)}))
+    return "".join(sources_digest(room) for room in sorted({BLOCKS, KERNELS, room_of(file)}))
 
 
 def room_of(file: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from mergepipe.core.blocks import BF16, F16, DType
 from mergepipe.deltastore import symbols
 from mergepipe.errors import UnsupportedError
 from mergepipe.kernels import merge, reduce
-from mergepipe.kernels.compiled import CORE, Kernel, kernel, sources_digest
+from mergepipe.kernels.compiled import BLOCKS, Kernel, kernel, sources_digest
 from support.families import write_family
 from support.family_shapes import TINY
+from support.source_code import trees_with
 
 LESS_COMMON = {"codec._decode_less_common", "codec._encode_less_common"}
 DELTASTORE = Path(symbols.__file__).parent
@@ -30,10 +32,21 @@ def added(x: int, y: int) -> int:
     return x + y
 
 
-def test_kernel__is_renewed_with_the_sources_of_all_kernels_of_its_package_and_of_core() -> None:
+def test_kernel__is_renewed_with_the_sources_of_all_kernels_of_its_package_and_of_the_blocks() -> None:
     one, beside = cast(Any, reduce.sum_products), cast(Any, symbols.encode_numbers)
-    assert one.sources == sources_digest(CORE) + sources_digest()
-    assert beside.sources == sources_digest(CORE) + sources_digest(DELTASTORE) + sources_digest()
+    assert one.sources == sources_digest(BLOCKS) + sources_digest()
+    assert beside.sources == sources_digest(BLOCKS) + sources_digest(DELTASTORE) + sources_digest()
+
+
+def test_modules_of_kernels__depend_on_no_other_module_of_core_than_the_blocks() -> None:
+    """The hash of a kernel's sources covers its own room, the kernels, and `core.blocks`."""
+    modules = {
+        node.module
+        for _, tree in trees_with("@kernel")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mergepipe.core")
+    }
+    assert modules == {"mergepipe.core.blocks"}
 
 
 def test_kernel__has_one_dispatcher_whichever_threads_ask() -> None:
