@@ -191,8 +191,8 @@ def sources_digest(place: Path = KERNELS) -> str:
 def sources_of(file: Path) -> str:
     """A hash of all files that the code of kernels in `file` can depend on.
 
-    Kernels inline others of their rooms, and constants of `core.blocks`. The hash is taken when a kernel is defined: code that
-    is compiled later is of the files as they were imported.
+    Kernels inline others of their rooms, and constants of `core.blocks`. The hash is taken when a kernel is defined:
+    code that is compiled later is of the files as they were imported.
     """
     return "".join(sources_digest(room) for room in sorted({BLOCKS, KERNELS, room_of(file)}))
 
