@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -16,6 +17,7 @@ from support.bucket_outputs import check_published, files_below, new_prefix, obj
 from support.crashes import Death, count_operations, run_killed
 from support.families import FamilyShape, write_family
 from support.hub_server import HubServer, written_hub
+from support.model_folders import write_adapter
 from support.refusals import refuses
 from support.s3_server import S3Server
 
@@ -283,3 +285,14 @@ def test_merge_lora__refuses_a_recipe_for_cat_with_what_it_would_ignore(
     (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(RecipeError, match=message):
         mergepipe.merge_lora([tmp_path / "recipe.yml"], tmp_path / "out")
+
+
+def test_merge_lora__warns_about_adapters_that_name_two_bases(tmp_path: Path) -> None:
+    factors = {"a.lora_A.weight": np.ones((4, 8), np.float32), "a.lora_B.weight": np.ones((8, 4), np.float32)}
+    for name, base in (("first", "org/one"), ("second", "org/two"), ("third", "org/one")):
+        write_adapter(tmp_path / name, factors, base_model_name_or_path=base)
+    report = mergepipe.merge_lora([tmp_path / "first", tmp_path / "second"], tmp_path / "out")
+    assert [notice.partition(": ")[0] for notice in report.notices] == [
+        f"{tmp_path / 'second'} was trained on 'org/two', and {tmp_path / 'first'} on 'org/one'"
+    ]
+    assert mergepipe.merge_lora([tmp_path / "first", tmp_path / "third"], tmp_path / "same").notices == ()

@@ -164,9 +164,23 @@ def merge_lora(
         adapter_bytes=weights.file_bytes,
         read_bytes=store.ledger.usage()[Purpose.EXPERT],
         sid=manifest.sid,
-        notices=tuple(output.link.notices),
+        notices=(*_base_notices(names, opened), *output.link.notices),
         seconds=time.perf_counter() - started,
     )
+
+
+def _base_notices(names: Sequence[str], adapters: Sequence[StoredAdapter]) -> list[str]:
+    """Warn about adapters whose configurations name other bases than the first adapter's does."""
+    first_base = adapters[0].config.base
+    notices = []
+    for name, adapter in zip(names[1:], adapters[1:], strict=True):
+        base = adapter.config.base
+        if base and first_base and base != first_base:
+            notices.append(
+                f"{name} was trained on {shown(base)}, and {names[0]} on {shown(first_base)}: "
+                "if these are two models, the merged adapter fits neither"
+            )
+    return notices
 
 
 def _configs(store: Store, locations: Sequence[Location]) -> list[Json]:
