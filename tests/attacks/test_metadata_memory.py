@@ -181,5 +181,5 @@ def test_made_bytes__is_not_less_than_values_take_and_not_many_times_more(values
 
 def test_parse_object__refuses_values_that_take_too_much_memory() -> None:
     raw = b'{"log_history":[' + b",".join([b"{}"] * (MOST_MADE_BYTES // 128)) + b"]}"
-    with pytest.raises(CorruptError, match="its values take more than 768 MiB of memory"):
+    with pytest.raises(CorruptError, match="its values take more than 805 MB of memory"):
         parse_object(raw, where="trainer_state.json", code="checkpoint.damaged")

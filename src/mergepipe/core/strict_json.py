@@ -13,6 +13,7 @@ from typing import NoReturn, TypeAlias
 
 from blake3 import blake3
 
+from mergepipe.core.units import format_bytes
 from mergepipe.errors import CorruptError
 
 
@@ -55,7 +56,7 @@ def parse_object(
     """
     rules = _Rules(where, code, max_integer_digits, hint)
     if made_bytes(raw) > MOST_MADE_BYTES:
-        rules.refuse(f"its values take more than {MOST_MADE_BYTES >> 20} MiB of memory")
+        rules.refuse(f"its values take more than {format_bytes(MOST_MADE_BYTES)} of memory")
     text = rules.decode(raw)
     try:
         document: JsonValue = json.loads(
