@@ -376,7 +376,7 @@ def overlaps_of(experts: Mapping[str, Mapping[str, TensorStatistics]]) -> tuple[
     for first, second in combinations(experts, 2):
         one, other = experts[first], experts[second]
         by_layer: dict[str, list[str]] = defaultdict(list)
-        for name in one:
+        for name in sorted(one):  # sums depend on the order, and statistics come in that of their completion
             if name in other and one[name].grid == other[name].grid:
                 by_layer[layer_of(name)].append(name)
         for layer, names in sorted(by_layer.items(), key=lambda item: (not item[0], int(item[0] or 0))):

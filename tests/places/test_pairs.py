@@ -1,0 +1,387 @@
+"""Every pair of a verb, a kind and place of input, a place of output, and options: the bytes of the plain local run.
+
+The rows are a covering array: each pair of values that exists is in one of them. The fast suite runs some of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from itertools import combinations
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mergepipe.snapshots import work_log
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.staging import Staging
+from mergepipe.snapshots.whole_output import WholeOutput
+from support.all_pairs import Pair, Row, all_pairs, covering_rows, pair, pairs_of
+from support.bucket_outputs import objects_below
+from support.crashes import Death, count_operations, run_killed
+from support.faults import replaced
+from support.place_cells import MODEL_VERBS, OWN_SUBJECTS, Work, expect, recipe, run_in, steady, weights_below
+from support.place_cells import write_subjects
+from support.placed_models import PlacedModels, files_of, placed_models
+from support.slow_cases import slow_unless
+
+_MODELS = ("plain", "quantised", "snapshot", "float32", "sharded")
+_EXPERTS = (*_MODELS, "packed", "adapted", "adapter")
+_FOLDERS = ("folder", "bucket", "hub")
+_ANYWHERE = (*_FOLDERS, "file")
+_MEMORY = ("default", "256MB")
+_STOPS = ("none", "stopped")
+_OPTIONS = ("none", "json", "dtype", "shard-size")
+_BUDGETS = ("none", "60%", "norm")
+
+FACTORS: Final[Mapping[str, tuple[str, ...]]] = {
+    "verb": (
+        "check", "merge", "run", "replay", "lora apply", "lora merge", "lora extract", "tailor export",
+        "tailor average", "tailor compose", "pack", "unpack", "analyze", "moe", "sweep", "verify",
+    ),
+    "kind": (*_EXPERTS, "checkpoint"),
+    "place": ("folder", "hub", "bucket"),
+    "output": (*_ANYWHERE, "printed"),
+    "budget": (*_BUDGETS, "all"),
+    "memory": _MEMORY,
+    "parts": ("none", "2 of 2"),
+    "interruption": _STOPS,
+    "option": _OPTIONS,
+}  # fmt: skip
+"""The values of each factor; `all` is the budget of `plan --all`, and `printed` the output of a verb that writes none.
+
+`run` is `plan` and then `run`. A training checkpoint is a `checkpoint`; an `adapter` alone is an expert, too.
+"""
+_ALWAYS: Final = {"place": FACTORS["place"], "budget": ("none",), "memory": ("default",), "parts": ("none",),
+                  "interruption": ("none",), "option": ("none", "json")}  # fmt: skip
+_MERGED: Final = {"output": _ANYWHERE, "memory": _MEMORY, "interruption": _STOPS}
+_ADAPTER: Final = {"output": _FOLDERS, "interruption": _STOPS}
+_TAILORED: Final = {"kind": ("checkpoint",), "output": _FOLDERS, "memory": _MEMORY, "interruption": _STOPS}
+_TYPED: Final = ("none", "json", "dtype")
+VALUES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "check": {"kind": _EXPERTS, "output": ("printed",), "option": _OPTIONS},
+    "merge": {**_MERGED, "kind": _EXPERTS, "budget": _BUDGETS, "option": _OPTIONS},
+    "run": {
+        **_MERGED, "kind": _EXPERTS, "budget": ("60%", "norm", "all"), "parts": FACTORS["parts"], "option": _OPTIONS,
+    },
+    "replay": {**_MERGED, "kind": ("snapshot",)},
+    "lora apply": {**_MERGED, "kind": _MODELS, "option": _OPTIONS},
+    "lora merge": {**_ADAPTER, "kind": ("adapter",)},
+    "lora extract": {**_ADAPTER, "kind": (*_MODELS, "packed")},
+    "tailor export": {**_TAILORED, "option": _TYPED},
+    "tailor average": {**_TAILORED, "option": _TYPED},
+    "tailor compose": _TAILORED,
+    "pack": {"kind": _MODELS, "output": ("folder", "bucket"), "parts": FACTORS["parts"], "interruption": _STOPS},
+    "unpack": {"kind": ("packed",), "output": ("folder",), "interruption": _STOPS},
+    "analyze": {"kind": (*_MODELS, "packed"), "output": ("printed",), "memory": _MEMORY, "parts": FACTORS["parts"]},
+    "moe": {**_MERGED, "kind": (*_MODELS, "adapted"), "option": _TYPED},
+    "sweep": {
+        "kind": _EXPERTS, "output": ("printed",), "budget": _BUDGETS, "memory": _MEMORY, "option": _TYPED,
+    },
+    "verify": {"kind": ("snapshot", "packed"), "output": ("printed",), "memory": _MEMORY},
+}  # fmt: skip
+"""What each verb takes; what is not named here is `_ALWAYS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Two values that do not go together, a verb that takes both, and the code of the one line that says so."""
+
+    first: tuple[str, str]
+    second: tuple[str, str]
+    verb: str
+    code: str
+
+
+REFUSED: Final = (
+    Refused(("parts", "2 of 2"), ("output", "hub"), "run", "output.place"),
+    Refused(("parts", "2 of 2"), ("output", "file"), "run", "output.place"),
+    Refused(("option", "shard-size"), ("output", "file"), "merge", "option.invalid"),
+)
+
+
+def absent_pairs() -> set[Pair]:
+    """Return the pairs that no command has, and those that are refused."""
+    absent = {pair(refused.first, refused.second) for refused in REFUSED}
+    for verb, values in VALUES.items():
+        for factor, allowed in {**_ALWAYS, **values}.items():
+            absent |= {pair(("verb", verb), (factor, value)) for value in FACTORS[factor] if value not in allowed}
+    return absent
+
+
+ROWS: Final = covering_rows(FACTORS, absent_pairs())
+EVERY: Final = 5
+"""The fast suite runs one row in so many."""
+
+
+def name_of(row: Row) -> str:
+    """Name a row by what is not the default in it."""
+    return "-".join(value for value in row.values() if value not in ("none", "default"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlacedModels]:
+    """What the rows read, in folders of this machine, and the stand-ins of all servers."""
+    root = tmp_path_factory.mktemp("pairs")
+    with pytest.MonkeyPatch.context() as patched, placed_models(root) as placed:
+        patched.setenv("MERGEPIPE_HOME", str(root / "home"))
+        placed.lead(patched)
+        write_subjects(root)
+        write_variants(root)
+        yield placed
+
+
+@pytest.fixture
+def work(models: PlacedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
+    """A working folder, and a home of its own: no row has the statistics of another."""
+    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
+    models.lead(monkeypatch)
+    return Work(models, tmp_path)
+
+
+def write_variants(root: Path) -> None:
+    """Write the expert in another dtype, and in two files with an index."""
+    tensors = load_file(root / "expert" / "model.safetensors")
+    for name in ("float32", "sharded"):
+        (root / name).mkdir()
+        for path in (root / "expert").iterdir():
+            if path.suffix != ".safetensors":
+                (root / name / path.name).write_bytes(path.read_bytes())
+    wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    save_file(wide, root / "float32" / "model.safetensors", {"format": "pt"})
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in ((1, names[::2]), (2, names[1::2])):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, root / "sharded" / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (root / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def subject_of(row: Row, work: Work) -> str:
+    """Return the name of what the verb of a row reads."""
+    root = work.models.root
+    if row["kind"] == "adapted":
+        return "+".join(work.models.put(root / name, row["place"]) for name in ("expert", "adapter"))
+    name = row["kind"]
+    if name == "plain":
+        name = OWN_SUBJECTS.get(row["verb"], "expert")
+    elif name == "packed":
+        name = "packs/expert"
+    elif name == "checkpoint":
+        name = "run/checkpoint-9"
+    return work.models.put(root / name, row["place"])
+
+
+def output_of(row: Row, work: Work) -> str:
+    """Return a new place for the output of a row; empty if it is printed."""
+    name = work.folder.name
+    match row["output"]:
+        case "printed":
+            return ""
+        case "file":
+            return str(work.folder / "out.safetensors")
+        case "bucket":
+            return f"s3://bucket/pairs-{name}"
+        case "hub":
+            work.models.hub.commit(f"user/pairs-{name}", {"README.md": b"mine"})
+            return f"hf://user/pairs-{name}"
+    return str(work.folder / "out")
+
+
+def written_by(row: Row, out: str, work: Work) -> dict[str, bytes]:
+    """Return the files at the output of a row."""
+    match row["output"]:
+        case "printed":
+            return dict(files_of(work.folder / "home"))
+        case "bucket":
+            return objects_below(out)
+        case "hub":
+            return dict(work.models.hub.model_files(out.removeprefix("hf://")))
+    return dict(files_of(Path(out)))
+
+
+def commands_of(row: Row, work: Work, out: str) -> list[list[str]]:
+    """Return the commands of a row in their order."""
+    verb = row["verb"]
+    subject = subject_of(row, work)
+    budget: list[str] = []
+    if row["budget"] in ("60%", "norm"):
+        budget = ["--budgets" if verb == "sweep" else "--budget", "60%"]
+    elif verb == "sweep":
+        budget = ["--budgets", "100%"]
+    elif row["budget"] == "all":
+        budget = ["--all"]
+    if row["budget"] == "norm":
+        budget += ["--select", "norm"]
+    more: list[str] = []
+    if row["memory"] != "default":
+        more += ["--memory", row["memory"]]
+    if row["option"] == "json" or row["output"] == "printed":
+        more.append("--json")
+    is_split = verb == "run" and row["parts"] != "none"  # one file would all be made by the first part
+    if row["option"] == "shard-size" or is_split:
+        more += ["--shard-size", "60KB"]
+    planning: list[list[str]] = []
+    if verb == "run":
+        plan = work.folder / "plan.json"
+        (work.folder / "recipe.yml").write_text(recipe(work.models.root / "base", subject))
+        planning = [["plan", str(work.folder / "recipe.yml"), *budget, "--out", str(plan)]]
+        command = ["run", str(plan), out]
+    elif verb == "sweep":
+        command = [*work.command(verb, subject, out)[:2], *budget]
+    else:
+        command = [*work.command(verb, subject, out), *budget]
+        if verb in ("pack", "analyze"):
+            command.insert(3, str(work.models.root / "other"))
+        if verb == "verify":
+            command += ["--deep", "100%"] if row["kind"] == "snapshot" else ["--base", str(work.models.root / "base")]
+        if row["kind"] == "snapshot" and verb in ("verify", "replay"):
+            command += ["--home", str(work.models.root / "home")]  # whose catalog knows where the inputs are
+    if row["option"] == "dtype":
+        if verb in (*MODEL_VERBS, "run"):
+            written = work.folder / "recipe.yml"
+            written.write_text(json.dumps({**json.loads(written.read_text()), "dtype": "float32"}))
+        else:
+            more += ["--dtype", "float32"]
+    command += more
+    if row["parts"] == "none":
+        return [*planning, command]
+    return [*planning, [*command, "--part", "1/2"], [*command, "--part", "2/2"]]
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """Interrupt the run after its first durable unit, or before its output is published if it has none."""
+    durable: list[object] = []
+
+    def append_or_stop(append: object, log: object, record: Mapping[str, object], *, is_durable: bool) -> None:
+        if durable:
+            raise KeyboardInterrupt
+        assert callable(append)
+        append(log, record, is_durable=is_durable)
+        if record["kind"] == "unit":
+            durable.append(record)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(work_log, "UNIT_SECONDS", 0.0)
+        patched.setattr(work_log, "UNIT_BYTES", 1)
+        append = work_log.WorkLog.append
+        with (
+            replaced(work_log.WorkLog, "append", lambda _: lambda *a, **k: append_or_stop(append, *a, **k)),
+            replaced(Staging, "publish", lambda _: stop),
+            replaced(WholeOutput, "publish", lambda _: stop),
+        ):
+            yield
+
+
+Result = tuple[dict[str, bytes], object]
+
+
+def result_of(row: Row, work: Work) -> Result:
+    """Run the commands of a row; return the weights that were written, and what a verb without output printed."""
+    out = output_of(row, work)
+    commands = commands_of(row, work, out)
+    if row["interruption"] == "stopped":
+        n_planning = 1 if row["verb"] == "run" else 0
+        for command in commands[:n_planning]:
+            expect(run_in(work.folder, command))
+        commands = commands[n_planning:]
+        with stopping():
+            stopped = run_in(work.folder, commands[0])
+        assert stopped.exit_code == 130, stopped.err
+        if row["verb"] != "pack":  # whose first expert may be complete
+            check_nothing_visible(row, work, out)
+    for command in commands:
+        ran = expect(run_in(work.folder, command))
+    weights = weights_below(written_by(row, out, work))
+    if row["output"] != "printed":
+        if row["option"] == "json":
+            ran.json()
+        return weights, None
+    report = ran.json()
+    if row["verb"] == "check":
+        del report["shards"]  # which follow from their size
+    return weights, steady(report)
+
+
+def check_nothing_visible(row: Row, work: Work, out: str) -> None:
+    """Check that an output that was interrupted cannot be taken for a complete one."""
+    if row["output"] in ("folder", "file"):
+        assert not Path(out).exists()
+    else:
+        assert MANIFEST_NAME not in written_by(row, out, work)
+
+
+def plain(row: Row) -> Row:
+    """Return the row of the plain local run: with what decides the bytes, and nothing else.
+
+    What a budget reads follows from the store, too: files of this machine are read in whole pages.
+    """
+    output = "printed" if row["output"] == "printed" else "folder"
+    budget = "none" if row["budget"] == "all" else row["budget"]
+    verb = "merge" if row["verb"] == "run" else row["verb"]
+    option = row["option"] if row["option"] == "dtype" else "none"
+    decided = {"verb": verb, "kind": row["kind"], "budget": budget, "output": output, "option": option}
+    if budget != "none":
+        decided["place"] = row["place"]
+    return {"place": "folder", "memory": "default", "parts": "none", "interruption": "none", **decided}
+
+
+def tensors_of(files: Mapping[str, bytes]) -> dict[str, tuple[str, list[int], bytes]]:
+    """Return all tensors of safetensors files by name: dtype, shape and content."""
+    tensors = {}
+    for name, content in files.items():
+        if name.endswith(".safetensors"):
+            start = 8 + int.from_bytes(content[:8], "little")
+            header = json.loads(content[8:start])
+            header.pop("__metadata__", None)
+            for tensor, facts in header.items():
+                begin, end = facts["data_offsets"]
+                tensors[tensor] = facts["dtype"], facts["shape"], content[start + begin : start + end]
+    return tensors
+
+
+_plain: dict[str, Result] = {}
+
+
+def check_row(row: Row, work: Work) -> None:
+    """Run a row, and compare what it wrote and printed with the plain local run."""
+    made, report = result_of(row, work)
+    wanted_row = plain(row)
+    key = name_of(wanted_row)
+    if key not in _plain:
+        folder = work.folder / "plain"
+        folder.mkdir()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("MERGEPIPE_HOME", str(folder / "home"))
+            _plain[key] = result_of(wanted_row, Work(work.models, folder))
+    wanted, wanted_report = _plain[key]
+    assert made or row["output"] == "printed"
+    is_split = row["verb"] == "run" and row["parts"] != "none"
+    if is_split or row["option"] == "shard-size" or row["output"] == "file":
+        assert tensors_of(made) == tensors_of(wanted)
+    else:
+        assert made == wanted
+    if row["parts"] == "none":  # a part reports itself alone
+        assert report == wanted_report
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=name_of(row), marks=() if number % EVERY == 0 else pytest.mark.slow)
+     for number, row in enumerate(ROWS)],
+)  # fmt: skip
+def test_row__has_the_bytes_of_the_plain_local_run(work: Work, row: Row) -> None:
+    check_row(row, work)
