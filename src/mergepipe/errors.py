@@ -47,6 +47,7 @@ KEYWORD_OF_OPTION = {
     "--parts": "n_parts",
     "--rung": "rungs",
     "--shard-size": "shard_size",
+    "--tokenizer": "tokenizer_of",
     "--weight": "weights",
 }
 """Options that errors name, and the keyword arguments that they are in Python."""

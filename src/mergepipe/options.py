@@ -462,6 +462,14 @@ class ApplyLoraOptions(OutputOptions):
     allow_unapplied: tuple[str, ...] = option(
         (), "Leave out modules of this name, which BASE lacks. May be given again.", metavar="GLOB"
     )
+    tokenizer_of: str | None = option(
+        None,
+        "The tokenizer and chat template that OUT gets.",
+        name="--tokenizer",
+        metavar="base|adapter",
+        default="the one next to ADAPTER, if it fits",
+        choices=("base", "adapter"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,8 @@ def apply_lora(
     """
     made = ApplyLoraOptions.of(options, fields)
     recipe = apply_recipe(str(base), [str(adapter) for adapter in several(adapters)], made.weights, made.dtype)
+    if made.tokenizer_of is not None:
+        recipe["adapter_tokenizer"] = made.tokenizer_of
     memory_bytes = made.memory_bytes or min(APPLY_MEMORY_BYTES, default_memory_bytes())
     merging = made.common(MergeOptions, allow_dropped=made.allow_unapplied, memory_bytes=memory_bytes)
     try:

@@ -210,7 +210,8 @@ class Recipe:
     `base` is what `base_model` names. It may be listed among `models` too. Exactly one of `models`, `slices` and
     `modules` is not empty. `name` is what other documents of the same file call the result. `keeps_dtypes`: the dtype
     is `auto`, so that every tensor keeps the base's; `is_like_base`: weights are stored as FP8 like the base's.
-    `notices` are those of all documents of the file.
+    `notices` are those of all documents of the file. `adapter_tokenizer`: whether the output gets the tokenizer of the
+    `base` or the one next to the `adapter`; the latter where it fits, if nothing is stated.
     """
 
     path: Location
@@ -225,6 +226,7 @@ class Recipe:
     modules: tuple[OutputModule, ...] = ()
     tokenizer: TokenizerRequest | None = None
     chat_template: str | None = None
+    adapter_tokenizer: str | None = None
     name: str | None = None
     keeps_dtypes: bool = False
     is_like_base: bool = False

@@ -188,6 +188,7 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
             message = "the recipe has no base_model, and the step is one of the delta from it"
             reader.refuse("recipe.incomplete", ("post",), message, "name the base_model")
     template = None if (text := root.get("chat_template")) in (None, "") else reader.text(text, ("chat_template",))
+    adapter_tokenizer = _adapter_tokenizer(reader, root.get("adapter_tokenizer"))
     name = None if root.get("name") is None else reader.text(root["name"], ("name",))
     if operator is None or content is None or (base is None and root.get("base_model") is not None):
         read_tokenizer(reader, root, (), has_base=root.get("base_model") is not None)
@@ -202,8 +203,17 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
     tokenizer = read_tokenizer(reader, root, recipe.inputs(), has_base=base is not None)
     return replace(
         recipe, tokenizer=tokenizer, chat_template=template, name=name, is_like_base=root.get("out_dtype") == LIKE_BASE,
-        keeps_dtypes=AUTO in (root.get("out_dtype"), root.get("dtype")),
+        keeps_dtypes=AUTO in (root.get("out_dtype"), root.get("dtype")), adapter_tokenizer=adapter_tokenizer,
     )  # fmt: skip
+
+
+def _adapter_tokenizer(reader: DocumentReader, value: Value) -> str | None:
+    """Return whose tokenizer the output gets where an adapter is applied; None if nothing is stated."""
+    if isinstance(value, str) and value in ("base", "adapter"):
+        return value
+    if value is not None:
+        reader.wrong_kind(value, ("adapter_tokenizer",), "base or adapter")
+    return None
 
 
 def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | None:

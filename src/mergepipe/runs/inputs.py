@@ -42,6 +42,7 @@ from mergepipe.recipes.references import with_relative_paths
 from mergepipe.recipes.resolution import REASON_ALLOWED, resolve
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
+from mergepipe.runs.adapter_tokenizer import AdapterTokenizer, choose_tokenizer
 from mergepipe.runs.adapters import folds_adapters
 from mergepipe.runs.folded_adapters import Source, adapters_by_tensor, folded_summary, split_source
 from mergepipe.snapshots.manifest import ADAPTER_ROLE, MANIFEST_NAME, is_composite, read_composite
@@ -158,7 +159,7 @@ class Inputs:
     `checkpoints` are as stored; with an `alignment` of vocabularies the resolution is of the aligned ones.
     `intermediates` are the inputs of the models that other documents make, by their place. `notices` are what has
     no effect in the recipe, or another one than it asks for. `plain` is the merge in numbers whose result the tasks
-    store like the base.
+    store like the base. `tokenizer` is the one next to an adapter, where the output gets it.
     """
 
     recipe: Recipe
@@ -168,6 +169,7 @@ class Inputs:
     intermediates: Mapping[int, Inputs] = field(default_factory=dict)
     notices: tuple[Notice, ...] = ()
     plain: Inputs | None = None
+    tokenizer: AdapterTokenizer | None = None
 
     @property
     def repeats(self) -> Mapping[int, int]:
@@ -447,11 +449,12 @@ def _opened(
         notice_at("recipe.unclear", f"'{model.text}'", f"weights next to its own are not read: {names_shown(names)}")
         for model, checkpoint in zip(models, checkpoints, strict=True) if (names := checkpoint.ignored)
     ]  # fmt: skip
-    of_models = (*coded, *idle, *ignored)
+    tokenizer, of_tokenizer = choose_tokenizer(recipe, base, resolution.tasks, store)
+    of_models = (*coded, *idle, *ignored, *of_tokenizer)
     notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens, *of_models)))
     if strictness.strict:
         refuse_notices(notices)
-    return Inputs(recipe, checkpoints, resolution, alignment, parts, notices)
+    return Inputs(recipe, checkpoints, resolution, alignment, parts, notices, tokenizer=tokenizer)
 
 
 def _vocabulary_notices(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -13,14 +13,12 @@ from mergepipe.checkpoints.directory import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAMES,
     config_bytes,
-    find_sidecars,
-    list_names,
     parse_config,
     refuse_pointer,
 )
 from mergepipe.checkpoints.embedding_rows import VOCAB_SIZE_KEY, embedding_ending
 from mergepipe.checkpoints.quantised import MODELOPT_NAME, QUANTIZATION_KEY
-from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES, TokenizerFiles
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, TokenizerFiles
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import plural
 from mergepipe.errors import CorruptError, RecipeError, did_you_mean
@@ -32,6 +30,7 @@ from mergepipe.recipes.output_tensors import (
     with_dtype,
     with_layers,
 )
+from mergepipe.runs.adapter_tokenizer import AdapterTokenizer, is_tokenizer_file, with_eos_id
 from mergepipe.runs.model_card import InputCard, card_and_recipe, read_input_card
 from mergepipe.snapshots.manifest import CARD_NAME, MANIFEST_NAME, LeftOutFile, Manifest, file_without_paths
 from mergepipe.storage.contract import SIDECARS_BYTES, FileKind, Store, map_at_once, sidecar_limit
@@ -61,8 +60,8 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
     lender = models[alignment.lender if alignment else 0]
     first_files = read_sidecars(models[0], store)
     lent = first_files if lender is models[0] else read_sidecars(lender, store)
-    contents = {name: content for name, content in first_files.items() if not _is_tokenizers(name)}
-    contents |= {name: content for name, content in lent.items() if _is_tokenizers(name)}
+    contents = {name: content for name, content in first_files.items() if not is_tokenizer_file(name)}
+    contents |= {name: content for name, content in lent.items() if is_tokenizer_file(name)}
     if CONFIG_NAME in contents:
         parse_config(contents[CONFIG_NAME], models[0].root / CONFIG_NAME)
     if alignment is not None:
@@ -71,8 +70,11 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
     if recipe.chat_template is not None:
         template = chosen_template(recipe.chat_template, models, store, where=recipe.path)
         contents = contents if template is None else with_chat_template(contents, template)
-    if inputs.base.resized_by is not None:
-        contents = _resized(contents, inputs.base, inputs.base.resized_by, store)
+    if inputs.tokenizer is not None:
+        contents = _with_adapter_tokenizer(contents, inputs.tokenizer, store)
+    if inputs.base.resized_by is not None and CONFIG_NAME in contents:
+        rows = (tensor.shape[0] for name, tensor in inputs.base.tensors.items() if embedding_ending(name))
+        contents[CONFIG_NAME] = with_vocab_size(contents[CONFIG_NAME], next(rows))
     if CONFIG_NAME in contents:
         contents[CONFIG_NAME] = _configuration(inputs, contents[CONFIG_NAME])
     if inputs.base.quantisation and not recipe.is_like_base:
@@ -89,7 +91,7 @@ def chosen_files(contents: Mapping[str, bytes], inputs: Inputs, options: MergeOp
         name: content
         for name, content in contents.items()
         if (options.card or name != CARD_NAME)
-        and (keeps_tokenizer or not _is_tokenizers(name))
+        and (keeps_tokenizer or not is_tokenizer_file(name))
         and (options.mergekit_config or name != MERGEKIT_CONFIG_NAME)
     }
 
@@ -154,14 +156,23 @@ def _unquantised(config: bytes) -> bytes:
     return config_bytes(content) if any(stated) else config
 
 
-def _resized(contents: dict[str, bytes], model: Checkpoint, adapter: Location, store: Store) -> dict[str, bytes]:
-    """State the rows that an adapter gave the embedding, and take the tokenizer that was saved with it."""
-    names = find_sidecars(store, adapter, list_names(store, adapter))
-    own = read_sidecars(replace(model, root=adapter, sidecars=tuple(filter(_is_tokenizers, names))), store)
-    kept = contents if not own else {name: content for name, content in contents.items() if not _is_tokenizers(name)}
-    n_rows = next(tensor.shape[0] for name, tensor in model.tensors.items() if embedding_ending(name))
-    config = {CONFIG_NAME: with_vocab_size(kept[CONFIG_NAME], n_rows)} if CONFIG_NAME in kept else {}
-    return {**kept, **own, **config}
+def _with_adapter_tokenizer(
+    contents: Mapping[str, bytes], tokenizer: AdapterTokenizer, store: Store
+) -> dict[str, bytes]:
+    """Replace the tokenizer's files by those next to an adapter, or add these where they hold no vocabulary."""
+    own = read_sidecars(tokenizer.files, store)
+    replaces_template = template_of(tokenizer.files, store) is not None
+    changed = {}
+    for name, content in contents.items():
+        is_replaced = tokenizer.has_vocabulary or (replaces_template and "chat_template" in name)
+        if not (is_replaced and is_tokenizer_file(name)):
+            changed[name] = content
+    changed |= own
+    if tokenizer.eos_id is not None:
+        for name in (CONFIG_NAME, GENERATION_NAME):
+            if name in changed:
+                changed[name] = with_eos_id(changed[name], tokenizer.eos_id, keeps_others=name == GENERATION_NAME)
+    return changed
 
 
 def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
@@ -181,11 +192,6 @@ def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
         return content
 
     return dict(zip(model.sidecars, map_at_once(store, [model.root], read, model.sidecars), strict=True))
-
-
-def _is_tokenizers(name: str) -> bool:
-    """Whether a file belongs to the tokenizer, chat templates included."""
-    return name in TOKENIZER_NAMES or "chat_template" in name or name.endswith(".tiktoken")
 
 
 def _align_configuration(contents: dict[str, bytes], alignment: Alignment, lent: Mapping[str, bytes]) -> None:
@@ -270,7 +276,7 @@ def left_out_files(store: Store, model: Checkpoint, copied: Collection[str]) -> 
         name for name in _names_below(store, model.root, _MOST_DEPTH)
         if name not in used and not (name.endswith(".index.json") and name.rpartition("/")[0] in folders)
     ]  # fmt: skip
-    reasons = dict.fromkeys(filter(_is_tokenizers, model.sidecars), _TOKENIZER)
+    reasons = dict.fromkeys(filter(is_tokenizer_file, model.sidecars), _TOKENIZER)
     listed = [LeftOutFile(name, reasons.get(name) or reason_of(name)) for name in names[:_MOST_FILES]]
     if len(names) > _MOST_FILES:
         listed.append(LeftOutFile("...", f"and {plural(len(names) - _MOST_FILES, 'more file')}"))
