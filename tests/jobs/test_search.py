@@ -177,6 +177,21 @@ print(json.dumps({"loss": size, "score": size % 10}))
         mergepipe.search(recipe, family / "none", evaluate=evaluate, trials=5, objectives=both)
 
 
+@pytest.mark.parametrize(
+    ("code", "objectives", "failure"),
+    [
+        ("print(json.dumps({'loss': 10**400}))", ("loss",), "has no finite number 'loss'"),
+        ("(folder / 'x').touch(); print(1)", (), "changed the merge that it was to evaluate"),
+    ],
+)
+def test_search__counts_an_evaluation_without_a_sound_result_as_a_failed_trial(
+    family: Path, code: str, objectives: tuple[str, ...], failure: str
+) -> None:
+    evaluate = command(family, code)
+    with pytest.raises(LimitError, match=failure):
+        mergepipe.search(write_recipe(family), family / "none", evaluate=evaluate, trials=1, objectives=objectives)
+
+
 def test_search__gives_up_the_worse_half_after_a_rung(family: Path) -> None:
     distance, recipe = Distance(family, 0.6), write_recipe(family)
     report = mergepipe.search(recipe, family / "best", distance, trials=12, rungs=("60%", "100%"))

@@ -10,14 +10,17 @@ import json
 import math
 import os
 import re
+import selectors
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ import numpy as np
 
 from mergepipe.core.display import json_line
 from mergepipe.core.strict_json import canonical_json
-from mergepipe.core.units import format_bytes
+from mergepipe.core.units import first_names, format_bytes
 from mergepipe.errors import LimitError, MergePipeError, RecipeError, UnsupportedError, library
 from mergepipe.jobs.load import load_file
 from mergepipe.jobs.merge import run_budgeted
@@ -36,6 +39,8 @@ from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, TriedBudget
 from mergepipe.runs.work import MergeSettings
 from mergepipe.snapshots.manifest import Manifest
+from mergepipe.snapshots.staging import temporary_folder
+from mergepipe.storage import owned
 from mergepipe.storage.contract import is_file
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
@@ -47,25 +52,37 @@ MOST_WINDOWS = 16
 TEXT_BYTES = 64 << 20
 TARGET_BUDGETS = ("5%", "10%", "25%", "50%", "100%")
 """The budgets of a merge with a target loss, in turn."""
-_NUMBER = re.compile(
-    r"(?<![\w.])[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])", re.IGNORECASE
+_NUMBER = re.compile(  # every repetition is possessive: no digit is read twice
+    r"(?<![\w.])[-+]?(?:(?:\d++\.?+\d*+|\.\d++)(?:e[-+]?\d++)?+|nan|inf(?:inity)?+)(?![\w.])", re.IGNORECASE
 )
 _FOLDER = "{}"
+_READ_ONLY = "read-only-merge"
+_KEPT_OUTPUT_BYTES = 1 << 20
+_PIPE_BYTES = 1 << 16
+_SHOWN_DIGITS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A command that prints a loss as the last number of its output; `{}` in it stands for the snapshot's folder."""
+    """A command that prints a loss as the last number of its output; `{}` in it stands for the snapshot's folder.
+
+    The last `_KEPT_OUTPUT_BYTES` of the output are read. The folder is a link of its own: a command that removes or
+    renames it reaches the link alone, and one that changes anything in the folder is refused.
+    """
 
     words: tuple[str, ...]
 
     def loss_of(self, folder: Path, timeout: float | None = None) -> float:
         """Run the command on a snapshot; see `_printed`."""
-        numbers = _NUMBER.findall(self._printed(folder, timeout))
-        if not numbers or not math.isfinite(float(numbers[-1])):
-            printed = f"the last number that it printed is {numbers[-1]}" if numbers else "it printed no number"
-            raise self._failure(f"{printed}; a finite loss is needed")
-        return float(numbers[-1])
+        last_number = ""
+        for match in _NUMBER.finditer(self._printed(folder, timeout)):
+            last_number = match.group()
+        if not last_number:
+            raise self._failure("it printed no number; a finite loss is needed")
+        if not math.isfinite(float(last_number)):
+            shown_number = last_number[:_SHOWN_DIGITS]
+            raise self._failure(f"the last number that it printed is {shown_number}; a finite loss is needed")
+        return float(last_number)
 
     def values_of(self, folder: Path, objectives: Sequence[str], timeout: float | None = None) -> tuple[float, ...]:
         """Run the command on a snapshot; the last line that it prints is a JSON object with the objectives."""
@@ -76,16 +93,31 @@ class Evaluation:
             printed = None
         if not isinstance(printed, dict):
             raise self._failure("its last line is no JSON object, which --objective needs")
-        names = [objective.removesuffix(":max") for objective in objectives]
-        for name in names:
-            value = printed.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        values = []
+        for objective in objectives:
+            name = objective.removesuffix(":max")
+            value = _finite_number(printed.get(name))
+            if value is None:
                 raise self._failure(f"the object that it printed has no finite number '{name}'")
-        return tuple(float(printed[name]) for name in names)
+            values.append(value)
+        return tuple(values)
 
     def _printed(self, folder: Path, timeout: float | None) -> str:
         """Run without a shell and without input, at most `timeout` seconds; what goes to stderr is not touched."""
-        words = [word.replace(_FOLDER, str(folder)) for word in self.words]
+        states = owned.file_states(folder)
+        with temporary_folder("evaluate") as directory:
+            link = directory / _READ_ONLY
+            link.symlink_to(folder.absolute(), target_is_directory=True)
+            printed = self._run([word.replace(_FOLDER, str(link)) for word in self.words], timeout)
+        changed = _changed_names(states, folder)
+        if changed:
+            message = f"changed the merge that it was to evaluate, and nothing was published: {first_names(changed)}"
+            hint = "let it write elsewhere, and only read the folder"
+            raise RecipeError.of("evaluate.failed", shlex.join(self.words), message, hint)
+        return printed
+
+    def _run(self, words: Sequence[str], timeout: float | None) -> str:
+        """Run the command, and return the end of what it prints."""
         try:
             process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=timeout is not None
@@ -94,7 +126,7 @@ class Evaluation:
             raise self._failure(f"cannot be run: {error.strerror}") from error
         with process:
             try:
-                printed, _ = process.communicate(timeout=timeout)
+                printed = _end_of_output(process, timeout)
             except BaseException as error:
                 if timeout is not None:  # then the processes that it began are its own group
                     with contextlib.suppress(ProcessLookupError):
@@ -109,6 +141,43 @@ class Evaluation:
 
     def _failure(self, message: str) -> Exception:
         return RecipeError.of("evaluate.failed", shlex.join(self.words), message, "try it on a merge that you have")
+
+
+def _finite_number(value: object) -> float | None:
+    """Return a number of a JSON document as a float; None where it is none, or not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond float64
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _changed_names(states: Mapping[str, tuple[int, ...]], folder: Path) -> list[str]:
+    """List the files in a folder that are not as they were, or that are new or gone."""
+    now = owned.file_states(folder)
+    return [name for name in sorted(states.keys() | now.keys()) if states.get(name) != now.get(name)]
+
+
+def _end_of_output(process: subprocess.Popen[bytes], timeout: float | None) -> bytes:
+    """Read the output of a process until it ends, at most `timeout` seconds; keep its last `_KEPT_OUTPUT_BYTES`."""
+    assert process.stdout is not None
+    deadline = None if timeout is None else time.monotonic() + timeout
+    kept = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            left_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            if not selector.select(left_seconds):
+                raise subprocess.TimeoutExpired(process.args, timeout or 0.0)
+            chunk = os.read(process.stdout.fileno(), _PIPE_BYTES)
+            if not chunk:
+                break
+            kept += chunk
+            del kept[:-_KEPT_OUTPUT_BYTES]
+    process.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+    return bytes(kept)
 
 
 def parse_evaluation(command: str) -> Evaluation:
@@ -156,16 +225,17 @@ def merge_to_target(
 ) -> MergeReport:
     """Merge under one budget of `TARGET_BUDGETS` after the other, and publish the first of which the loss is met.
 
-    Each is made anew where the output grows, and evaluated before it is published. The report and the manifest tell
-    what those before it read.
+    Each is made anew where the output grows, and evaluated before it is published. A budget in which nothing fits is
+    passed over. The report and the manifest list what those before it read.
     """
     tried: list[TriedBudget] = []
+    too_small: list[str] = []
     anew = settings.begun_anew
 
-    def evaluate(made: Manifest, folder: Path) -> None:
+    def evaluate(budget: str, made: Manifest, folder: Path) -> None:
         loss = evaluation.loss_of(folder)
         nbytes = made.realized.expert + made.realized.analysis
-        tried.append(TriedBudget(TARGET_BUDGETS[len(tried)], nbytes, loss))
+        tried.append(TriedBudget(budget, nbytes, loss))
         if loss > target_loss:
             raise _TooLossyError
 
@@ -173,12 +243,18 @@ def merge_to_target(
         rung = replace(request, budget=parse_budget(budget))
         anew = replace(anew, tried_expert_bytes=sum(one.expert_bytes for one in tried))
         try:
-            report = run_budgeted(recipe, rung, anew, before_publish=evaluate)
+            report = run_budgeted(recipe, rung, anew, before_publish=partial(evaluate, budget))
         except _TooLossyError:
             continue
+        except LimitError as error:
+            if error.code != "budget.too-small":
+                raise
+            too_small.append(f"{budget}: nothing fits")
+            continue
         return replace(report, tried=tuple(tried))
-    losses = "; ".join(f"{one.budget}: {one.loss:.6g} ({format_bytes(one.expert_bytes)} read)" for one in tried)
-    message = f"no budget brings the loss down to {target_loss:g}, and nothing was published: {losses}"
+    losses = [f"{one.budget}: {one.loss:.6g} ({format_bytes(one.expert_bytes)} read)" for one in tried]
+    outcomes = "; ".join([*too_small, *losses])
+    message = f"no budget brings the loss down to {target_loss:g}, and nothing was published: {outcomes}"
     raise LimitError.of("evaluate.target", "--target-loss", message, "raise it, or change the recipe")
 
 

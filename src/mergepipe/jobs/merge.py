@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from mergepipe.runs.remote_output import RemoteOutput
 
 BeforePublish = Callable[[Manifest, Path], None]
-"""Looks at the finished manifest and the folder that it describes; what it raises prevents publishing."""
+"""Looks at the finished manifest and the folder of all that is published; what it raises prevents publishing."""
 
 
 @public_call(MergeOptions)
@@ -272,7 +272,8 @@ class MergeRun:
                 manifest = self._write_small_files(staging, small_files, digests, content_ids, progress)
                 link.notices.extend(progress.excess_notices())
                 if before_publish is not None:
-                    before_publish(manifest, staging.record_path)
+                    progress.give_up()
+                    before_publish(manifest, staging.path)
                 if remote is None:
                     staging.publish()
                 else:

@@ -270,6 +270,11 @@ class MergeProgress:
         self.sent[shard] = digest
         self._append({"kind": "sent", "shard": shard, "digest": digest}, is_durable=True)
 
+    def give_up(self) -> None:
+        """Record that no run resumes what was made, since others may change it from here on."""
+        self.n_durable = 0
+        self._append(work_log.begin_record(self._key), is_durable=True)
+
     def note_attempt(self, attempt: int) -> None:
         """Record as which attempt at a part this run goes on."""
         self.attempt = attempt

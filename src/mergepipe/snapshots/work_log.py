@@ -59,6 +59,7 @@ UNIT_SECONDS = 1.0
 WORTH_KEEPING: Final = (KeyboardInterrupt, SystemExit, MemoryError, StorageError)
 """Errors after which the same work may succeed when it is resumed."""
 LOG_FORMAT: Final = "mergepipe-log/2"
+NO_CONTENT: Final = (0, 0)  # device and inode of no folder
 _APPENDING: Final = os.O_WRONLY | os.O_APPEND
 _DOING: Final = "writing the log of what is done"
 
@@ -148,7 +149,7 @@ class WorkLog:
         identity = content_identity(self._directory)
         if identity is None:
             raise StorageError.of("storage.io", self._directory / CONTENT_NAME, "is gone", "run again")
-        self._write({"kind": "begin", "format": LOG_FORMAT, "key": self._key, "content": list(identity)})
+        self._write(begin_record(self._key, identity))
 
     def _descriptor_of_file(self) -> int:
         path = self._directory / LOG_NAME
@@ -167,6 +168,11 @@ class WorkLog:
         line = sealed(canonical_json(record), self._check)
         self._check = seal_of(line)
         owned.write_all(self._descriptor, line + b"\n")
+
+
+def begin_record(key: str, content: tuple[int, int] = NO_CONTENT) -> Record:
+    """Return the record that what follows is about the folder `content`; of none, nothing before it is resumed."""
+    return {"kind": "begin", "format": LOG_FORMAT, "key": key, "content": list(content)}
 
 
 def read_work_log(directory: Path) -> LoggedWork | None:
