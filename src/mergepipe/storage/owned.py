@@ -280,12 +280,12 @@ def list_folder(path: Path) -> list[tuple[str, os.stat_result]]:
 
 def file_states(path: Path) -> dict[str, tuple[int, ...]]:
     """Return what changes with each file in a folder, at any depth, by its relative name; links are not followed."""
-    states = {}
+    states: dict[str, tuple[int, ...]] = {}
     for folder, folders, names in os.walk(path):
         for name in names + folders:
             place = Path(folder) / name
             status = place.lstat()
-            state = (status.st_mode, status.st_ino)
+            state: tuple[int, ...] = (status.st_mode, status.st_ino)
             if not stat.S_ISDIR(status.st_mode):
                 state += (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             states[str(place.relative_to(path))] = state
