@@ -26,7 +26,6 @@ from mergepipe.snapshots.whole_output import WholeOutput
 from support.all_pairs import Pair, Row, all_pairs, covering_rows, pair, pairs_of
 from support.bucket_outputs import objects_below
 from support.crashes import Death, count_operations, run_killed
-from support.faults import replaced
 from support.place_cells import MODEL_VERBS, OWN_SUBJECTS, Work, expect, recipe, run_in, steady, weights_below
 from support.place_cells import write_subjects
 from support.placed_models import PlacedModels, files_of, placed_models
@@ -229,7 +228,7 @@ def commands_of(row: Row, work: Work, out: str) -> list[list[str]]:
         more.append("--json")
     is_split = verb == "run" and row["parts"] != "none"  # one file would all be made by the first part
     if row["option"] == "shard-size" or is_split:
-        more += ["--shard-size", "60KB"]
+        more += ["--shard-size", "100KB"]
     planning: list[list[str]] = []
     if verb == "run":
         plan = work.folder / "plan.json"
@@ -261,15 +260,12 @@ def commands_of(row: Row, work: Work, out: str) -> list[list[str]]:
 @contextmanager
 def stopping() -> Iterator[None]:
     """Interrupt the run after its first durable unit, or before its output is published if it has none."""
-    durable: list[object] = []
+    append = work_log.WorkLog.append
 
-    def append_or_stop(append: object, log: object, record: Mapping[str, object], *, is_durable: bool) -> None:
-        if durable:
-            raise KeyboardInterrupt
-        assert callable(append)
+    def append_and_stop(log: work_log.WorkLog, record: work_log.Record, *, is_durable: bool) -> None:
         append(log, record, is_durable=is_durable)
         if record["kind"] == "unit":
-            durable.append(record)
+            raise KeyboardInterrupt
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -277,13 +273,10 @@ def stopping() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(work_log, "UNIT_SECONDS", 0.0)
         patched.setattr(work_log, "UNIT_BYTES", 1)
-        append = work_log.WorkLog.append
-        with (
-            replaced(work_log.WorkLog, "append", lambda _: lambda *a, **k: append_or_stop(append, *a, **k)),
-            replaced(Staging, "publish", lambda _: stop),
-            replaced(WholeOutput, "publish", lambda _: stop),
-        ):
-            yield
+        patched.setattr(work_log.WorkLog, "append", append_and_stop)
+        patched.setattr(Staging, "publish", stop)
+        patched.setattr(WholeOutput, "publish", stop)
+        yield
 
 
 Result = tuple[dict[str, bytes], object]

@@ -181,7 +181,7 @@ def job_of(store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Lo
     if reason:
         raise UnsupportedError.of("pack.unsupported", expert.path, reason, "pack full weights in .safetensors files")
     real_path = store.real_path(expert.path) or expert.path
-    place = folder / (real_path.name or real_path.root.rpartition("/")[2]).removesuffix(_SUFFIX)
+    place = folder / real_path.model_name.removesuffix(_SUFFIX)
     out = place.local_path if place.is_local else staging_place(place, home)
     inputs = (expert.path,) if base is None else (base.path, expert.path)
     if not place.is_local:

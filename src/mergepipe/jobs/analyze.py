@@ -127,7 +127,7 @@ def analyze(
             catalog.record_digests(model)
     files = iter(analyzed)
     on_record = [next(files)[0] if subject.is_wanted else subject.on_record for subject in subjects]
-    names = [path.name for path in expert_paths]
+    names = [path.model_name for path in expert_paths]
     names = names if len(set(names)) == len(names) else list(map(str, expert_paths))
     usage = store.ledger.usage()
     return AnalyzeReport(

@@ -149,7 +149,7 @@ def merge_lora(
     ):
         merge = _AdapterMerge(tuple(names), opened, made, files, store.ledger, core_recipe)
         is_kohya = opened[0].config.kind == KOHYA
-        path = output.path / (f"{place.name or place.root}.safetensors" if is_kohya else WEIGHTS_NAME)
+        path = output.path / (f"{place.model_name}.safetensors" if is_kohya else WEIGHTS_NAME)
         with AdapterWriter(path, merge.possible(), store.ledger) as writer:
             merge.write(writer)
             weights = writer.finish()

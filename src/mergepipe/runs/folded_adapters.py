@@ -92,4 +92,4 @@ def _names_of(model: ModelInput, adapter: Location) -> tuple[str, str]:
 
 def _is_name_of(text: str, place: Location) -> bool:
     """Whether the last part of a name is that of a place."""
-    return text.partition("@")[0].rstrip("/").rpartition("/")[2] == place.name
+    return text.partition("@")[0].rstrip("/").rpartition("/")[2] == place.model_name

@@ -308,7 +308,7 @@ class ObjectUpload:
 
 def staging_place(destination: Location, home: Path) -> Path:
     """The output of this machine in whose staging directory the one for a bucket grows: one for each destination."""
-    return home / UPLOADS_NAME / f"{destination.name or destination.root}-{digest_of(str(destination))[:12]}"
+    return home / UPLOADS_NAME / f"{destination.model_name}-{digest_of(str(destination))[:12]}"
 
 
 def check_apart(destination: Location, inputs: Iterable[Location]) -> None:

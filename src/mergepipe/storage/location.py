@@ -123,6 +123,11 @@ class Location(WrittenAsText):
         return self.path.name
 
     @property
+    def model_name(self) -> str:
+        """The name of the model that lies there: of a root, that of the model of the Hub, or of the bucket."""
+        return self.name or self.root.rpartition("/")[2]
+
+    @property
     def suffix(self) -> str:
         return self.path.suffix
 
