@@ -233,6 +233,65 @@ def test_lora_apply__takes_an_embedding_that_was_resized_in_training(tmp_path: P
             applied(base, adapter, tmp_path / "more")
 
 
+def trained_after_resizing(base: Path, adapter: Path, rows: int, options: Mapping[str, Any]) -> Any:
+    """Save an adapter of a model whose embedding was resized before training."""
+    model = loaded(base)
+    model.resize_token_embeddings(rows)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    adapted.save_pretrained(adapter)
+    return adapted.eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "options"),
+    [
+        ("llama", 72, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+        ("llama", 50, {"target_modules": ["embed_tokens", "lm_head"]}),
+        ("llama", 72, {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True}),
+        ("llama-tied", 72, {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("llama-tied", 67, {"target_modules": ["q_proj"], "trainable_token_indices": [3, 66]}),
+        ("llama", 67, {"trainable_token_indices": {"embed_tokens": [3, 66], "lm_head": [64]}}),
+    ],
+)
+def test_lora_apply__adds_to_an_embedding_that_was_resized_before_training(
+    tmp_path: Path, name: str, rows: int, options: Mapping[str, Any]
+) -> None:
+    base, adapter = base_of(tmp_path, name), tmp_path / "adapter"
+    adapted = trained_after_resizing(base, adapter, rows, options)
+    applied(base, adapter, tmp_path / "out")
+    mine = loaded(tmp_path / "out")
+    assert mine.config.vocab_size == rows
+    torch.testing.assert_close(logits(mine), logits(adapted), rtol=1e-4, atol=2e-5)
+
+
+def test_lora_apply__adds_trained_rows_to_a_table_that_is_not_stored(tmp_path: Path) -> None:
+    base, adapter = base_of(tmp_path, "llama-tied"), tmp_path / "adapter"
+    options = {"target_modules": ["q_proj"], "trainable_token_indices": [3, 64, 65, 66]}
+    adapted = trained_after_resizing(base, adapter, 67, options)
+    adapted.save_pretrained(adapter, save_embedding_layers=False)
+    applied(base, adapter, tmp_path / "out")
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(adapted), rtol=1e-4, atol=2e-5)
+
+
+def test_lora_apply__refuses_rows_that_an_adapter_neither_trains_nor_stores(tmp_path: Path) -> None:
+    base, adapter = base_of(tmp_path, "llama-tied"), tmp_path / "adapter"
+    options = {"target_modules": ["q_proj"], "trainable_token_indices": [66]}
+    adapted = trained_after_resizing(base, adapter, 67, options)
+    adapted.save_pretrained(adapter, save_embedding_layers=False)
+    with pytest.raises(MismatchError, match=r"trains row 66 of .*, the base has 64 rows.*row 64 is stored nowhere"):
+        applied(base, adapter, tmp_path / "out")
+
+
+def test_lora_apply__refuses_a_resized_head_whose_embedding_is_not_stored(tmp_path: Path) -> None:
+    base, adapter = base_of(tmp_path, "llama"), tmp_path / "adapter"
+    trained_after_resizing(base, adapter, 72, {"target_modules": ["lm_head"]})
+    with pytest.raises(MismatchError, match=r"'model\.embed_tokens\.weight' has 64"):
+        applied(base, adapter, tmp_path / "out")
+
+
 def test_lora_apply__takes_a_base_whose_layers_are_repeated_as_in_training(tmp_path: Path) -> None:
     base = base_of(tmp_path, "llama")
     adapted = trained(base, tmp_path / "adapter", Case("llama", {"layer_replication": [[0, 2], [1, 2]]}))

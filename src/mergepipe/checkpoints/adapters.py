@@ -33,7 +33,7 @@ from mergepipe.checkpoints.contract import (
     TensorEntry,
 )
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
-from mergepipe.checkpoints.gathered_rows import GatheredRows, with_rows
+from mergepipe.checkpoints.gathered_rows import GatheredRows, resized, with_rows
 from mergepipe.checkpoints.open_files import decoded
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.checkpoints.stacked_experts import Piece, fused_name, inputs_first, pieces_of
@@ -155,10 +155,15 @@ def matched_adapter(
 ) -> Checkpoint:
     """Match what an adapter stores with the tensors of `base`; see `open_adapter`."""
     path = adapter.path
-    if adapter.config.keeps_tied and not any(map(is_head, base.tensors)):  # its head says the same as its embedding
+    has_head = any(map(is_head, base.tensors))
+    if adapter.config.keeps_tied and not has_head:  # its head says the same as its embedding
         modules = {module: parts for module, parts in adapter.modules.items() if not is_head(f"{module}.weight")}
         full = {name: entry for name, entry in adapter.full.items() if not is_head(name)}
         adapter = replace(adapter, modules=modules, full=full)
+    rows_by_head = {is_head(f"{module}.weight"): rows.shape for module, rows in adapter.tokens.items()}
+    if not has_head and rows_by_head.get(True) == rows_by_head.get(False):  # PEFT trains those of tied tables as one
+        tokens = {module: rows for module, rows in adapter.tokens.items() if not is_head(f"{module}.weight")}
+        adapter = replace(adapter, tokens=tokens)
     opener = _Opener(adapter, base, allow_unapplied, TokenizerFiles(base, store))
     tensors = opener.tensors()
     lost = {name.rpartition(".")[0] for name in opener.left_over}
@@ -257,8 +262,16 @@ def with_own_head(store: Store, weights: Checkpoint, adapter: Location) -> Check
         message = "it trains tokens, and changes the head that the base ties to their embedding"
         raise unsupported_adapter(adapter, message, MERGE_HINT)
     embedding = weights.tensors[tied.embedding]
-    is_resized = any(name in stored.full and stored.full[name].shape[0] != embedding.shape[0] for name in embeddings)
+    tables = {**stored.full, **stored.copies}
+    resized_tables = [
+        tables[name] for name in embeddings if name in tables and tables[name].shape[0] != embedding.shape[0]
+    ]
+    is_resized = bool(resized_tables)
     copies = {name: weights.tensors[source] for name, source in tied.copies.items()}
+    kept = stored.copies.get(embeddings[0]) if embeddings else None
+    if isinstance(kept, TensorEntry) and is_resized:  # what the head stayed in training
+        copies = {name: kept for name, source in tied.copies.items() if source == tied.embedding}
+        is_resized = False
     if not all(isinstance(tensor, TensorEntry) for tensor in copies.values()) or (is_resized and not heads):
         return weights
     own = {name: replace(tensor, name=name) for name, tensor in copies.items() if isinstance(tensor, TensorEntry)}
@@ -378,6 +391,7 @@ class _Opener:
         self._allow = allow_unapplied
         self._experts = _BaseExperts(base)
         self._configured: dict[str, str] = {}  # by module: the name that patterns of ranks and alphas match
+        self._resized_tables: dict[str, StoredTensor] = {}  # stored next to factors, by the base's name
         self.left_over: list[str] = []
 
     def tensors(self) -> dict[str, Readable]:
@@ -407,6 +421,10 @@ class _Opener:
             names[name]: replace(entry, name=names[name]) for name, entry in adapter.full.items() if name in names
         }
         fitting = {names[name]: adapter.modules[module] for name, module in plain.items() if name in names}
+        for name, module in plain.items():
+            copy = adapter.copies.get(f"{module}.weight")
+            if name in names and copy is not None and embedding_ending(name):
+                self._add_table(names[name], copy)
         is_stack = {name: len(self._base.tensors[name].shape) == 3 for name in fitting}
         is_transposed = self._orientation({name: parts for name, parts in fitting.items() if not is_stack[name]})
         is_transposed |= self._orientation({name: parts for name, parts in fitting.items() if is_stack[name]})
@@ -427,6 +445,14 @@ class _Opener:
             name: SavedTensor(name, tensor) if isinstance(tensor, StoredTensor) else tensor
             for name, tensor in tensors.items()
         }
+
+    def _add_table(self, name: str, table: StoredTensor) -> None:
+        """Note the embedding or head that PEFT stores next to what changes it; its number of rows may be another."""
+        needed = self._base.tensors[name].shape
+        if table.shape[1:] != needed[1:]:
+            message = f"it stores {shown(table.name)} of shape {list(table.shape)}, the base has {list(needed)}"
+            raise _mismatch(self._path, message, "is it an adapter of this base?")
+        self._resized_tables[name] = table
 
     @cached_property
     def _architecture(self) -> Architecture | None:
@@ -528,12 +554,19 @@ class _Opener:
 
     def _choices(self, name: str, parts: AdaptedModule) -> tuple[bool, ...]:
         """Return the orientations in which a product fits its base tensor; an embedding has only one."""
-        shape, needed = parts.shape, self._base.tensors[name].shape
+        shape = parts.shape
+        needed = self._shape_of(name)
         allowed = (True,) if parts.is_embedding else (False,) if parts.is_kronecker else (False, True)
         fits = tuple(flipped for flipped in allowed if (shape[::-1] if flipped else shape) == needed[-2:])
         if not fits:
             raise _mismatch(self._path, f"the factors of {shown(name)} make {list(shape)}, the base has {list(needed)}")
         return fits
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the weight that factors change: the base's, or that of a table resized in training."""
+        shape = self._base.tensors[name].shape
+        resized = self._resized_tables.get(name)
+        return shape if resized is None else resized.shape
 
     # --- compute what changes ---
 
@@ -593,10 +626,22 @@ class _Opener:
         """Replace rows of an embedding by those that were trained."""
         config = self._config.tokens
         indices = next((config[end] for end in config if not end or f".{module}".endswith(f".{end}")), ())
+        copy = self._adapter.copies.get(f"{module}.weight")
         stored = tensors.get(name) or self._base.tensors[name]
-        if len(indices) != rows.shape[0] or max(indices, default=-1) >= stored.shape[0] or stored.is_delta:
-            message = f"{shown(rows.name)} has {rows.shape[0]} rows, for {len(indices)} tokens of {stored.shape[0]}"
+        if copy is not None and name not in tensors:
+            self._add_table(name, copy)
+            stored = SavedTensor(name, copy)
+        if len(indices) != rows.shape[0] or stored.is_delta:
+            message = f"{shown(rows.name)} has {rows.shape[0]} rows, for {len(indices)} tokens"
             raise damaged_adapter(self._path, message)
+        n_rows = max(stored.shape[0], max(indices, default=-1) + 1)
+        if n_rows > stored.shape[0]:
+            missing = sorted({*range(stored.shape[0], n_rows)} - {*indices})
+            if missing:
+                message = f"it trains row {n_rows - 1} of {shown(name)}, the base has {stored.shape[0]} rows"
+                hint = f"row {missing[0]} is stored nowhere: resize the base as it was for training, and save it"
+                raise _mismatch(self._path, message, hint)
+            stored = resized(stored, n_rows)
         tensors[name] = with_rows(stored, SavedTensor(name, rows), indices)
 
     def _add_gains(self, tensors: dict[str, Readable], weight: str, bias: str | None, gains: StoredTensor) -> None:

@@ -40,6 +40,7 @@ from mergepipe.storage.location import Location
 T = TypeVar("T")
 
 BASE_LAYER = ".base_layer"
+TOKEN_ADAPTER = ".token_adapter"
 INNER, OUTER = "gate_up_proj", "down_proj"
 """Parameters of stacked experts, in the order in which models have them, and PEFT wraps them."""
 MERGE_HINT = "merge it into its base with peft first, and use the result as an expert"
@@ -492,7 +493,8 @@ def sorted_out(
             raise unsupported_adapter(path, f"{shown(entry.name)}: '{variant[0]}' is not read", MERGE_HINT)
         if match is None:
             is_copy = name.endswith(f"{BASE_LAYER}.weight")
-            (copies if is_copy else full)[name.replace(f"{BASE_LAYER}.", ".")] = entry
+            plain = name.replace(f"{TOKEN_ADAPTER}{BASE_LAYER}.", ".").replace(f"{BASE_LAYER}.", ".")
+            (copies if is_copy else full)[plain] = entry
             continue
         _check_part(path, entry, match["part"])
         if match["part"].startswith(("token_adapter", "ia3_l")):
@@ -506,7 +508,7 @@ def sorted_out(
         module: _paired(path, stored, is_embedding=module in embeddings, kind=config.kind)
         for module, stored in parts.items()
     }
-    stray = [name for name in copies if name.removesuffix(".weight") not in modules]
+    stray = [name for name in copies if name.removesuffix(".weight") not in modules.keys() | tokens.keys()]
     full |= {name: copies.pop(name) for name in stray}
     return StoredAdapter(path, config, modules, full, copies, tokens, files, gains)
 
