@@ -33,7 +33,7 @@ from mergepipe.runs.adapter_output import AdapterFacts, adapter_output, recorded
 from mergepipe.runs.adapters import WEIGHTS_NAME, AdapterWriter, LargestShape, adapter_config, factor_names
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.model_card import hub_id_of, stated_base_id
-from mergepipe.runs.work import tensor_bytes_read
+from mergepipe.runs.work import tensor_bytes_by_file, tensor_bytes_read
 from mergepipe.snapshots.manifest import BASE_ROLE, EXPERT_ROLE, EXTRACTED_ADAPTER, InputRecord
 from mergepipe.snapshots.staging import check_free_space
 from mergepipe.snapshots.whole_output import staged_beside
@@ -234,7 +234,7 @@ class _Extraction:
 
     def facts(self, store: Store, names: tuple[str, str], base_model: str, relative_error: float) -> AdapterFacts:
         """Return what is recorded of the adapter; `names` are those of base and model as they were given."""
-        usage = store.ledger.usage()
+        bytes_by_file = tensor_bytes_by_file(store.ledger.usage())
 
         def record(role: str, name: str, model: Checkpoint, hub_id: str | None) -> InputRecord:
             return InputRecord(
@@ -242,7 +242,7 @@ class _Extraction:
                 model=name,
                 path=str(model.path),
                 content_id=model.content_id,
-                read_bytes=tensor_bytes_read(model, usage),
+                read_bytes=tensor_bytes_read(model, bytes_by_file),
                 files=model.file_ids,
                 hub_id=hub_id,
             )

@@ -46,6 +46,7 @@ from mergepipe.runs.work import (
     output_of,
     requantisation_error,
     spectral_cost,
+    tensor_bytes_by_file,
     tensor_bytes_read,
 )
 from mergepipe.snapshots.manifest import (
@@ -459,6 +460,7 @@ class MergeRun:
 
     def _input_records(self, ids: Mapping[int, str], usage: Usage) -> tuple[InputRecord, ...]:
         content_ids = {id(self._inputs.checkpoints[index]): identity for index, identity in ids.items()}
+        bytes_by_file = tensor_bytes_by_file(usage)
         return tuple(
             InputRecord(
                 role=role,
@@ -466,7 +468,7 @@ class MergeRun:
                 path=reference_text(model),
                 files=checkpoint.file_ids,
                 content_id=content_ids.get(id(checkpoint)) or None,
-                read_bytes=0 if model.repeat else tensor_bytes_read(checkpoint, usage),  # its files have one count
+                read_bytes=0 if model.repeat else tensor_bytes_read(checkpoint, bytes_by_file),  # its files have one count
                 hub_id=self._hub_id(model),
             )
             for role, model, checkpoint in self._inputs.sources()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -276,6 +276,8 @@ def _hint_of_other_folder(reader: DocumentReader, text: str) -> str:
 
 
 _ABSOLUTE = re.compile(r"/|~/|file:///")
+_PATH_START = re.compile(r"(?<![\w./~-])(?:/|~/|file:///)")
+_PATH_GOES_ON = re.compile(r"[\w-]")
 _NO_PATHS = ("filter", "name", "positive_prompts", "negative_prompts")
 """Keys whose values are patterns or names, whatever they look like."""
 _PLAIN = re.compile(r"[A-Za-z_.][A-Za-z0-9_.-]*/[A-Za-z0-9_./+-]*")
@@ -307,10 +309,25 @@ def text_with_relative_paths(text: str, folder: Path) -> str:
         renames.update((part, path) for part, path in parts.items() if path != part)
         return _relative_reference(value, real_folder)
 
-    text = with_renamed(text, relative)
-    for part in sorted(renames, key=len, reverse=True):
-        text = re.sub(rf"(?<![\w./~-]){re.escape(part)}(?![\w-])", renames[part].replace("\\", r"\\"), text)
-    return text
+    return _with_replaced_paths(with_renamed(text, relative), renames)
+
+
+def _with_replaced_paths(text: str, renames: Mapping[str, str]) -> str:
+    """Replace whole paths in a text, in one pass; of several that begin at one place, the longest."""
+    lengths = sorted({len(path) for path in renames}, reverse=True)
+    pieces = []
+    end = 0
+    for match in _PATH_START.finditer(text):
+        start = match.start()
+        if start < end:
+            continue
+        for length in lengths:
+            path = text[start : start + length]
+            if path in renames and not _PATH_GOES_ON.match(text, start + length):
+                pieces += [text[end:start], renames[path]]
+                end = start + length
+                break
+    return "".join([*pieces, text[end:]])
 
 
 def with_renamed(text: str, name: Callable[[str], str]) -> str:

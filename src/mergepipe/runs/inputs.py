@@ -278,7 +278,7 @@ class Inputs:
     @property
     def roles(self) -> tuple[str, ...]:
         """By model: `expert` for one that is an expert anywhere, else `base`."""
-        experts = self.expert_models
+        experts = set(self.expert_models)
         return tuple("expert" if model in experts else "base" for model in range(len(self.checkpoints)))
 
     def pair_name(self, task: MergeTask, slot: int) -> str | None:

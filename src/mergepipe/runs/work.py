@@ -337,10 +337,19 @@ def requantisation_error(inputs: Inputs) -> float | None:
     return float(f"{math.sqrt(error / numbers) if numbers else 0.0:.3g}") if squares else None
 
 
-def tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:
-    """Sum the bytes requested of a checkpoint's tensors, headers excluded, indices of encoded ones included."""
+def tensor_bytes_by_file(usage: Usage) -> Counter[str]:
+    """Sum the bytes requested of tensors by file, headers excluded."""
+    requested_bytes: Counter[str] = Counter()
+    for (file, purpose), nbytes in usage.by_file.items():
+        if purpose is not Purpose.METADATA:
+            requested_bytes[file] += nbytes
+    return requested_bytes
+
+
+def tensor_bytes_read(checkpoint: Checkpoint, bytes_by_file: Counter[str]) -> int:
+    """Sum the bytes requested of a checkpoint's tensors; indices of encoded ones are included."""
     if checkpoint.encoded is None:
         files = set(map(str, files_of(checkpoint.tensors.values())))
     else:
         files = {str(file) for file in (*checkpoint.encoded.files, checkpoint.encoded.index_file)}
-    return sum(n for (file, purpose), n in usage.by_file.items() if file in files and purpose is not Purpose.METADATA)
+    return sum(bytes_by_file[file] for file in files)
