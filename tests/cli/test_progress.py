@@ -136,11 +136,9 @@ def test_line_display__says_once_that_kernels_are_compiled() -> None:
 
 def test_bar_display__shows_no_share_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = FakeTerminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     clock = FakeClock()
-    with BarDisplay(clock) as display, listen_to_compilation(display.compile):
+    with BarDisplay(terminal, clock) as display, listen_to_compilation(display.compile):
         display.update(Progress("merge", 4, 5))
         before = len(terminal.getvalue())
         with mark_compilation():
@@ -156,11 +154,9 @@ def test_bar_display__shows_no_share_while_kernels_are_compiled(monkeypatch: pyt
 
 def test_bar_display__draws_phase_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = FakeTerminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     clock = FakeClock()
-    with BarDisplay(clock) as display:
+    with BarDisplay(terminal, clock) as display:
         for second in range(4):
             clock.now = 100.0 + second
             display.update(Progress("merge", second * 10**9, 4 * 10**9))
@@ -168,22 +164,71 @@ def test_bar_display__draws_phase_speed_and_time_left(monkeypatch: pytest.Monkey
     assert all(part in drawn for part in ("merge", "75%", "1.00 GB/s", "1.0 s left"))
 
 
+def screen_of(written: str) -> list[str]:
+    """Return the lines that a terminal shows of what was written to it."""
+    lines = [""]
+    column = 0
+    for character in written:
+        if character == "\n":
+            lines.append("")
+            column = 0
+        elif character == "\r":
+            column = 0
+        else:
+            lines[-1] = lines[-1][:column].ljust(column) + character + lines[-1][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("columns", [20, 60, 200])
+def test_bar_display__is_one_line_that_fits_and_is_wiped_at_the_end(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, clock = FakeTerminal(), FakeClock()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with BarDisplay(terminal, clock) as display:
+        for second in range(4):
+            clock.now = 100.0 + second
+            notices = ("a notice",) if second == 2 else ()
+            display.update(Progress("merge", second * 10**9, 4 * 10**9, notices))
+            lines = screen_of(terminal.getvalue())
+            assert lines[:-1] == (["a notice"] if second >= 2 else [])
+            assert lines[-1].startswith("merge     [")
+            assert len(lines[-1]) < columns
+        display.update(Progress("publish", 4 * 10**9, 4 * 10**9))
+        with listen_to_compilation(display.compile), mark_compilation():
+            assert screen_of(terminal.getvalue())[-1] == COMPILING[: columns - 1]
+    assert screen_of(terminal.getvalue()) == ["a notice", ""]
+    assert terminal.getvalue().endswith("\r")
+
+
+def test_bar_display__ignores_a_terminal_that_is_gone() -> None:
+    terminal = FakeTerminal()
+    with BarDisplay(terminal, FakeClock()) as display:
+        terminal.close()
+        display.update(Progress("merge", 1, 2, ("a notice",)))
+
+
 def test_choose_display__fits_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert isinstance(choose_display(silent=False), LineDisplay)
     assert type(choose_display(silent=True)) is Display
     monkeypatch.setattr(sys, "stderr", FakeTerminal())
+    monkeypatch.setenv("TERM", "xterm")
     assert isinstance(choose_display(silent=False), BarDisplay)
     monkeypatch.setattr(sys, "stderr", None)
     assert type(choose_display(silent=False)) is Display
 
 
-@pytest.mark.parametrize(("has_widgets", "display"), [(True, BarDisplay), (False, LineDisplay)])
-def test_choose_display__of_a_notebook_is_a_bar_where_it_can_be_drawn(
-    has_widgets: bool, display: type[Display], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choose_display__on_a_dumb_terminal_writes_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", FakeTerminal())
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(choose_display(silent=False), LineDisplay)
+
+
+def test_choose_display__of_a_notebook_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = ModuleType("IPython")
     notebook.get_ipython = lambda: SimpleNamespace(kernel=1)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython", notebook)
-    monkeypatch.setattr("mergepipe.cli.progress.find_spec", lambda _: notebook if has_widgets else None)
-    assert type(choose_display(silent=False)) is display
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert isinstance(choose_display(silent=False), BarDisplay)

@@ -29,7 +29,7 @@ sys.exit(main(sys.argv[1:]))
 
 # The fast form stops at one import of each kind and at each kind of file; the slow one at the others too.
 BEFORE_PUBLISHING = [
-    pytest.param(signal.SIGINT, "import", "typer", marks=pytest.mark.slow),
+    pytest.param(signal.SIGINT, "import", "click", marks=pytest.mark.slow),
     (signal.SIGINT, "import", "mergepipe.cli.app"),
     pytest.param(signal.SIGINT, "import", "mergepipe.runs.progress", marks=pytest.mark.slow),
     pytest.param(signal.SIGINT, "import", "mergepipe.recipes.recipe_files", marks=pytest.mark.slow),

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -27,8 +28,7 @@ from mergepipe.errors import (
 )
 
 if TYPE_CHECKING:
-    from typer._click import Parameter
-    from typer.core import TyperCommand, TyperGroup
+    import click
 
 BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for a program that SIGPIPE ended
 
@@ -92,9 +92,9 @@ def _without_report(refusal: OSError, exit_code: int, *, is_committed: bool) -> 
 
 
 def _run(arguments: Sequence[str], interrupts: Interrupts, program: str) -> int:
-    import typer
+    from click.exceptions import Exit
 
-    command: TyperCommand | TyperGroup
+    command: click.Command
     if program == "mergepipe":
         from mergepipe.cli.app import asks_for_completions, build_command, complete
 
@@ -108,7 +108,7 @@ def _run(arguments: Sequence[str], interrupts: Interrupts, program: str) -> int:
     try:
         with command.make_context(program, list(arguments), obj=interrupts) as context:
             command.invoke(context)
-    except typer.Exit as ended:
+    except Exit as ended:
         return ended.exit_code
     return 0
 
@@ -233,26 +233,36 @@ _SAID_ELSEWHERE = {
 }
 
 
+_WORDINGS = (
+    (r": '.*' is not a valid integer", ": a valid integer is needed"),
+    (r": '.*' is not a valid float", ": a valid number is needed"),
+    (r"extra arguments? \(", "extra argument(s) ("),
+)
+"""What click says of arguments, by regular expressions, and what is said here."""
+
+
 def _usage_problem(error: BaseException) -> Problem | None:
-    import re
     from difflib import get_close_matches
 
-    import typer
+    import click
 
-    if not isinstance(error, typer.TyperException):
+    if not isinstance(error, click.ClickException):
         return None
     context = getattr(error, "ctx", None)
     hint = f"see '{context.command_path} --help'" if context is not None else "see 'mergepipe --help'"
-    option, near = str(getattr(error, "option_name", "") or ""), getattr(error, "possibilities", None)
-    message = error.message if near else error.format_message()
-    message = re.sub(r"Input should be a valid (\w+), unable to parse .*", r"a valid \1 is needed", message)
+    option = str(getattr(error, "option_name", "") or "")
+    near = getattr(error, "possibilities", None)
+    message = error.format_message()
+    if isinstance(error, click.NoSuchOption):  # versions of click write this differently
+        message = f"No such option: {option}"
+    for pattern, wording in _WORDINGS:
+        message = re.sub(pattern, wording, message, flags=re.DOTALL)
     if option and option in _mergekit_flags():
         hint = "it is a flag of mergekit-yaml: `mergepipe-yaml CONFIG OUT` takes those"
     elif option in _SAID_ELSEWHERE:
         hint = _SAID_ELSEWHERE[option]
-    elif near:
-        written = option or str(getattr(error, "cmd_name", "") or error.message)
-        hint = f"did you mean '{get_close_matches(written, sorted(near), n=1, cutoff=0.0)[0]}'?"
+    elif option and near:
+        hint = f"did you mean '{get_close_matches(option, near, n=1)[0]}'?"
     elif message.startswith("Missing") and context is not None and context.command.epilog:
         hint = f"as in: {context.command.epilog.splitlines()[0]}"
     return Problem("option.invalid", "", message.rstrip(". "), "" if "Did you mean" in message else hint)
@@ -263,7 +273,7 @@ def _mergekit_flags() -> set[str]:
     from mergepipe.cli.app import build_command
     from mergepipe.cli.mergekit import build_command as build_mergekit_command
 
-    def flags(params: Sequence[Parameter]) -> set[str]:
+    def flags(params: Sequence[click.Parameter]) -> set[str]:
         return {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
 
     return flags(build_mergekit_command().params) - flags(build_command(["merge"]).commands["merge"].params)

@@ -5,23 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+import click
 
-from mergepipe.cli.app import PROGRAM_SETTINGS, SectionedCommand, Without, with_option_groups
+from mergepipe.cli.app import CONTEXT_SETTINGS, SectionedCommand, Without, make_command
 from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
 from mergepipe.cli.printing import DEBUG, ReportOptions, print_report, print_warnings, tell
 from mergepipe.cli.progress import progress_shown
-from mergepipe.core.flags import Flag, declared_options, option
+from mergepipe.core.flags import Argument, Flag, declared_options, option
 from mergepipe.core.units import parse_size
 from mergepipe.errors import Problem, UnsupportedError
 from mergepipe.options import FORCE, MergeOptions, RecipeOptions
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
-
-if TYPE_CHECKING:
-    from typer.core import TyperCommand
 
 PROGRAM = "mergepipe-yaml"
 DONE, ALWAYS, NOTICED, REFUSED = (
@@ -108,28 +105,20 @@ class OwnOptions(RecipeOptions):
     debug: bool = option(False, DEBUG)
 
 
-def build_command() -> TyperCommand:
+def build_command() -> SectionedCommand:
     """Build the command line of the program."""
-    app = typer.Typer(**PROGRAM_SETTINGS)
-    app.command(PROGRAM, cls=SectionedCommand, epilog=f"{PROGRAM} config.yml merged/ --random-seed 7")(
-        with_option_groups(merge_as_mergekit)
-    )
-    command: TyperCommand = typer.main.get_command(app)  # type: ignore[assignment]
+    command = make_command(PROGRAM, merge_as_mergekit, f"{PROGRAM} config.yml merged/ --random-seed 7")
+    command.context_settings = CONTEXT_SETTINGS
     return command
 
 
 def merge_as_mergekit(
-    context: typer.Context,
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The recipe, a YAML file.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The directory to create.")],
+    context: click.Context,
+    config: Annotated[str, Argument("CONFIG", "The recipe, a YAML file.")],
+    out: Annotated[str, Argument("OUT", "The directory to create.")],
     *,
+    verbose: Annotated[bool, Flag("Print the report of the merge as well.", name="-v", panel=DONE)] = False,
     flags: MergekitFlags,
-    verbose: Annotated[
-        int,
-        typer.Option(
-            "-v", count=True, help="Print the report of the merge as well.", show_default=False, rich_help_panel=DONE
-        ),
-    ] = 0,
     own: Annotated[OwnOptions, Without("allow_dropped")],
 ) -> None:
     """Merge as mergekit-yaml is called: the models of CONFIG into the directory OUT.

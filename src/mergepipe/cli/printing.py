@@ -110,12 +110,18 @@ _FAILURE = re.compile(r"^(error|internal error|interrupted|warning)(?=:)", re.MU
 
 
 def available_columns() -> int | None:
-    """The columns that a line of standard output may take: $COLUMNS, else the terminal's; None without a terminal."""
-    told = os.environ.get("COLUMNS", "")
-    if told.isdecimal() and int(told) > 0:
-        return max(int(told), NARROWEST)
+    """The columns that a line of standard output may take, at least `NARROWEST`; None without a terminal."""
+    columns = terminal_columns(1)
+    return None if columns is None else max(columns, NARROWEST)
+
+
+def terminal_columns(descriptor: int) -> int | None:
+    """The columns of the terminal that is open as `descriptor`: $COLUMNS, else what it says; None without one."""
+    written = os.environ.get("COLUMNS", "")
+    if written.isdecimal() and int(written) > 0:
+        return int(written)
     try:
-        return max(os.get_terminal_size(1).columns, NARROWEST) if os.isatty(1) else None
+        return os.get_terminal_size(descriptor).columns if os.isatty(descriptor) else None
     except OSError:
         return None
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self, TextIO
 
+from mergepipe.cli.printing import terminal_columns
 from mergepipe.core.display import printable
 from mergepipe.core.units import format_bytes, format_rate, format_seconds
 
@@ -22,6 +23,9 @@ WINDOW_SECONDS = 5.0
 STEADY_SECONDS = 30.0
 SETTLING_SECONDS = 1.0
 BAR_SECONDS = 0.1
+BAR_COLUMNS = 30
+STANDARD_ERROR = 2
+COLUMNS_WITHOUT_TERMINAL = 80
 LINE_SECONDS = 5.0
 COMPILING = "compiling this method for these data types: 5 to 20 s, once"
 
@@ -115,13 +119,13 @@ def choose_display(*, silent: bool) -> Display:
     """The display that fits standard error."""
     if silent or sys.stderr is None:
         return Display()
-    if sys.stderr.isatty() or (in_notebook() and find_spec("ipywidgets") is not None):
-        return BarDisplay()
+    if in_notebook() or (sys.stderr.isatty() and os.environ.get("TERM") != "dumb"):
+        return BarDisplay(sys.stderr)
     return LineDisplay(sys.stderr)
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, where rich needs ipywidgets to draw."""
+    """Whether this process is the kernel of a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
 
@@ -161,61 +165,62 @@ class LineDisplay(Display):
 
 
 class BarDisplay(Display):
-    """Draws a bar on the terminal behind standard error, or under a cell of a notebook, and wipes it at the end."""
+    """Draws a bar in the last line of a terminal, or under a cell of a notebook, and wipes it at the end.
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bars
+    A line is drawn over the one before it, with nothing but carriage returns and spaces, which notebooks know too.
+    """
 
-        columns = ("{task.description:<8}", BarColumn(), TextColumn("{task.fields[share]}  {task.fields[pace]}"))
-        self._bars = Bars(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
-        self._task = self._bars.add_task("start", total=1.0, share="", pace="")
+    def __init__(self, stream: TextIO, clock: Clock = time.monotonic) -> None:
+        self._stream = stream
         self._clock = clock
         self._meter = Meter()
         self._due = 0.0
         self._is_compiling = False
+        self._drawn = ""
 
     def __enter__(self) -> Self:
-        with contextlib.suppress(OSError):  # a terminal that is gone
-            self._bars.start()
+        self._draw("start")
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            self._bars.stop()
+        self._draw("")
 
     def update(self, progress: Progress) -> None:
-        """Redraw, at most every `BAR_SECONDS`."""
-        with contextlib.suppress(OSError):
-            self._draw(progress)
-
-    def _draw(self, progress: Progress) -> None:
+        """Redraw, at most every `BAR_SECONDS`. Notices stay above the bar."""
         for notice in progress.notices:
-            self._bars.console.print(printable(notice), markup=False, highlight=False)
+            drawn = self._drawn
+            self._draw("")
+            self._write(f"{printable(notice)}\n")
+            self._draw(drawn)
         now = self._clock()
-        if now < self._due:
+        if now < self._due or self._is_compiling:
             return
         self._due = now + BAR_SECONDS
-        if self._is_compiling:
-            self._bars.refresh()
-            return
         reading = self._meter.read(progress, now)
-        pace = "  ".join(reading.pace())
-        share = f"{reading.fraction:>4.0%}"
-        self._bars.update(
-            self._task, description=reading.phase, completed=reading.fraction, total=1.0, share=share, pace=pace
-        )
-        self._bars.refresh()
+        filled = round(reading.fraction * BAR_COLUMNS)
+        bar = f"[{'#' * filled}{'-' * (BAR_COLUMNS - filled)}]"
+        self._draw("  ".join([f"{reading.phase:<8}", f"{bar} {reading.fraction:>4.0%}", *reading.pace()]))
 
     def compile(self, is_compiling: bool) -> None:
         """Show that kernels are being compiled instead of a share: nothing else goes on until they are."""
         self._is_compiling = is_compiling
         self._meter.restart()
         if is_compiling:
-            with contextlib.suppress(OSError):
-                self._bars.update(self._task, description=COMPILING, total=None, share="", pace="")
-                self._bars.refresh()
+            self._draw(COMPILING)
+
+    def _draw(self, line: str) -> None:
+        """Draw a line, cut to the terminal's width, over the one that is there; an empty one only wipes that."""
+        columns = terminal_columns(STANDARD_ERROR) or COLUMNS_WITHOUT_TERMINAL
+        line = line[: columns - 1]  # in the last column a terminal may go on to the next line
+        covered = min(len(self._drawn), columns - 1)
+        self._write(f"\r{line:<{covered}}" + ("" if line else "\r"))
+        self._drawn = line
+
+    def _write(self, text: str) -> None:
+        """Write to the terminal, if it is still there: no run fails for that."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
 
 
 @contextlib.contextmanager

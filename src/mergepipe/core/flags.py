@@ -28,6 +28,17 @@ _TUPLE = re.compile(r"tuple\[(\w+), \.\.\.\]")
 
 
 @dataclass(frozen=True, slots=True)
+class Argument:
+    """The form of an argument on a command line: the name that the help has for it, and what it is.
+
+    A parameter with a default may be left out. One of a list takes several: at least one, unless it has a default.
+    """
+
+    metavar: str
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
 class Flag:
     """The form of an option on a command line.
 
@@ -79,6 +90,11 @@ class Option:
     def size_keyword(self) -> str:
         """The keyword of calls that takes a size as on the command line: `memory` of `memory_bytes`."""
         return self.name.removeprefix("--").replace("-", "_")
+
+    @property
+    def is_many(self) -> bool:
+        """Whether it may be given several times."""
+        return self.kind.startswith(("tuple", "list"))
 
     @property
     def is_read_here(self) -> bool:

@@ -7,14 +7,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 import mergepipe
 from mergepipe.cli.app import EXPERT_PART, RecipePath, command
 from mergepipe.cli.printing import PrintOptions, print_report
 from mergepipe.cli.progress import OnProgress
 from mergepipe.core.display import Displayed, json_line
-from mergepipe.core.flags import Flag
+from mergepipe.core.flags import Argument, Flag
 from mergepipe.core.outcome import note_committed
 from mergepipe.options import (
     BUDGET,
@@ -68,9 +66,7 @@ def plan(
     "mergepipe explain merged/ --masks masks/",
 )
 def explain(
-    subject: Annotated[
-        str, typer.Argument(metavar="SNAPSHOT|PLAN", help="A snapshot's directory or sid, or a stored plan.")
-    ],
+    subject: Annotated[str, Argument("SNAPSHOT|PLAN", "A snapshot's directory or sid, or a stored plan.")],
     *,
     tensor: Annotated[
         str | None, Flag("Explain these tensors block by block: 'model.layers.0.*'.", metavar="GLOB")
@@ -101,10 +97,8 @@ def explain(
     "mergepipe analyze base/ expert-*/ --part 2/4 --home /shared/home",
 )
 def analyze(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The base model: a directory or a .safetensors file.")],
-    experts: Annotated[
-        list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.", show_default=False)
-    ],
+    base: Annotated[str, Argument("BASE", "The base model: a directory or a .safetensors file.")],
+    experts: Annotated[list[str], Argument("EXPERT...", "Models fine-tuned from it.")],
     *,
     part: Annotated[str | None, EXPERT_PART] = None,
     options: AnalyzeOptions,

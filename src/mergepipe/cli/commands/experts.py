@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 import mergepipe
 from mergepipe.cli.app import EXPERT_PART, OutDirectory, OutOption, Without, command
 from mergepipe.cli.progress import OnProgress
 from mergepipe.core.display import Displayed
-from mergepipe.core.flags import Flag
+from mergepipe.core.flags import Argument, Flag
 from mergepipe.core.outcome import tell_what_is_published
 from mergepipe.errors import RecipeError
 from mergepipe.options import ApplyLoraOptions, ExtractLoraOptions, MergeLoraOptions, PackOptions, UnpackOptions
@@ -27,9 +25,9 @@ from mergepipe.options import ApplyLoraOptions, ExtractLoraOptions, MergeLoraOpt
 def pack(
     models: Annotated[
         list[str],
-        typer.Argument(
-            metavar="[BASE] EXPERT...",
-            help="The base and models fine-tuned from it; with --base only those; or one model alone.",
+        Argument(
+            "[BASE] EXPERT...",
+            "The base and models fine-tuned from it; with --base only those; or one model alone.",
         ),
     ],
     *,
@@ -68,7 +66,7 @@ def pack(
 
 @command("mergepipe unpack packed/expert-1 --out expert-1/")
 def unpack(
-    store: Annotated[str, typer.Argument(metavar="STORE", help="A store that pack made.")],
+    store: Annotated[str, Argument("STORE", "A store that pack made.")],
     *,
     out: OutDirectory,
     options: UnpackOptions,
@@ -85,8 +83,8 @@ def unpack(
     name="lora apply",
 )
 def apply_lora(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The base: a directory, in a bucket, or on the Hub.")],
-    adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="LoRA adapters of BASE, as PEFT saves.")],
+    base: Annotated[str, Argument("BASE", "The base: a directory, in a bucket, or on the Hub.")],
+    adapters: Annotated[list[str], Argument("ADAPTER...", "LoRA adapters of BASE, as PEFT saves.")],
     *,
     out: OutOption,
     options: Annotated[ApplyLoraOptions, Without("executor"), Without("address")],
@@ -110,7 +108,7 @@ def apply_lora(
 def merge_lora(
     adapters: Annotated[
         list[str],
-        typer.Argument(metavar="ADAPTER...", help="LoRA adapters of one base, or a recipe with `output: adapter`."),
+        Argument("ADAPTER...", "LoRA adapters of one base, or a recipe with `output: adapter`."),
     ],
     *,
     out: OutOption,
@@ -131,8 +129,8 @@ def merge_lora(
     name="lora extract",
 )
 def extract_lora(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The base: a directory, or a model of the Hub.")],
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model that was fine-tuned from it.")],
+    base: Annotated[str, Argument("BASE", "The base: a directory, or a model of the Hub.")],
+    model: Annotated[str, Argument("MODEL", "The model that was fine-tuned from it.")],
     *,
     out: OutOption,
     options: ExtractLoraOptions,

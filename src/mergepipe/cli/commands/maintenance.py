@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 import mergepipe
 from mergepipe.cli.app import command
 from mergepipe.core.display import Displayed
-from mergepipe.core.flags import Flag
+from mergepipe.core.flags import Argument, Flag
 from mergepipe.options import HOME
 
 
 @command("mergepipe gc --dry-run", "mergepipe gc /models")
 def gc(
-    roots: Annotated[
-        list[str] | None, typer.Argument(metavar="[DIR]...", help="Where else dead runs may have left something.")
-    ] = None,
+    roots: Annotated[list[str] | None, Argument("[DIR]...", "Where else dead runs may have left something.")] = None,
     *,
     dry_run: Annotated[bool, Flag("Say what would be removed, and remove nothing.")] = False,
     home: Annotated[str | None, HOME] = None,
@@ -33,7 +29,7 @@ def gc(
 def rebuild(
     roots: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ROOT]...", help="Directories to look for snapshots in, at any depth."),
+        Argument("[ROOT]...", "Directories to look for snapshots in, at any depth."),
     ] = None,
     *,
     home: Annotated[str | None, HOME] = None,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
+import click
 
 import mergepipe
 from mergepipe.cli.app import OUT_HELP, OutPath, RecipePath, command
 from mergepipe.cli.progress import OnProgress
 from mergepipe.core.display import Displayed
-from mergepipe.core.flags import Flag, declared_options
+from mergepipe.core.flags import Argument, Flag, declared_options
 from mergepipe.errors import RecipeError
 from mergepipe.options import (
     FORCE,
@@ -42,19 +42,16 @@ FOR_BUDGETS = tuple(
     "mergepipe merge recipe.yml /shared/merged --executor ray",
 )
 def merge(
-    context: typer.Context,
+    context: click.Context,
     recipe: Annotated[
         str,
-        typer.Argument(
-            metavar="RECIPE", help="The recipe, a YAML file. Paths in it are relative to it. Not with --plan."
-        ),
+        Argument("RECIPE", "The recipe, a YAML file. Paths in it are relative to it. Not with --plan."),
     ],
     out: Annotated[
         str | None,
-        typer.Argument(
-            metavar="OUT",
-            help=f"{OUT_HELP} One file by its name: merged.safetensors, merged-Q8_0.gguf.",
-            show_default=False,
+        Argument(
+            "OUT",
+            f"{OUT_HELP} One file by its name: merged.safetensors, merged-Q8_0.gguf.",
         ),
     ] = None,
     *,
@@ -117,7 +114,7 @@ def _checked_output(recipe: str, out: str | None, plan: str | None) -> str:
     return out
 
 
-def _refuse_options(context: typer.Context, names: tuple[str, ...], hint: str) -> None:
+def _refuse_options(context: click.Context, names: tuple[str, ...], hint: str) -> None:
     """Refuse options that were given and have no meaning here, rather than ignore them."""
     for option in declared_options(MergeOptions):
         source = context.get_parameter_source(option.field)
@@ -143,7 +140,7 @@ def check(recipe: RecipePath, *, options: CheckOptions) -> Displayed:
 
 @command("mergepipe run plan.json merged/", "mergepipe run plan.json merged/ --part 2/7")
 def run(
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan that `mergepipe plan` stored.")],
+    plan: Annotated[str, Argument("PLAN", "A plan that `mergepipe plan` stored.")],
     out: OutPath,
     *,
     part: Annotated[
@@ -177,8 +174,8 @@ def run(
 
 @command("mergepipe status plan.json merged/ --parts 7")
 def status(
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help="The plan that OUT is made by.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The directory that `run --part` makes.")],
+    plan: Annotated[str, Argument("PLAN", "The plan that OUT is made by.")],
+    out: Annotated[str, Argument("OUT", "The directory that `run --part` makes.")],
     *,
     parts: Annotated[int | None, Flag("Tell which of N parts are missing.", metavar="N")] = None,
 ) -> Displayed:

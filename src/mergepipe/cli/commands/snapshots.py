@@ -8,14 +8,14 @@ from dataclasses import replace
 from datetime import date
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from click.exceptions import Exit
 
 import mergepipe
 from mergepipe.cli.app import OutPath, SnapshotHere, SnapshotName, Without, command
 from mergepipe.cli.printing import PrintOptions, ReportOptions, columns_text, print_report, report_json
 from mergepipe.cli.progress import OnProgress
 from mergepipe.core.display import Displayed, Table, printable, printable_lines, text_of
-from mergepipe.core.flags import Flag
+from mergepipe.core.flags import Argument, Flag
 from mergepipe.core.outcome import note_committed
 from mergepipe.core.units import format_bytes
 from mergepipe.errors import RecipeError
@@ -191,7 +191,7 @@ def verify(
     else:
         print_report(report, replace(printing, quiet=printing.quiet and report.is_sound))
     if not report.is_sound:
-        raise typer.Exit(DAMAGED_EXIT_CODE)
+        raise Exit(DAMAGED_EXIT_CODE)
 
 
 @command("mergepipe repair merged/")
@@ -228,9 +228,9 @@ def push(
     snapshot: SnapshotHere,
     destination: Annotated[
         str,
-        typer.Argument(
-            metavar="DEST",
-            help="org/name on the Hub (or hf://org/name[@branch][/folder]), s3://bucket/prefix, gs:// or az://.",
+        Argument(
+            "DEST",
+            "org/name on the Hub (or hf://org/name[@branch][/folder]), s3://bucket/prefix, gs:// or az://.",
         ),
     ],
     *,

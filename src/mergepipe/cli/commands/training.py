@@ -5,23 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
-import typer
+import click
 
 from mergepipe.cli.app import OutOption, OutPath, RecipePath, command
 from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
 from mergepipe.cli.printing import DEBUG
 from mergepipe.cli.progress import OnProgress
 from mergepipe.core.display import Displayed, printable_lines
-from mergepipe.core.flags import Flag
+from mergepipe.core.flags import Argument, Flag
 from mergepipe.options import EXPORT, STATE_FROM, STRATEGIES, AverageOptions, ComposeOptions, ExportOptions
 from mergepipe.tailor import api
 
-Checkpoints: TypeAlias = Annotated[
-    list[str], typer.Argument(metavar="CKPT...", help="Training checkpoints: directories.")
-]
-Checkpoint: TypeAlias = Annotated[
-    str, typer.Argument(metavar="CKPT", help="A training checkpoint: a directory, or a file.")
-]
+Checkpoints: TypeAlias = Annotated[list[str], Argument("CKPT...", "Training checkpoints: directories.")]
+Checkpoint: TypeAlias = Annotated[str, Argument("CKPT", "A training checkpoint: a directory, or a file.")]
 
 
 @command("mergepipe tailor inspect run/checkpoint-400 run/checkpoint-500", name="tailor inspect")
@@ -101,7 +97,7 @@ def recipe(
 
 
 @command("mergepipe tailor diff run/checkpoint-400 composed/", name="tailor diff")
-def diff(context: typer.Context, first: Checkpoint, second: Checkpoint) -> Displayed:
+def diff(context: click.Context, first: Checkpoint, second: Checkpoint) -> Displayed:
     """Print how far two checkpoints are apart, unit by unit: weights, exp_avg, exp_avg_sq.
 
     Relative changes `|B - A| / |A|`. Reads every byte of both once, in bounded memory.
