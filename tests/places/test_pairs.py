@@ -1,6 +1,7 @@
 """Every pair of a verb, a kind and place of input, a place of output, and options: the bytes of the plain local run.
 
-The rows are a covering array: each pair of values that exists is in one of them. The fast suite runs some of them.
+The rows of the fast suite are a covering array: each pair of values that exists is in one of them. The slow rows are
+one covering array for each verb.
 """
 
 from __future__ import annotations
@@ -9,15 +10,13 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from importlib.util import find_spec
-from itertools import combinations
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tools.reference.places import VERBS
 
 from mergepipe.snapshots import work_log
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -25,11 +24,18 @@ from mergepipe.snapshots.staging import Staging
 from mergepipe.snapshots.whole_output import WholeOutput
 from support.all_pairs import Pair, Row, all_pairs, covering_rows, pair, pairs_of
 from support.bucket_outputs import objects_below
-from support.crashes import Death, count_operations, run_killed
-from support.place_cells import MODEL_VERBS, OWN_SUBJECTS, Work, expect, recipe, run_in, steady, weights_below
-from support.place_cells import write_subjects
+from support.place_cells import (
+    MODEL_VERBS,
+    OWN_SUBJECTS,
+    Work,
+    expect,
+    recipe,
+    run_in,
+    steady,
+    weights_below,
+    write_subjects,
+)
 from support.placed_models import PlacedModels, files_of, placed_models
-from support.slow_cases import slow_unless
 
 _MODELS = ("plain", "quantised", "snapshot", "float32", "sharded")
 _EXPERTS = (*_MODELS, "packed", "adapted", "adapter")
@@ -91,18 +97,16 @@ VALUES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Two values that do not go together, a verb that takes both, and the code of the one line that says so."""
+    """Two values of `run` that do not go together, and the code of the one line that says so."""
 
     first: tuple[str, str]
     second: tuple[str, str]
-    verb: str
     code: str
 
 
 REFUSED: Final = (
-    Refused(("parts", "2 of 2"), ("output", "hub"), "run", "output.place"),
-    Refused(("parts", "2 of 2"), ("output", "file"), "run", "output.place"),
-    Refused(("option", "shard-size"), ("output", "file"), "merge", "option.invalid"),
+    Refused(("parts", "2 of 2"), ("output", "hub"), "output.place"),
+    Refused(("parts", "2 of 2"), ("output", "file"), "output.place"),
 )
 
 
@@ -116,8 +120,13 @@ def absent_pairs() -> set[Pair]:
 
 
 ROWS: Final = covering_rows(FACTORS, absent_pairs())
-EVERY: Final = 5
-"""The fast suite runs one row in so many."""
+"""Every pair once."""
+
+
+def rows_of_verbs() -> list[Row]:
+    """Return rows in which every pair of values occurs with every verb that has both, without `ROWS`."""
+    rows = [row for verb in VALUES for row in covering_rows({**FACTORS, "verb": (verb,)}, absent_pairs())]
+    return [row for row in rows if row not in ROWS]
 
 
 def name_of(row: Row) -> str:
@@ -371,10 +380,51 @@ def check_row(row: Row, work: Work) -> None:
         assert report == wanted_report
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=name_of(row), marks=() if number % EVERY == 0 else pytest.mark.slow)
-     for number, row in enumerate(ROWS)],
-)  # fmt: skip
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_row__has_the_bytes_of_the_plain_local_run(work: Work, row: Row) -> None:
     check_row(row, work)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", rows_of_verbs(), ids=name_of)
+def test_row_of_a_verb__has_the_bytes_of_the_plain_local_run(work: Work, row: Row) -> None:
+    check_row(row, work)
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.second[1])
+def test_pair__that_is_refused_is_refused_in_one_line(work: Work, refused: Refused) -> None:
+    row = {
+        "verb": "run", "kind": "plain", "place": "folder", "output": "folder", "budget": "all", "memory": "default",
+        "parts": "none", "interruption": "none", "option": "none", **dict([refused.first, refused.second]),
+    }  # fmt: skip
+    out = output_of(row, work)
+    planning, command, *_ = commands_of(row, work, out)
+    expect(run_in(work.folder, planning))
+    before = files_of(work.folder)
+    n_requests = len(work.models.hub.requests)
+    ran = run_in(work.folder, command)
+    assert (ran.codes, len(ran.error_lines)) == ([refused.code], 1), ran.err
+    assert files_of(work.folder) == before
+    assert len(work.models.hub.requests) == n_requests
+
+
+def test_rows__hold_every_pair_that_a_command_has() -> None:
+    absent = absent_pairs()
+    covered = set().union(*map(pairs_of, ROWS))
+    assert not covered & absent
+    for missing in set(all_pairs(FACTORS)) - absent - covered:
+        values = dict(missing)
+        verbs = [
+            verb for verb, allowed in VALUES.items()
+            if all(value in {**_ALWAYS, "verb": (verb,), **allowed}[factor] for factor, value in values.items())
+        ]  # fmt: skip
+        assert verbs == [], f"{values} is in no row"
+
+
+def test_rows__are_of_the_verbs_of_the_table() -> None:
+    """Verbs that only read what others print need no rows."""
+    without_rows = {
+        "plan", "repair", "diff", "explain", "show", "push", "search", "tailor inspect", "tailor check",
+        "tailor recipe",
+    }  # fmt: skip
+    assert {*VALUES} == {*FACTORS["verb"]} == {verb.name for verb in VERBS} - without_rows

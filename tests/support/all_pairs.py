@@ -51,7 +51,7 @@ def covering_rows(factors: Factors, absent: Set[Pair]) -> list[Row]:
 
 
 def _completed(row: dict[str, str], factors: Factors, absent: Set[Pair], missing: Set[Pair]) -> dict[str, str] | None:
-    """Complete a row by the values that add most missing pairs; None if no row without absent pairs holds its values."""
+    """Complete a row by the values that add most missing pairs; None if no row without absent pairs has them."""
     factor = next((name for name in factors if name not in row), None)
     if factor is None:
         return row

@@ -30,7 +30,7 @@ from mergepipe.errors import (
     StorageError,
     library,
 )
-from mergepipe.jobs.parts import check_output, make_part_of
+from mergepipe.jobs.parts import check_output, check_parts_place, make_part_of
 from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.jobs.snapshots import is_snapshot_of
 from mergepipe.options import MergeOptions, OutputOptions
@@ -89,6 +89,7 @@ def run_merge_on_ray(
     recipe: Location | RecipeText, request: PlanRequest, cluster: OutputOptions, settings: MergeSettings
 ) -> MergeReport:
     """Plan a recipe, and make the plan's output on a cluster; an unfinished merge of this very request is resumed."""
+    check_parts_place(settings.place)
     store = Stores(settings.engine.connections)
     inputs = open_inputs(recipe, store, settings.options)
     place, key = settings.place.absolute(), plan_key(inputs, repr(request))
@@ -122,6 +123,7 @@ def run_plan_on_ray(
 
     `key` is that of the request that the plan answers, and `planning` what was read of the inputs to make it.
     """
+    check_parts_place(settings.place)
     place = settings.place.absolute()
     planned = open_output(plan, settings.options.shard_bytes, Stores(settings.engine.connections))
     settings.base_model_ids.check_names(planned.inputs.source_models)

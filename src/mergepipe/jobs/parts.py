@@ -112,6 +112,7 @@ def make_part_of(
     Without a part this only finishes, and it is an error if that cannot be. Unless it `publishes`, that is left to
     others even where the part is the last one.
     """
+    check_parts_place(settings.place)
     out, part, store = settings.place, "" if numbers is None else f"{numbers[0]}/{numbers[1]}", Stores()
     parts: PartsPlace | None = None
     worker: PartsWorker | None = None
@@ -218,19 +219,23 @@ def _finished(
     return None
 
 
-def check_output(out: Path | Location, inputs: Inputs, *, force: bool) -> None:
-    """Refuse a place at which an output cannot be published."""
-    paths = [checkpoint.path for checkpoint in inputs.checkpoints]
+def check_parts_place(out: Path | Location) -> None:
+    """Refuse a place that takes no output in parts by its name alone, before anything is read."""
     if out.suffix in FILE_SUFFIXES:
         hint = f"write {out.parent / out.stem}"
         raise OutputError.of("output.place", out, "is the name of one file, which is not made in parts", hint)
-    if isinstance(out, Path):
-        check_target(out, paths, force=force)
-        return
-    if out.scheme == HUB_SCHEME:
+    if isinstance(out, Location) and out.scheme == HUB_SCHEME:
         hint = "make it in a folder or a bucket, then `mergepipe push` it"
         raise OutputError.of("output.place", out, "takes no output that is made in parts", hint)
-    check_apart(out, paths)
+
+
+def check_output(out: Path | Location, inputs: Inputs, *, force: bool) -> None:
+    """Refuse a place at which an output cannot be published."""
+    paths = [checkpoint.path for checkpoint in inputs.checkpoints]
+    if isinstance(out, Path):
+        check_target(out, paths, force=force)
+    else:
+        check_apart(out, paths)
 
 
 def parts_status(plan: Plan | str | Path, out: str | Path, *, n_parts: int | None = None) -> PartsStatus:
