@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 import mergepipe
@@ -18,11 +19,11 @@ from mergepipe import tailor
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, OutputError, StorageError
 from mergepipe.options import MergeOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
-from mergepipe.storage.remote import objects
+from mergepipe.storage.remote import hub_commit, objects
 from mergepipe.tailor.composition import _recipe_without_paths
 from support.bucket_outputs import files_below, new_prefix, objects_below, watch_buckets
 from support.families import FamilyShape, write_family
-from support.fault_server import Answer, Request
+from support.fault_server import Answer, Request, stall, status
 from support.hub_server import HubServer, written_hub
 from support.model_folders import recipe_of
 from support.refusals import refuses
@@ -350,3 +351,38 @@ def test_push__of_a_recipe_leaves_last_names_of_relative_paths(recipe: str) -> N
     pushed = _recipe_without_paths(recipe)
     assert "private" not in pushed
     assert re.findall(r"\.\./(\w+)", pushed) == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("headers", [{"Retry_After": "86400"}, {"ratelimit": '"api";r=0;t=86400'}])
+@pytest.mark.parametrize("n_answers", [0, 1, 3, 4])  # the third request is one of our own reader
+def test_push__does_not_wait_a_day_for_the_hub(
+    snapshot: Path, hub: HubServer, n_answers: int, headers: dict[str, str]
+) -> None:
+    answered: list[str] = []
+
+    def asks_to_wait(request: Request, answer: Answer) -> Answer:
+        answered.append(request.path)
+        return answer if len(answered) <= n_answers else status(429, **headers)(request, answer)
+
+    hub.fault = asks_to_wait
+    with refuses(StorageError, "storage.unavailable") as caught:
+        push(snapshot, f"hf://{MODEL}", create=True)
+    assert "answers 429" in str(caught.value)
+    assert "asks to wait 86400 s" in str(caught.value)
+    assert len(answered) == n_answers + 1
+
+
+def test_push__gives_up_a_silent_hub(snapshot: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_commit, "ANSWER_SECONDS", 0.5)
+    hub.fault = stall(0, 20)
+    with refuses(StorageError, "storage.unreachable") as caught:
+        push(snapshot, f"hf://{MODEL}", create=True)
+    hub.stop_silence()
+    assert "no answer came in time" in str(caught.value)
+
+
+def test_push__leaves_other_requests_of_the_package_alone(snapshot: Path, hub: HubServer) -> None:
+    push(snapshot, f"hf://{MODEL}", create=True)
+    hub.fault = status(503, Retry_After="86400")
+    answer = huggingface_hub.get_session().get(f"{hub.url}/api/models/{MODEL}")
+    assert answer.status_code == 503

@@ -468,7 +468,9 @@ class MergeRun:
                 path=reference_text(model),
                 files=checkpoint.file_ids,
                 content_id=content_ids.get(id(checkpoint)) or None,
-                read_bytes=0 if model.repeat else tensor_bytes_read(checkpoint, bytes_by_file),  # its files have one count
+                read_bytes=0
+                if model.repeat
+                else tensor_bytes_read(checkpoint, bytes_by_file),  # its files have one count
                 hub_id=self._hub_id(model),
             )
             for role, model, checkpoint in self._inputs.sources()

@@ -16,6 +16,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.remote import objects, pinned_store
 from mergepipe.storage.remote.pinned_store import WebStore
 from mergepipe.storage.remote.retry import (
+    ANSWER_SECONDS,
     REQUEST_BYTES,
     REQUEST_COST_BYTES,
     FailureKind,
@@ -142,6 +143,49 @@ def test_abort__ends_reads_that_wait_and_no_later_ones() -> None:
     assert [error.code for error in errors] == ["storage.unavailable"]
     assert broken.is_set()
     requests.read(Numbers(), 0, memoryview(bytearray(10)), Purpose.BASE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attempt_seconds", "n_attempts"),
+    [(FailureKind.STALLED, 60.0, 1), (FailureKind.STALLED, 30.0, 2), (FailureKind.CUT, 20.0, 4)],
+)
+def test_ask__waits_90_seconds_in_all_for_an_answer(
+    kind: FailureKind, attempt_seconds: float, n_attempts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    begun: list[float] = []
+
+    def request() -> None:
+        begun.append(now[0])
+        now[0] += attempt_seconds
+        raise RequestFailed(kind, "less than 4096 bytes a second")
+
+    def sleep(seconds: float, _stop: threading.Event) -> None:
+        now[0] += seconds
+
+    requests = Transfers(Ledger(), clock=lambda: now[0], sleep=sleep, random_fraction=lambda: 0.0)
+    with pytest.raises(StorageError, match="less than 4096 bytes a second"):
+        requests.ask(Location.of("https://host/listing"), request)
+    assert len(begun) == n_attempts
+    assert now[0] <= ANSWER_SECONDS
+    assert len(caplog.messages) == (n_attempts > 1) + (n_attempts > 2)
+    assert all("https://host/listing: no answer for" in message for message in caplog.messages)
+
+
+def test_ask__waits_as_long_as_a_server_asks_for_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    answers = iter([RequestFailed(FailureKind.STATUS, "429 Too Many Requests", 429, retry_after_seconds=120.0), None])
+    waits: list[float] = []
+
+    def request() -> str:
+        failure = next(answers)
+        if failure is not None:
+            raise failure
+        return "listing"
+
+    requests = Transfers(Ledger(), sleep=lambda seconds, _stop: waits.append(seconds))
+    assert requests.ask(Location.of("https://host/listing"), request) == "listing"
+    assert waits == [120.0]
+    assert "429 Too Many Requests; the next attempt is in 120 s" in caplog.text
 
 
 def test_abort__breaks_connections_to_silent_servers(server: BucketServer) -> None:

@@ -324,7 +324,7 @@ class _Answer:
         status = self._response.status
         if status not in good:
             detail = f"{status} {_short(self._response.reason)}".strip() + self._error_code()
-            wait = _retry_after_seconds(self._response.getheader("Retry-After", ""))
+            wait = retry_after_seconds(self._response.getheader("Retry-After", ""))
             raise RequestFailed(FailureKind.STATUS, detail, status, wait, self._sent_bytes())
 
     def _sent_bytes(self) -> int | None:
@@ -559,7 +559,7 @@ def _proxy_authorization(proxy: str) -> dict[str, str]:
     return {"Proxy-Authorization": "Basic " + base64.b64encode(user.encode()).decode()}
 
 
-def _retry_after_seconds(text: str) -> float:
+def retry_after_seconds(text: str) -> float:
     """The seconds of a `Retry-After` header, a number or a date; 0 where it is missing or malformed."""
     if _NUMBER.fullmatch(text.strip()):
         return float(text)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +16,12 @@ from urllib.parse import urlsplit
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, StorageError, library
 from mergepipe.storage.contract import EXTRA
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote.hub_api import hub_settings
+from mergepipe.storage.remote.http_client import retry_after_seconds
+from mergepipe.storage.remote.hub_api import TOO_MANY_REQUESTS, hub_settings
+from mergepipe.storage.remote.retry import ANSWER_SECONDS, TRANSIENT_STATUSES, RetryPolicy
 
 _MOVED: Final = (409, 412)
+_RESET: Final = re.compile(r"\bt=([0-9]{1,9})\b")  # seconds until a rate limit begins anew, in the Hub's own header
 _LOG_IN: Final = "set HF_TOKEN, or run `hf auth login`"
 
 
@@ -106,13 +112,21 @@ class HubRepository:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Convert the errors of the Hub's package."""
+        """Convert the errors of the Hub's package, whose requests have a bound on what they wait for."""
         try:
-            yield
+            with _WAITS.active(self._package):
+                yield
         except MergePipeError:
             raise
         except Exception as error:  # of the system, or of classes that only the Hub's package knows
+            wait = _long_wait_of(error)
+            if wait is not None:
+                raise self._asked_to_wait(wait) from None
             raise (self._refusal(error) if hasattr(error, "response") else self._unreachable(error)) from None
+
+    def _asked_to_wait(self, wait: _LongWaitError) -> MergePipeError:
+        message = f"{wait.host} answers {wait.status}, and asks to wait {wait.seconds:g} s"
+        return StorageError.of("storage.unavailable", self.location, message, "run again later: what is uploaded stays")
 
     def _refusal(self, error: Exception) -> MergePipeError:
         name, status = type(error).__name__, getattr(getattr(error, "response", None), "status_code", 0)
@@ -146,6 +160,90 @@ class HubRepository:
         except (AttributeError, RuntimeError):  # the package's errors raise it where they have no request
             address = self._endpoint
         return urlsplit(address).netloc.rpartition("@")[2]
+
+
+class _LongWaitError(Exception):
+    """The server of a request asks for a wait of more than `RetryPolicy.most_seconds`."""
+
+    def __init__(self, host: str, status: int, seconds: float) -> None:
+        super().__init__(f"{host} answers {status}")
+        self.host = host
+        self.status = status
+        self.seconds = seconds
+
+
+def _long_wait_of(error: BaseException | None) -> _LongWaitError | None:
+    """Find the long wait that an error of the package is about: its threads wrap the errors of their requests."""
+    while error is not None and not isinstance(error, _LongWaitError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+class _BoundedWaits:
+    """Bounds what the requests of the Hub's package wait for, while calls of ours are made; used from many threads.
+
+    The package has one client, shared by its threads and by other users in this process, so that the bounds are hooks
+    of that client. A wait that a server asks for has the bound of `RetryPolicy`, one for an answer `ANSWER_SECONDS`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_calls = 0
+        self._begun: dict[tuple[str, str], float] = {}
+
+    @contextmanager
+    def active(self, package: Any) -> Iterator[None]:
+        """Bound the waits of the calls in this context."""
+        with self._lock:
+            self._n_calls += 1
+            client = package.get_session()  # which the package makes anew after some failures
+            hooks = client.event_hooks
+            if self._check_answer not in hooks["response"]:
+                client.event_hooks = {
+                    "request": [*hooks["request"], self._bound_request],
+                    "response": [*hooks["response"], self._check_answer],
+                }
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._n_calls -= 1
+                if not self._n_calls:
+                    self._begun.clear()
+
+    def _bound_request(self, request: Any) -> None:
+        """Give an attempt the time that those before it left."""
+        if not self._n_calls:
+            return
+        now = time.monotonic()
+        with self._lock:
+            begun = self._begun.setdefault((request.method, str(request.url)), now)
+        left_seconds = ANSWER_SECONDS - (now - begun)
+        if left_seconds <= 0:
+            raise TimeoutError
+        timeouts = request.extensions.get("timeout", {})
+        stated = timeouts.get("read")
+        read_seconds = left_seconds if stated is None else min(stated, left_seconds)
+        request.extensions = {**request.extensions, "timeout": {**timeouts, "read": read_seconds}}
+
+    def _check_answer(self, response: Any) -> None:
+        """Refuse an answer of which the next attempt is too far away."""
+        if not self._n_calls:
+            return
+        with self._lock:
+            self._begun.pop((response.request.method, str(response.request.url)), None)
+        status = response.status_code
+        if status not in TRANSIENT_STATUSES:
+            return
+        seconds = retry_after_seconds(response.headers.get("Retry-After", ""))
+        reset = _RESET.search(response.headers.get("ratelimit", ""))
+        if reset is not None and status == TOO_MANY_REQUESTS:
+            seconds = max(seconds, float(reset[1]))
+        if seconds > RetryPolicy().most_seconds:
+            raise _LongWaitError(urlsplit(str(response.request.url)).netloc.rpartition("@")[2], status, seconds)
+
+
+_WAITS: Final = _BoundedWaits()
 
 
 def _cause_of(error: BaseException | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -21,9 +22,14 @@ from mergepipe.storage.location import Location
 REQUEST_BYTES: Final = 8 << 20
 MOST_REFUSAL_BYTES: Final = 64 << 10
 REQUEST_COST_BYTES: Final = 3_000_000  # 30 ms at 100 MB/s
+ANSWER_SECONDS: Final = 90.0
+"""The longest wait for an answer that carries no bytes of a file, over all attempts; a server may ask for more."""
+_LONG_WAIT_SECONDS: Final = 10.0
+_REPORT_SECONDS: Final = 30.0
 _RENEWABLE_STATUSES: Final = frozenset({401, 403, 404, 410})
 
 T = TypeVar("T")
+_LOG: Final = logging.getLogger("mergepipe")
 
 
 # --- failures, and what follows from them ---
@@ -216,6 +222,7 @@ class Transfers:
         self._workers: ThreadPoolExecutor | None = None
         self._counts = RequestCounts()
         self._has_answered = False
+        self._next_report = float("-inf")
         self._stops: set[_Stop] = set()
         self._on_abort: list[Callable[[], None]] = []
 
@@ -241,14 +248,22 @@ class Transfers:
             self._finish(parts, stop)
 
     def ask(self, location: Location, request: Callable[[], T]) -> T:
-        """Make a request that transfers no bytes of a file. Raises as `read` does."""
+        """Make a request that transfers no bytes of a file. Raises as `read` does.
+
+        No attempt is begun that would end after `ANSWER_SECONDS` if it took as long as the last one.
+        """
+        silence = replace(self._policy, most_seconds=min(self._policy.most_seconds, ANSWER_SECONDS))
         with self._stoppable(location) as stop:
             attempts = _Attempts(self._clock(), stop)
             while not stop.event.is_set():
+                begun = self._clock()
                 try:
                     return self._attempt(request, attempts)
                 except RequestFailed as error:
-                    self._recover(location, error, attempts)
+                    is_answer = error.kind is FailureKind.STATUS
+                    policy = self._policy if is_answer else silence
+                    attempt_seconds = 0.0 if is_answer else self._clock() - begun
+                    self._recover(location, error, attempts, policy, attempt_seconds)
         raise _aborted(location)
 
     def run_all(self, jobs: list[Callable[[], T]]) -> list[T]:
@@ -291,7 +306,7 @@ class Transfers:
                 done += error.received_bytes
                 attempts.is_renewed = attempts.is_renewed and not error.received_bytes
                 if not self._renew(source, error, attempts):
-                    self._recover(source.location, error, attempts)
+                    self._recover(source.location, error, attempts, self._policy)
 
     def _attempt(self, request: Callable[[], T], attempts: _Attempts) -> T:
         with self._lock:
@@ -340,21 +355,40 @@ class Transfers:
         attempts.n_failures += attempts.is_renewed
         return attempts.is_renewed
 
-    def _recover(self, location: Location, failure: RequestFailed, attempts: _Attempts) -> None:
-        """Wait before the next attempt, or give up."""
+    def _recover(
+        self,
+        location: Location,
+        failure: RequestFailed,
+        attempts: _Attempts,
+        policy: RetryPolicy,
+        attempt_seconds: float = 0.0,
+    ) -> None:
+        """Wait before the next attempt, or give up where that would end too late if it lasted `attempt_seconds`."""
         attempts.n_failures += 1
         elapsed = self._clock() - attempts.started
         seconds = wait_before_retry(
-            self._policy,
+            policy,
             failure,
             n_failures=attempts.n_failures,
-            elapsed_seconds=elapsed,
+            elapsed_seconds=elapsed + attempt_seconds,
             has_answered=self._has_answered,
             random_fraction=self._random_fraction(),
         )
         if seconds is None:
             raise error_of(failure, location, attempts.n_failures, elapsed) from None
+        self._report_wait(location, failure, elapsed, seconds)
         self._sleep(seconds, attempts.stop.event)
+
+    def _report_wait(self, location: Location, failure: RequestFailed, elapsed: float, seconds: float) -> None:
+        """Log that an answer takes long, at most once in `_REPORT_SECONDS`."""
+        now = self._clock()
+        with self._lock:
+            if elapsed + seconds < _LONG_WAIT_SECONDS or now < self._next_report:
+                return
+            self._next_report = now + _REPORT_SECONDS
+        _LOG.warning(
+            "%s: no answer for %.0f s: %s; the next attempt is in %.0f s", location, elapsed, failure.detail, seconds
+        )
 
     @contextmanager
     def _stoppable(self, location: Location) -> Iterator[_Stop]:
