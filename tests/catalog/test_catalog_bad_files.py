@@ -62,24 +62,62 @@ TROUBLES: dict[str, Callable[[Path], object]] = {
 }
 
 
+def put_folder(path: Path) -> None:
+    path.unlink()
+    (path / "inner").mkdir(parents=True)
+
+
+def put_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def put_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent)
+
+
+TROUBLES |= {"a folder": put_folder, "a pipe": put_fifo, "a link to a folder": put_link}
+
+
 @pytest.mark.parametrize("name", TROUBLES)
-def test_catalog__a_damaged_record_is_refused_and_a_rebuild_removes_that_one(tmp_path: Path, name: str) -> None:
+def test_catalog__an_unreadable_record_is_passed_over_with_a_warning_and_a_rebuild_removes_it(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     home = tmp_path / "home"
     publish(tmp_path / "results" / "one")
     path = filled_home(home)
     TROUBLES[name](path)
-    before, descriptors = path.read_bytes(), open_descriptors()
-    with refuses(CorruptError, "catalog.damaged") as caught:
-        Catalog(home).snapshots()
-    assert "mergepipe catalog rebuild" in str(caught.value)
-    assert open_descriptors() <= descriptors  # also while the error is held
-    assert path.read_bytes() == before
+    descriptors = open_descriptors()
+    assert len(Catalog(home).snapshots()) == 2
+    (warning,) = caplog.messages
+    assert str(path) in warning
+    assert "mergepipe catalog rebuild" in warning
+    assert open_descriptors() <= descriptors
+    assert os.path.lexists(path)
     Catalog(home).record_snapshot(make_manifest("new", ()), tmp_path / "new", created=NOON)
+    assert len(Catalog(home).snapshots()) == 3
     report = rebuild(home, [tmp_path / "results"])
     assert [(problem.code, problem.where) for problem in report.unreadable] == [("catalog.damaged", str(path))]
     assert len(report.missing) == 3
+    caplog.clear()
     assert len(Catalog(home).snapshots()) == 4
-    assert not path.exists()
+    assert not caplog.messages
+    assert not os.path.lexists(path)
+
+
+@pytest.mark.parametrize("put", [put_folder, put_fifo])
+def test_catalog__what_lies_in_the_place_of_a_digest_counts_as_none_until_a_rebuild(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
+    filled_home(tmp_path / "home")
+    (path,) = (tmp_path / "home" / "digests").iterdir()
+    put(path)
+    base, catalog = make_checkpoint(tmp_path / "base"), Catalog(tmp_path / "home")
+    assert catalog.with_known_digests(base).file_ids[0].sha256 is None
+    rebuild(tmp_path / "home", [])
+    catalog.record_digests(with_digests(base, {base.files[0].location: "cd" * 32}))
+    assert catalog.with_known_digests(base).file_ids[0].sha256 == "cd" * 32
 
 
 def test_catalog__a_damaged_digest_is_unknown_and_recorded_again(tmp_path: Path) -> None:

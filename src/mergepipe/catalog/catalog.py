@@ -2,12 +2,14 @@
 
 Each snapshot has a record in `snapshots/`, and each file of a model whose SHA-256 was taken one in `digests/`, named by
 where it lies. A record is replaced in one step, so that any number of processes and threads may write at once. Damage
-loses one record; that of a snapshot is refused until a rebuild. Manifests and `analyze` make all of it again.
+loses one record: it is passed over with a warning until a rebuild. Manifests and `analyze` make all of it again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -59,6 +61,7 @@ _DIGEST: Final = RecordFormat(_FORMAT_NAME, _VERSION, FileId, _HINT, variant="di
 """The last version of a file that a digest was taken of; `name` is its location, links resolved."""
 
 T = TypeVar("T")
+_LOG: Final = logging.getLogger("mergepipe")
 
 
 def is_catalog_error(error: MergePipeError) -> bool:
@@ -69,8 +72,8 @@ def is_catalog_error(error: MergePipeError) -> bool:
 class Catalog:
     """The catalog in the folder `home`, which need not exist; inputs are looked at through `store`.
 
-    In addition to the errors listed, all methods raise StorageError, `catalog.io`, if the folder cannot be used, and
-    CorruptError, `catalog.damaged`, if the record of a snapshot cannot be read.
+    In addition to the errors listed, all methods raise StorageError, `catalog.io`, if the folder cannot be used. A
+    record that cannot be read is passed over.
     """
 
     def __init__(self, home: Path, store: Store | None = None) -> None:
@@ -89,7 +92,7 @@ class Catalog:
         for file in checkpoint.files:
             if file.id.sha256 is None:
                 place, known = self._place_of(file), None
-                with suppress(CorruptError):  # then it is taken again
+                with suppress(MergePipeError):  # then it is taken again
                     known = _read(_DIGEST, self._record_path(_DIGESTS, place))
                 wanted = place, file.id.size_bytes, file.id.version
                 if known is not None and known.sha256 and (known.name, known.size_bytes, known.version) == wanted:
@@ -125,7 +128,7 @@ class Catalog:
         digest = blake3(manifest.to_json()).hexdigest(16)
         earlier: list[SnapshotRow] = []
         for record in _records_in(self.home / _SNAPSHOTS):
-            with suppress(CorruptError):
+            with suppress(MergePipeError):
                 earlier += _of_manifest(filter(None, [_read(_SNAPSHOT, record)]), digest)
         return self._record(manifest, digest, path, created, sorted(earlier, key=_age, reverse=True))
 
@@ -156,10 +159,25 @@ class Catalog:
         return row
 
     def snapshots(self) -> tuple[SnapshotRow, ...]:
-        """Return every recorded snapshot, newest first."""
-        rows = (_read(_SNAPSHOT, path) for path in _records_in(self.home / _SNAPSHOTS))
-        listed = [row for row in rows if row is not None]
-        return tuple(sorted(listed, key=_age, reverse=True))
+        """Return every recorded snapshot, newest first; records that cannot be read are logged."""
+        rows, problems = self.read_snapshots()
+        for problem in problems:
+            _LOG.warning("warning: %s [%s]", problem, problem.code)
+        return rows
+
+    def read_snapshots(self) -> tuple[tuple[SnapshotRow, ...], tuple[Problem, ...]]:
+        """Return every recorded snapshot, newest first, and what is wrong with records that cannot be read."""
+        rows: list[SnapshotRow] = []
+        problems: list[Problem] = []
+        for path in _records_in(self.home / _SNAPSHOTS):
+            try:
+                row = _read(_SNAPSHOT, path)
+            except MergePipeError as error:
+                problems += error.problems
+                continue
+            if row is not None:
+                rows.append(row)
+        return tuple(sorted(rows, key=_age, reverse=True)), tuple(problems)
 
     def snapshot(self, reference: str | Path) -> SnapshotRow:
         """Find a snapshot by its path, its sid, or at least the first four digits of it; of several the newest.
@@ -224,7 +242,16 @@ def _read(record_format: RecordFormat[T], path: Path) -> T | None:
         message = f"is no sound record: {error.problems[0].message}"
         raise CorruptError.of("catalog.damaged", path, message, _HINT) from error
     except StorageError as error:
+        if not _is_regular(path):
+            raise CorruptError.of("catalog.damaged", path, "is no file, where a record was", _HINT) from error
         raise _unusable(path, error.problems[0].message) from error
+
+
+def _is_regular(path: Path) -> bool:
+    """Whether a name is that of a regular file, and no link."""
+    with suppress(OSError):
+        return stat.S_ISREG(path.lstat().st_mode)
+    return False
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -235,7 +262,10 @@ def _write(path: Path, content: bytes) -> None:
 
 def _remove(path: Path) -> None:
     with _typed_errors(path), suppress(FileNotFoundError):
-        owned.remove_file(path)
+        if path.is_dir() and not path.is_symlink():
+            owned.remove_tree(path)
+        else:
+            owned.remove_file(path)
 
 
 @contextmanager
@@ -305,17 +335,18 @@ def _one_of(rows: Sequence[SnapshotRow], reference: str | Path) -> SnapshotRow:
 def rebuild(home: Path, roots: Sequence[Path]) -> RebuildReport:
     """Recreate snapshots and lineage from the manifests under `roots` and at recorded paths.
 
-    Records that are damaged are removed, and listed as unreadable. Digests of files are kept.
+    Records that are damaged, or no files, are removed and listed as unreadable. Other digests of files are kept.
     """
     unreadable: list[Problem] = []
     manifest_paths = list(find_manifests(roots, unreadable))
     catalog = Catalog(home)
-    for record in _records_in(home / _SNAPSHOTS):
-        try:
-            _read(_SNAPSHOT, record)
-        except CorruptError as error:
-            unreadable += error.problems
-            _remove(record)
+    for folder, record_format in ((_SNAPSHOTS, _SNAPSHOT), (_DIGESTS, _DIGEST)):
+        for record in _records_in(home / folder):
+            try:
+                _read(record_format, record)
+            except CorruptError as error:
+                unreadable += error.problems
+                _remove(record)
     recorded: list[SnapshotRow] = []
     missing: list[Path] = []
     composites: list[Path] = []

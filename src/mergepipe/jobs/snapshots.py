@@ -390,9 +390,11 @@ def _snapshot_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
     """Find rows of deleted snapshots that no other snapshot was made from.
 
     A snapshot on a disk that is not mounted does not count as deleted: a row goes only if the folder that held it is
-    there and it is not.
+    there and it is not. None goes while a record cannot be read, whose snapshot may have been made from any.
     """
-    rows = catalog.snapshots()
+    rows, problems = catalog.read_snapshots()
+    if problems:
+        return
     needed = {source.sid for row in rows for source in row.inputs if source.sid is not None}
     for row in rows:
         if row.sid in needed or (row.path / MANIFEST_NAME).exists() or not row.path.parent.is_dir():
