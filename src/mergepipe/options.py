@@ -35,7 +35,7 @@ MAX_BLOCK_ELEMENTS = 1 << 30  # counts in a block have 32 bits
 
 BUDGET_PANEL = "Under a budget"
 WORK_PANEL = "Catalog and earlier work"
-PUBLISHING_PANEL = "What the output says of its inputs"
+PUBLISHING_PANEL = "What the output says about its inputs"
 MACHINE_PANEL = "Machine"
 PARTS_PANEL = "Many machines"
 RARE_PANEL = "Rarely needed"
@@ -58,7 +58,7 @@ class PathStyle(StrEnum):
 def check_seed(seed: int, name: str = "--seed") -> int:
     """Return `seed` if 64 bits hold it, signed or not."""
     if not -(2**63) <= whole(name, seed) < 2**64:
-        raise RecipeError.of("option.invalid", name, f"{shown_number(seed)} was given", "give an integer of 64 bits")
+        raise RecipeError.of("option.invalid", name, f"{shown_number(seed)} was given", "give a 64-bit integer")
     return seed
 
 
@@ -72,7 +72,9 @@ def _read_number(text: str, name: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise RecipeError.of("option.invalid", name, f"'{text}' is no number", "give one such as 0.5") from None
+        raise RecipeError.of(
+            "option.invalid", name, f"'{text}' is not a number", "give a number, such as 0.5"
+        ) from None
 
 
 def _check_finite(name: str, number: float) -> None:
@@ -86,7 +88,7 @@ def _check_fraction(name: str, fraction: float) -> None:
 
 
 def _needs(name: str, other: str) -> MergePipeError:
-    return RecipeError.of("option.conflict", name, "has no meaning by itself", f"add {other}")
+    return RecipeError.of("option.conflict", name, f"only works together with {other}", f"add {other}")
 
 
 # --- flags of options that several classes have ---
@@ -99,42 +101,47 @@ THREADS = Flag(
     check=lambda name, value: positive(name, whole(name, value), MAX_THREADS),
 )
 HOME = Flag(
-    "Where the catalog is.", metavar="DIR", default="$MERGEPIPE_HOME, else the user data folder", panel=WORK_PANEL
+    "The folder of the catalog.", metavar="DIR", default="$MERGEPIPE_HOME, else the user data folder", panel=WORK_PANEL
 )
-NO_CATALOG = Flag("Use no catalog, and record nothing in it.", panel=WORK_PANEL)
-FORCE = Flag("Replace OUT, if mergepipe made it.")
+NO_CATALOG = Flag("Do not use the catalog, and record nothing in it.", panel=WORK_PANEL)
+FORCE = Flag("Replace an existing OUT that MergePipe made.")
 APPLY_MEMORY_BYTES = 512 << 20
 """Buffers of an adapter's application: more would not make it faster."""
 BUDGET = Flag(
-    "Read at most this from the experts: a share of what reading all would cost (25%, 0.25) or bytes (4GiB).",
+    "Read at most this much from the experts: a share of a full read (25%, 0.25), or bytes (4GiB).",
     metavar="BUDGET",
     default="everything is read",
     panel=BUDGET_PANEL,
 )
 EVALUATE = Flag(
-    "Run this command on each merge, without a shell; the last number that it prints is the loss. {} stands for the "
-    "merge's folder, which comes last without. loss:FILE is the mean loss on a text.",
+    "Run this command on each merge, without a shell; the last number it prints is the loss. {} is replaced by the "
+    "merge's folder; without {} the folder is the last argument. loss:FILE is the mean loss on a text.",
     metavar="CMD",
 )
 SHARD_SIZE = Flag("Largest output file, e.g. 5GB.", name="--shard-size", metavar="SIZE", default="5GB")
-STRICT = Flag("Refuse a recipe with a notice, a plan that reads nothing of an expert, and reads beyond a budget.")
+STRICT = Flag("Refuse recipes with notices, plans that read nothing from an expert, and reads beyond the budget.")
 BLOCK_ELEMENTS = Flag(
-    "Elements of a block, a multiple of 16384.",
+    "Elements per block, a multiple of 16384.",
     metavar="N",
     default="262144",
     panel=RARE_PANEL,
     check=lambda _, value: block_elements_of(value),
 )
-BASE_PLACE = Flag("Where the base of a packed expert is now.", metavar="BASE", default="where it was")
+BASE_PLACE = Flag("Where the base of a packed expert is now.", metavar="BASE", default="the recorded path")
 WEIGHTS = Flag(
-    "One for each ADAPTER, in order.", name="--weight", metavar="W", default="1", read=_read_number, check=_check_finite
+    "The weight of an ADAPTER; repeat it for each one, in order.",
+    name="--weight",
+    metavar="W",
+    default="1",
+    read=_read_number,
+    check=_check_finite,
 )
 LARGEST_RANK = Flag("Largest rank of a module.", metavar="R", check=positive)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions(Options):
-    """Options of using the machine, and of the home folder. None of them changes a byte of a result.
+    """Options for using the machine, and for the home folder. None of them changes a byte of a result.
 
     `memory_bytes` caps buffers. `home` is the folder of the catalog and of statistics.
     """
@@ -142,7 +149,7 @@ class MachineOptions(Options):
     threads: int | None = option(None, THREADS)
     memory_bytes: int | None = option(
         None,
-        "Cap on buffers, e.g. 4GiB.",
+        "Limit on the memory of buffers, e.g. 4GiB.",
         metavar="SIZE",
         default="4GiB, or half of the RAM if less",
         panel=MACHINE_PANEL,
@@ -150,7 +157,7 @@ class MachineOptions(Options):
     home: str | Path | None = option(None, HOME)
     connections: int = option(
         CONNECTIONS,
-        "Requests for remote files at once.",
+        "Concurrent requests for remote files.",
         metavar="N",
         panel=RARE_PANEL,
         check=partial(positive, most=MAX_CONNECTIONS),
@@ -159,7 +166,7 @@ class MachineOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(MachineOptions):
-    """Options of using the machine and the catalog. None of them changes a byte of a result."""
+    """Options for using the machine and the catalog. None of them changes a byte of a result."""
 
     catalog: bool = option(True, NO_CATALOG)
 
@@ -170,13 +177,13 @@ class RecipeOptions(Options):
 
     allow_dropped: tuple[str, ...] = option(
         (),
-        "Leave out tensors of this name that an expert has and the base has not. May be given again.",
+        "Leave out tensors with this name that an expert has and the base lacks. May be given several times.",
         metavar="GLOB",
     )
     strict: bool = option(False, STRICT)
     lenient: bool = option(
         False,
-        "Take misspelt names for such without effect, and shares like 40 as 1, as mergekit does.",
+        "Ignore misspelt names, and read shares like 40 as 1, as mergekit does; both with a warning.",
         panel=RARE_PANEL,
     )
 
@@ -205,30 +212,30 @@ class CheckOptions(RecipeOptions):
 class PlanOptions(RecipeOptions):
     """Options of planning a merge under a budget.
 
-    Without `select` a sample is read; by norm where weights are renormalised, or the rule cannot be sampled and all
-    experts were analyzed or packed. Statistics of another grid than `block_elements` are carried over.
+    Without `select` a sample is read. If weights are renormalised, or the rule cannot be sampled and all experts were
+    analyzed or packed, blocks are read by norm. Statistics with another block size than `block_elements` are converted.
     """
 
     select: str | None = option(
         None,
         f"What to read: {', '.join(Policy)}.",
         metavar="POLICY",
-        default="sample, where that can be",
+        default="sample, if possible",
         panel=BUDGET_PANEL,
         choices=tuple(Policy),
     )
     where_omitted: str = option(
         OnOmit.KEEP.value,
-        "Where an expert is omitted, keep the weights of the others, or renormalize them (linear).",
+        "Where an expert is omitted: keep the weights of the others, or renormalize them (linear).",
         metavar="RULE",
         panel=BUDGET_PANEL,
         choices=tuple(OnOmit),
     )
     min_density: float | None = option(
         None,
-        "Let densities of TIES and DARE fall to this under a tight budget.",
+        "Let a tight budget lower the densities of TIES and DARE to this.",
         metavar="SHARE",
-        default="they stay",
+        default="not lowered",
         panel=RARE_PANEL,
         read=_read_share,
         check=share,
@@ -236,14 +243,14 @@ class PlanOptions(RecipeOptions):
     block_elements: int | None = option(None, BLOCK_ELEMENTS)
     importance: str | Path | None = option(
         None,
-        "Of a sample: draw important tensors more often. A JSON object of numbers by tensor, safetensors "
-        "with one number a tensor or an element, or a training checkpoint (second moments).",
+        "For samples: draw important tensors more often. PATH is a JSON object of numbers by tensor, safetensors with "
+        "one number per tensor or per element, or a training checkpoint (its second moments).",
         metavar="PATH",
         panel=RARE_PANEL,
     )
     seed: int = option(
         0,
-        "Seed of the random operators, and of --select sample and random.",
+        "Seed of the random operators, and of --select sample and --select random.",
         metavar="N",
         check=lambda name, seed: check_seed(seed, name),
     )
@@ -258,14 +265,14 @@ class PlanOptions(RecipeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(RunOptions):
-    """Options of making an output of a plan: those of `RunOptions`, and what is written how.
+    """Options for making an output from a plan: those of `RunOptions`, and what is written, and how.
 
-    On a cluster `threads` and `memory_bytes` are those of one task, every node reaches the inputs and the output, and
-    files are smaller where nodes would have none to make. `shard_bytes` is the same for all parts of an output.
+    On a cluster `threads` and `memory_bytes` are per task, every node must reach the inputs and the output, and files
+    are made smaller if some nodes would otherwise have none. `shard_bytes` must be the same for all parts of an output.
     """
 
     force: bool = option(False, FORCE)
-    strict: bool = option(False, "Refuse to read again beyond the budget what an interrupted run lost.")
+    strict: bool = option(False, "Refuse to exceed the budget by reading again what an interrupted run lost.")
     shard_bytes: int | None = option(None, SHARD_SIZE)
     paths: str = option(
         PathStyle.RELATIVE.value,
@@ -276,17 +283,17 @@ class OutputOptions(RunOptions):
     )
     base_model_ids: tuple[str, ...] = option(
         (),
-        "A base model on the Hub for the model card: org/name, or MODEL=org/name. May be given several times.",
+        "Hub id of a base model, for the model card: org/name, or MODEL=org/name. May be given several times.",
         name="--base-model-id",
         metavar="ID",
         panel=PUBLISHING_PANEL,
     )
     resume: bool | None = option(
-        None, "Resume an interrupted run of the same merge to OUT.", default="if there is one", panel=WORK_PANEL
+        None, "Resume an interrupted run of the same merge into OUT.", default="if there is one", panel=WORK_PANEL
     )
     executor: str = option(
         ExecutorName.THREADS.value,
-        "Who makes OUT's files: threads of this process, or ray, tasks on a cluster.",
+        "What computes OUT's files: threads of this process, or ray, tasks on a cluster.",
         metavar="NAME",
         panel=PARTS_PANEL,
         choices=tuple(ExecutorName),
@@ -295,14 +302,14 @@ class OutputOptions(RunOptions):
         None,
         "The Ray cluster.",
         metavar="HOST:PORT",
-        default="the one that runs here, else one on this machine alone",
+        default="the cluster of this machine, else a new one on this machine only",
         panel=PARTS_PANEL,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.address is not None and self.executor != ExecutorName.RAY:
-            message = "only a Ray cluster has one"
+            message = "only works together with --executor ray"
             raise RecipeError.of("option.conflict", "--address", message, "add --executor ray")
 
 
@@ -312,15 +319,15 @@ class MergeOptions(OutputOptions, PlanOptions):
 
     Args:
         card: write the model card.
-        tokenizer: copy the tokenizer's files; those that the recipe asks for are written in any case.
-        mergekit_config: write the recipe as `mergekit_config.yml`, too, where the Hub looks for it.
+        tokenizer: copy the tokenizer's files; a tokenizer that the recipe sets is always written.
+        mergekit_config: also write the recipe as `mergekit_config.yml`, where the Hub looks for it.
     """
 
     budget: str | float | None = option(None, BUDGET)
     target_loss: float | None = option(
         None,
-        "Merge under 5, 10, 25, 50 and 100 % in turn, until the loss that --evaluate prints is at most X; publish "
-        "that merge alone.",
+        "Merge under budgets of 5, 10, 25, 50 and 100 % in turn, until the loss that --evaluate prints is at most X; "
+        "publish only that merge.",
         metavar="X",
         panel=BUDGET_PANEL,
         check=_check_finite,
@@ -342,7 +349,7 @@ class MergeOptions(OutputOptions, PlanOptions):
         if self.evaluate is None:
             raise _needs("--target-loss", "--evaluate CMD")
         if self.budget is not None or self.executor != ExecutorName.THREADS:
-            message = "tries budgets in turn, and looks at each merge in a folder of this machine"
+            message = "tries budgets in turn, and evaluates each merge in a folder of this machine"
             hint = "leave out --budget, and merge into a folder without --executor"
             raise RecipeError.of("option.conflict", "--target-loss", message, hint)
 
@@ -351,13 +358,13 @@ class MergeOptions(OutputOptions, PlanOptions):
 class AnalyzeOptions(MachineOptions):
     """Options of `analyze`.
 
-    What `text` tells is the sum of absolute gradient times delta of each tensor over all experts, for `importance` of
-    `PlanOptions`; the base lies in a folder then.
+    `text` measures for each tensor the sum of absolute gradient times delta over all experts, for `importance` of
+    `PlanOptions`; the base must then be in a folder.
     """
 
     densities: tuple[float, ...] = option(
         (),
-        "Work out this magnitude cut too; may be given several times.",
+        "Also compute the magnitude threshold for this density; may be given several times.",
         name="--density",
         metavar="SHARE",
         read=_read_share,
@@ -366,12 +373,12 @@ class AnalyzeOptions(MachineOptions):
     block_elements: int | None = option(None, BLOCK_ELEMENTS)
     text: str | Path | None = option(
         None,
-        "Also measure which tensors matter to this text, by the gradient of BASE. Takes transformers, and 8 bytes "
-        "of memory a parameter.",
+        "Also measure which tensors matter for this text, by the gradient of BASE. Needs transformers, and 8 bytes "
+        "of memory per parameter.",
         metavar="FILE",
     )
     importance_out: str | Path | None = option(
-        None, "For --text: write that to FILE, for `merge --importance`.", metavar="FILE"
+        None, "With --text: write the result to FILE, for `merge --importance`.", metavar="FILE"
     )
 
     def __post_init__(self) -> None:
@@ -386,44 +393,45 @@ class SweepOptions(MachineOptions, PlanOptions):
     """Options of `sweep`: those of `PlanOptions` for each budget, and what is measured."""
 
     work: str | Path | None = option(
-        None, "Where two outputs fit at a time.", metavar="DIR", default="for temporary files"
+        None, "A folder with space for two outputs.", metavar="DIR", default="the folder for temporary files"
     )
     evaluate: str | None = option(None, EVALUATE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(MachineOptions):
-    """Options of `search`: how values are tried, and how merges are evaluated. Trials lie where temporary files go."""
+    """Options of `search`: how values are tried, and how merges are evaluated. Trials are temporary files."""
 
     evaluate: str | None = option(None, EVALUATE)
     trials: int = option(50, "How many merges to try.", metavar="N", check=positive)
-    trial_timeout: float | None = option(
-        None, "Give an evaluation up after so long.", metavar="SECONDS", check=positive
-    )
+    trial_timeout: float | None = option(None, "Stop an evaluation after this time.", metavar="SECONDS", check=positive)
     rungs: tuple[str, ...] = option(
-        (), "Merge each trial under this budget first; the best third goes on. Repeat.", name="--rung", metavar="BUDGET"
+        (),
+        "Merge each trial under this budget first; the best third goes to the next rung. May be given several times.",
+        name="--rung",
+        metavar="BUDGET",
     )
     objectives: tuple[str, ...] = option(
         (),
-        "A name in the JSON object that CMD prints last, NAME or NAME:max. Repeat.",
+        "A name in the JSON object that CMD prints last, NAME or NAME:max. May be given several times.",
         name="--objective",
         metavar="NAME",
     )
     sampler: str = option("tpe", "How values are proposed.", metavar="NAME", choices=("tpe", "cmaes", "random"))
-    resume: bool = option(False, "Go on with the study beside the output.")
+    resume: bool = option(False, "Continue the study next to OUT.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions(Options):
-    """Options of `pack`. With a `chain`, so many stores at most are decoded to restore one."""
+    """Options of `pack`. With a `chain` of N, at most N stores are decoded to restore one."""
 
     chain: int | None = option(
         None,
-        "EXPERTs are checkpoints of one run in order: pack each on the one before, every N-th on BASE.",
+        "EXPERTs are checkpoints of one run, in order: pack each relative to the one before, every N-th to BASE.",
         metavar="N",
         check=positive,
     )
-    strict: bool = option(False, "Refuse a base that is hardly an expert's, or one of several.")
+    strict: bool = option(False, "Refuse an expert whose base is uncertain.")
     threads: int | None = option(None, THREADS)
     home: str | Path | None = option(None, HOME)
 
@@ -438,12 +446,12 @@ class UnpackOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(RunOptions):
-    """Options of `verify`. `deep_fraction` is the share of the bytes that is made again from the inputs."""
+    """Options of `verify`. `deep_fraction` is the share of the bytes that is recomputed from the inputs."""
 
     base: str | Path | None = option(None, BASE_PLACE)
     deep_fraction: float = option(
         0.0,
-        "Make this share again from the inputs too, and compare, e.g. 5%.",
+        "Also recompute this share of the bytes from the inputs, and compare, e.g. 5%.",
         name="--deep",
         metavar="SHARE",
         default="nothing",
@@ -458,9 +466,9 @@ class ApplyLoraOptions(OutputOptions):
 
     weights: tuple[float, ...] = option((), WEIGHTS)
     dtype: str | None = option(None, "The output's dtype.", metavar="DTYPE", default="that of BASE")
-    strict: bool = option(False, "Refuse what has a notice.")
+    strict: bool = option(False, "Turn notices into errors.")
     allow_unapplied: tuple[str, ...] = option(
-        (), "Leave out modules of this name, which BASE lacks. May be given again.", metavar="GLOB"
+        (), "Leave out modules with this name that BASE lacks. May be given several times.", metavar="GLOB"
     )
     tokenizer_of: str | None = option(
         None,
@@ -474,27 +482,27 @@ class ApplyLoraOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions(Options):
-    """Options of making an adapter: what is replaced and recorded, and what its card says of its base."""
+    """Options for making an adapter: what is replaced and recorded, and the base that its card names."""
 
     force: bool = option(False, FORCE)
-    base_model_id: str | None = option(None, "The base on the Hub.", metavar="ID")
+    base_model_id: str | None = option(None, "Hub id of the base model, for the model card.", metavar="ID")
     home: str | Path | None = option(None, HOME)
     catalog: bool = option(True, NO_CATALOG)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeLoraOptions(AdapterOptions):
-    """Options of `merge_lora`. Operators by default keep all ranks that the result has."""
+    """Options of `merge_lora`. By default operators keep the full rank of the result."""
 
     method: str = option(
-        "cat", "cat: exact, ranks add up; svd: cut to --rank; or an operator of recipes.", metavar="METHOD"
+        "cat", "cat: exact, ranks add up; svd: truncate to --rank; or a merge method of recipes.", metavar="METHOD"
     )
     rank: int | None = option(None, LARGEST_RANK)
     weights: tuple[float, ...] = option((), WEIGHTS)
     density: float | None = option(
-        None, "The density of ties, dare_ties and the like.", metavar="SHARE", read=_read_share, check=share
+        None, "The density of ties, dare_ties and similar methods.", metavar="SHARE", read=_read_share, check=share
     )
-    seed: int = option(0, "Seed of operators that draw.", metavar="N")
+    seed: int = option(0, "Seed of the random operators.", metavar="N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -503,9 +511,9 @@ class ExtractLoraOptions(AdapterOptions):
 
     rank: int | None = option(None, LARGEST_RANK)
     energy: float | None = option(
-        None, "Keep this share of each matrix's square sum.", metavar="SHARE", read=_read_share, check=share
+        None, "Keep this share of each matrix's squared norm.", metavar="SHARE", read=_read_share, check=share
     )
-    save_modules: bool = option(False, "Store embeddings, output heads, norms and biases that changed in full.")
+    save_modules: bool = option(False, "Store changed embeddings, output heads, norms and biases in full.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -518,9 +526,9 @@ class ExtractLoraOptions(AdapterOptions):
 class PushOptions(Options):
     """Options of `push`."""
 
-    create: bool = option(False, "Create the repository on the Hub, unless it is there.")
-    private: bool = option(False, "Create it as a private one.")
-    message: str | None = option(None, "The message of the commit.", metavar="TEXT")
+    create: bool = option(False, "Create the repository on the Hub if it does not exist.")
+    private: bool = option(False, "Create it as a private repository.")
+    message: str | None = option(None, "The commit message.", metavar="TEXT")
     home: str | Path | None = option(None, HOME)
 
     def __post_init__(self) -> None:
@@ -533,9 +541,9 @@ class PushOptions(Options):
 
 SCHEMES = ("sma", "ema", "wma", "decay-linear", "decay-cosine", "decay-1-sqrt")
 STRATEGIES = ("parity", "filter", "paper-parity", "paper-filter", "latest")
-STATE_FROM = Flag("Take scheduler, random states and step from this one.", metavar="CKPT")
+STATE_FROM = Flag("Take scheduler, random states and step from this checkpoint.", metavar="CKPT")
 EXPORT = Flag(
-    "universal: write a DeepSpeed universal checkpoint (of ZeRO ones), for any number of ranks.",
+    "universal: write ZeRO checkpoints as a DeepSpeed universal checkpoint, for any number of ranks.",
     metavar="FORMAT",
     choices=("universal",),
 )
@@ -543,18 +551,21 @@ EXPORT = Flag(
 
 @dataclass(frozen=True, kw_only=True)
 class TailorOptions(Options):
-    """Options of what tailor writes: what is compared with the sources before publishing, memory, what is replaced."""
+    """Options for the outputs of tailor: the comparison with the sources before publishing, memory, replacing."""
 
     self_check: str = option(
-        "sampled", "Compare with the sources: sampled, full or off.", metavar="HOW", choices=("sampled", "full", "off")
+        "sampled",
+        "Compare OUT with the sources: sampled, full or off.",
+        metavar="HOW",
+        choices=("sampled", "full", "off"),
     )
-    memory_bytes: int = option(256 << 20, "Cap on buffers.", metavar="SIZE", default="256MiB")
+    memory_bytes: int = option(256 << 20, "Limit on the memory of buffers.", metavar="SIZE", default="256MiB")
     force: bool = option(False, FORCE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComposeOptions(TailorOptions):
-    """Options of `tailor.api.compose`. Without `state_from` the newest checkpoint that has state gives it."""
+    """Options of `tailor.api.compose`. Without `state_from` the state comes from the newest checkpoint that has one."""
 
     state_from: str | Path | None = option(None, STATE_FROM)
     export: str | None = option(None, EXPORT)
@@ -562,15 +573,19 @@ class ComposeOptions(TailorOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(TailorOptions):
-    """Options of the model that tailor makes. Where only float32 masters are stored, weights are of that dtype."""
+    """Options of the model that tailor writes. If only float32 masters are stored, the weights are float32."""
 
-    dtype: str | None = option(None, "Of a model: float32, bfloat16 or float16.", metavar="DTYPE", default="as stored")
-    config: str | Path | None = option(None, "Of a model: take configuration and tokenizer from here.", metavar="DIR")
+    dtype: str | None = option(
+        None, "Dtype of the model: float32, bfloat16 or float16.", metavar="DTYPE", default="as stored"
+    )
+    config: str | Path | None = option(
+        None, "Folder to take the model's configuration and tokenizer from.", metavar="DIR"
+    )
     adapter_config: str | Path | None = option(
-        None, "Of a LoRA in CKPT: its adapter_config.json.", metavar="FILE", default="the one in CKPT or next to it"
+        None, "If CKPT has a LoRA: its adapter_config.json.", metavar="FILE", default="the one in CKPT or next to it"
     )
     lora_alpha: float | None = option(
-        None, "Of a LoRA in CKPT without a configuration: scale by this over its rank.", metavar="A",
+        None, "If CKPT has a LoRA without a configuration: scale it by A divided by its rank.", metavar="A",
         check=_check_finite,
     )  # fmt: skip
 
@@ -579,7 +594,7 @@ class ModelOptions(TailorOptions):
 class ExportOptions(ModelOptions):
     """Options of `tailor.api.export`."""
 
-    adapter: bool = option(False, "Write the LoRA in CKPT, as PEFT reads it, and no model.")
+    adapter: bool = option(False, "Write only the LoRA in CKPT, in PEFT's format, and no model.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -590,11 +605,11 @@ class AverageOptions(ModelOptions):
         "sma", f"{', '.join(SCHEMES)}, or numbers: 1,2,3.", metavar="HOW", choices=SCHEMES, is_open=True
     )
     alpha: float | None = option(
-        None, "Of ema: a checkpoint's weight against those before it.", metavar="A", default="0.2"
+        None, "For ema: a checkpoint's weight relative to those before it.", metavar="A", default="0.2"
     )
     optimizer: str = option(
         "none",
-        "none: write a model; last, average: a checkpoint to resume from, with these moments.",
+        "none: write a model; last or average: write a resumable checkpoint with the last or the averaged moments.",
         metavar="WHAT",
         choices=("none", "last", "average"),
     )
@@ -612,7 +627,7 @@ def default_threads() -> int:
 
 
 def threads_of(threads: int | None) -> int:
-    """Return the number of compute threads, the default for None, if the address space has room for them."""
+    """Return the number of compute threads (the default for None), after checking that the address space suffices."""
     n_threads = positive(
         "--threads", default_threads() if threads is None else whole("--threads", threads), MAX_THREADS
     )

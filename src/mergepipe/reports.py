@@ -148,10 +148,10 @@ class ExpertCoverage:
 def missing_text(share: float, rough: float = 0.0) -> str:
     """Say what is missing of an expert, by the share of the blocks that it changes that is in the merge."""
     if not share:
-        return "nothing of it is in the merge"
+        return "none of its blocks are in the merge"
     text = f"{format_percent(1 - share)} of the blocks that it changes are missing"
     text = "all blocks that it changes are in the merge" if share == 1 else text
-    return f"{text}, {format_percent(rough)} are rough" if rough else text
+    return f"{text}, {format_percent(rough)} are approximate" if rough else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,12 +181,12 @@ class BudgetVerdict(Displayed):
         if self.is_full:
             return "The full merge: everything of the experts is read."
         read = f"{share_text(self.planned_bytes, self.full_bytes)} of the experts' bytes are read"
-        return f"{read}, by policy '{self.policy}'{self.moved}. What such merges kept of a gain: {self.measured}."
+        return f"{read}, by policy '{self.policy}'{self.moved}. Gain that such merges kept: {self.measured}."
 
     @property
     def moved(self) -> str:
         """How far a sample moves what it reads, where that is twice as far or more; empty of other policies."""
-        return f", and moved up to {self.most_factor:.3g} times as far" if self.most_factor >= 2 else ""
+        return f", with changes scaled by up to {self.most_factor:.3g}" if self.most_factor >= 2 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class KeptShare:
     def __str__(self) -> str:
         if self.kept_elements == self.elements:
             return f"all of {self.model}: its density is 1, so nothing is trimmed"
-        return f"{format_percent(self.share)} of {self.model}, by size of difference"
+        return f"{format_percent(self.share)} of {self.model}, by size of the difference"
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class AppliedAdapter:
 
     def __str__(self) -> str:
         applied = f"{self.applied_modules} of {plural(self.adapted_modules, 'adapted module')} applied"
-        left = f"{len(self.left_over)} left over" + (f": {shorten_names(self.left_over)}" if self.left_over else "")
+        left = f"{len(self.left_over)} not applied" + (f": {shorten_names(self.left_over)}" if self.left_over else "")
         base = f"; trained on {self.trained_on}" if self.trained_on else ""
         return f"{self.model}: {applied}, {plural(self.saved_modules, 'saved module')} replaced, {left}{base}"
 
@@ -260,15 +260,17 @@ class MergeReport(Displayed):
     base_bytes: int = shown("base read")
     expert_bytes: int = shown("experts read")
     earlier_expert_bytes: int = shown(
-        "read before", "{earlier_expert_bytes} of it at most by interrupted runs", optional=True, default=0
+        "read before", "up to {earlier_expert_bytes} of it, by interrupted runs", optional=True, default=0
     )
     analysis_bytes: int = shown("read again", optional=True)
     planned_bytes: int | None = None
     budget_bytes: int | None = shown(
         "budget", "{budget_bytes}: {planned_use_bytes} read of {planned_bytes} planned", default=None
     )
-    tried: tuple[TriedBudget, ...] = shown("tried", "{budget}: loss {loss}, {expert_bytes} of the experts", default=())
-    metadata_bytes: int = shown("read in all", lambda report: _tried_text(report.tried))
+    tried: tuple[TriedBudget, ...] = shown(
+        "tried", "{budget}: loss {loss}, {expert_bytes} read from experts", default=()
+    )
+    metadata_bytes: int = shown("total read", lambda report: _tried_text(report.tried))
     output_bytes: int = shown("written")
     traffic: Traffic = shown("requests", lambda r: _requests_text(r.traffic), default_factory=Traffic)
     seconds: float = shown("time")
@@ -287,7 +289,7 @@ class MergeReport(Displayed):
     dropped_tensors: int
     kept: tuple[KeptShare, ...] = shown("kept", str, default=())
     requantisation_error: float | None = shown(
-        "stored", "like the base: FP8, {requantisation_error} of the weights' root mean square off", default=None
+        "stored", "like the base: FP8, relative root mean square error {requantisation_error}", default=None
     )
     adapters: tuple[AppliedAdapter, ...] = shown("adapter", default=())
     sid: str = shown("snapshot")
@@ -311,7 +313,7 @@ class MergeReport(Displayed):
 
 def _tried_text(tried: Sequence[TriedBudget]) -> str:
     total = format_bytes(sum(one.expert_bytes for one in tried))
-    return f"{total} of the experts, the base each time" if tried else ""
+    return f"{total} from experts, plus the base each time" if tried else ""
 
 
 def _requests_text(traffic: Traffic) -> str:
@@ -484,7 +486,7 @@ class BaseMatch:
         )
         if self.next_base is not None and self.next_delta is not None:
             text += f"; next is {self.next_base} with {format_percent(self.next_delta)}"
-        return text if self.is_sure else f"{text}; not sure"
+        return text if self.is_sure else f"{text}; uncertain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -501,7 +503,7 @@ class PackedExpert(Displayed):
     store_bytes: int = shown("packed")
 
     @property
-    @told("of it")
+    @told("share")
     def share(self) -> float:
         """The store's bytes as a share of the tensors' bytes."""
         return self.store_bytes / self.tensor_bytes if self.tensor_bytes else 1.0
@@ -518,7 +520,7 @@ class PackedExpert(Displayed):
     def blocks_text(self) -> str:
         """How the blocks can be read, and why some have no levels."""
         if not self.is_new:
-            return "was packed before, left as it is"
+            return "packed before, unchanged"
         blocks = ", ".join(f"{plural(count, 'block')} {_CODEC_WORDS[codec]}" for codec, count in self.blocks.items())
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.outside_bands.items())
         before = f"; {format_bytes(self.resumed_bytes)} by an interrupted run" if self.resumed_bytes else ""
@@ -587,13 +589,13 @@ class NotExtracted:
 class ExtractLoraReport(Displayed):
     """A finished extraction. `relative_error` is what the adapter leaves of the whole difference, `left` included."""
 
-    base: Location = shown("base model", lambda r: r.base_model_id or "unknown on the Hub; --base-model-id names it")
+    base: Location = shown("base model", lambda r: r.base_model_id or "no id on the Hub; set it with --base-model-id")
     model: Location
     tensors: tuple[ExtractedTensor, ...] = shown("adapted", lambda r: _adapted_text(r.tensors, "tensor"), once=True)
     relative_error: float = shown("error", lambda report: report.error_text)
-    saved_modules: tuple[str, ...] = shown("saved whole", "{saved_modules}", once=True)
+    saved_modules: tuple[str, ...] = shown("saved in full", "{saved_modules}", once=True)
     left: tuple[NotExtracted, ...] = shown(
-        "not held", lambda r: names_by_reason((x.reason, x.name) for x in r.left), once=True
+        "left out", lambda r: names_by_reason((x.reason, x.name) for x in r.left), once=True
     )
     base_model_id: str | None
     base_bytes: int = shown("base read", default=0)
@@ -635,7 +637,7 @@ class MergeLoraReport(Displayed):
     adapters: tuple[str, ...]
     method: str = shown("method")
     modules: tuple[MergedModule, ...] = shown("adapted", lambda r: _adapted_text(r.modules, "module"), once=True)
-    saved_modules: tuple[str, ...] = shown("saved whole", "{saved_modules}", once=True)
+    saved_modules: tuple[str, ...] = shown("saved in full", "{saved_modules}", once=True)
     kept_energy: float = shown("kept", lambda report: report.kept_text)
     read_bytes: int = shown("read")
     seconds: float = shown("time")
@@ -648,7 +650,7 @@ class MergeLoraReport(Displayed):
     def kept_text(self) -> str:
         """The share of the deltas that is kept, and of the module that keeps least."""
         worst = min(self.modules, key=lambda module: module.kept_energy, default=None)
-        kept = f"{format_percent(self.kept_energy)} of the square sum of the merged deltas"
+        kept = f"{format_percent(self.kept_energy)} of the squared norm of the merged deltas"
         if worst is None or worst.kept_energy == 1:
             return kept
         return f"{kept}, at least {format_percent(worst.kept_energy)} ({worst.module})"
@@ -676,7 +678,7 @@ class ExpertShare(Displayed):
     model: str = shown("expert")
     path: str
     read: int = shown("read", lambda expert: expert.share_of(expert.read))
-    free: int = shown("as the base", lambda expert: expert.share_of(expert.free))
+    free: int = shown("equals base", lambda expert: expert.share_of(expert.free))
     omitted: int = shown("omitted", lambda expert: expert.share_of(expert.omitted))
     full_bytes: int | None
     planned_bytes: int | None = shown("planned")
@@ -778,7 +780,7 @@ def overlap_table(overlaps: Sequence[Overlap]) -> Table | None:
         cells = [Overlap.over(group) if group else None for group in (parts, *of_groups)]
         rows += [
             (f"{', '.join(pair)}: cosine", *("-" if x is None else f"{round(x.cosine, 2) + 0.0:.2f}" for x in cells)),
-            ("  standard error of it", *("-" if x is None else f"{x.cosine_error:.2f}" for x in cells)),
+            ("  standard error", *("-" if x is None else f"{x.cosine_error:.2f}" for x in cells)),
             ("  same sign, estimated", *("-" if x is None else format_percent(x.same_sign) for x in cells)),
             ("  changed by both, est.", *("-" if x is None else format_percent(x.shared(x.both)) for x in cells)),
         ]
@@ -852,7 +854,7 @@ class Sampling:
         units = f"units of {self.unit_elements} elements, drawn with probability {mean:.3g} ({least:.3g} to {most:.3g})"
         factor = f", times {1 / most:.3g} to {1 / least:.3g}" if least > 0 else ""
         by = f", by the importance in {self.importance}" if self.importance else ""
-        return f"{units}{by}, seed {self.seed}; merged deltas are divided by it{factor}"
+        return f"{units}{by}, seed {self.seed}; merged deltas are divided by that{factor}"
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
@@ -874,7 +876,8 @@ class Explanation(Displayed):
     policy: str | None = shown("policy", "{policy}, where omitted: {on_omit}")
     on_omit: str | None
     seed: int = shown(
-        "plan", lambda r: "none: a full merge, every expert is everywhere" if r.policy is None and not r.summary else ""
+        "plan",
+        lambda r: "none: a full merge, all experts are read in full" if r.policy is None and not r.summary else "",
     )
     full_bytes: int | None
     budget_bytes: int | None = shown("budget", lambda r: _of_everything(r.budget_bytes, r.full_bytes))
@@ -884,7 +887,7 @@ class Explanation(Displayed):
     block_elements: int
     blocks: int
     touched: int = shown(
-        "touched", "{touched} of {blocks:block} hold something of an expert; the others are the base's"
+        "touched", "{touched} of {blocks:block} contain changes of an expert; the others equal the base"
     )
     experts: tuple[ExpertShare, ...] = shown()
     layers: tuple[LayerShare, ...]
@@ -975,7 +978,7 @@ class SweepReport(Displayed):
     operator: str = shown("operator")
     seed: int
     full_cost_bytes: int
-    full_expert_bytes: int = shown("full merge", "{full_expert_bytes} of the experts read, {full_seconds}")
+    full_expert_bytes: int = shown("full merge", "{full_expert_bytes} read from experts, {full_seconds}")
     full_seconds: float
     changed_norm: float = shown("changes", lambda r: f"the full merge is {r.changed_norm:.3g} away from the base, "
                        f"{share_text(r.changed_norm, r.full_norm)} of its own norm")  # fmt: skip
@@ -992,23 +995,23 @@ class SweepReport(Displayed):
             return f"the loss of the full merge is {self.full_loss:.6g}; those under budgets are below"
         if self.policy == "sample":
             return (
-                "a sample is right on average, and far from the full merge in each draw: measure a loss with --evaluate"
+                "a sample is right on average, but each draw is far from the full merge: measure a loss with --evaluate"
             )
-        return "distances say nothing of a gain: measure a loss with --evaluate"
+        return "distances do not measure quality: measure a loss with --evaluate"
 
     @property
     def unread_lines(self) -> list[str]:
         """A line for each budget under which nothing is read of some expert, by the policy that was chosen."""
         points = (point for point in self.points if point.policy == self.policy and point.unread)
-        return [f"{point.budget}: nothing of {first_names(point.unread, 4)} is in the merge" for point in points]
+        return [f"{point.budget}: nothing from {first_names(point.unread, 4)} is in the merge" for point in points]
 
     @property
     def error_note(self) -> str:
         """A definition of errors; empty where none was measured."""
         if all(point.error is None for point in self.points):
             return ""
-        shares = "errors are distances to the full merge as a share of what it changes, and of its norm"
-        return f"{shares}; they are taken from the outputs, after rounding to {', '.join(self.dtypes)}"
+        shares = "errors are distances from the full merge, relative to the change that it makes and to its norm"
+        return f"{shares}; they are measured on the outputs, after rounding to {', '.join(self.dtypes)}"
 
 
 # --- searches ---
@@ -1170,7 +1173,7 @@ class VerifyReport(Displayed):
     files: int = shown("checked", lambda report: report.checked)
     tensors: int
     blocks: int
-    replayed: tuple[str, ...] = shown("made again", "{replayed:tensor}, {replayed_bytes}", once=True, default=())
+    replayed: tuple[str, ...] = shown("recomputed", "{replayed:tensor}, {replayed_bytes}", once=True, default=())
     replayed_bytes: int = 0
     notices: tuple[str, ...] = shown("notice")
     damages: tuple[Damage, ...] = shown("damaged")
@@ -1204,7 +1207,7 @@ class RepairReport(Displayed):
     sid: str = shown("snapshot", "{sid} {path}")
     path: Path
     repaired: tuple[Damage, ...] = shown("repaired")
-    rebuilt_tensors: tuple[str, ...] = shown("made again", "{rebuilt_tensors:tensor}", once=True)
+    rebuilt_tensors: tuple[str, ...] = shown("recomputed", "{rebuilt_tensors:tensor}", once=True)
     written_bytes: int = shown("written", optional=True)
     seconds: float = shown("result", lambda r: "sound" if r.repaired else "sound: nothing to repair")
 
@@ -1218,7 +1221,7 @@ class PushReport(Displayed):
     sid: str = shown("snapshot", "{sid} {snapshot}")
     files: int = shown("pushed", "{files:file}, {total_bytes}")
     total_bytes: int
-    kept_bytes: int = shown("there already", optional=True)
+    kept_bytes: int = shown("already there", optional=True)
     commit: str = shown("commit")
     seconds: float = shown("time")
 

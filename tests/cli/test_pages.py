@@ -37,8 +37,7 @@ def verdict() -> BudgetVerdict:
 
 
 VERDICT = (
-    "24.9 % of the experts' bytes are read, by policy 'norm'. "
-    "What such merges kept of a gain: docs/benchmarks/trained.md."
+    "24.9 % of the experts' bytes are read, by policy 'norm'. Gain that such merges kept: docs/benchmarks/trained.md."
 )
 
 
@@ -125,7 +124,7 @@ def test_explain_page__draws_what_the_numbers_say() -> None:
 def test_explain_page__of_a_full_merge_needs_no_plan() -> None:
     full = replace(explained(), verdict=None, budget_bytes=None, planned_bytes=None, full_bytes=None, policy=None)
     page = explain_page(full)
-    assert "A full merge: every expert is everywhere." in page
+    assert "A full merge: all experts are read in full." in page
     assert "name-1: all of the expert bytes read</h1>" in page
 
 

@@ -90,23 +90,23 @@ FACTS: dict[str, tuple[Displayed, dict[str, list[str]]]] = {
     }),
     "merge that trims": (
         replace(MERGED, kept=(KeptShare("models/math", 200, 1000), KeptShare("models/code", 999, 2500))),
-        {"kept": ["20 % of models/math, by size of difference", "40 % of models/code, by size of difference"]},
+        {"kept": ["20 % of models/math, by size of the difference", "40 % of models/code, by size of the difference"]},
     ),
     "resumed merge": (
         replace(MERGED, analysis_bytes=2_500_000, earlier_expert_bytes=2000),
-        {"read again": ["2.50 MB"], "read before": ["2.00 kB of it at most by interrupted runs"]},
+        {"read again": ["2.50 MB"], "read before": ["up to 2.00 kB of it, by interrupted runs"]},
     ),
     "merge under a budget": (
         replace(MERGED, verdict=replace(VERDICT, unspent_bytes=750, unspent_reason="the rest comes in larger pieces")),
         {
             "verdict": [
-                "37.5 % of the experts' bytes are read, by policy 'sample', and moved up to 4.89 times as far. "
-                "What such merges kept of a gain: 34 % to 72 % (rules.md)."
+                "37.5 % of the experts' bytes are read, by policy 'sample', with changes scaled by up to 4.89. "
+                "Gain that such merges kept: 34 % to 72 % (rules.md)."
             ],
             "expert": [
-                "code: nothing of it is in the merge",
+                "code: none of its blocks are in the merge",
                 "math: 62.4 % of the blocks that it changes are missing",
-                "chat: all blocks that it changes are in the merge, 50 % are rough",
+                "chat: all blocks that it changes are in the merge, 50 % are approximate",
             ],
             "unspent": ["750 B: the rest comes in larger pieces."],
         },
@@ -125,7 +125,7 @@ FACTS: dict[str, tuple[Displayed, dict[str, list[str]]]] = {
     "check without room": (
         replace(CHECKED, free_bytes=4999), {"disk": ["5.00 kB needed, 5.00 kB free here: not enough"]},
     ),
-    "verify": (VERIFIED, {"checked": ["4 blocks of 3 tensors in 1 file"], "result": ["sound"], "made again": []}),
+    "verify": (VERIFIED, {"checked": ["4 blocks of 3 tensors in 1 file"], "result": ["sound"], "recomputed": []}),
     "verify a composite": (replace(VERIFIED, files=4, tensors=0), {"checked": ["4 files, every byte"]}),
 }  # fmt: skip
 
@@ -176,7 +176,7 @@ def test_pack__has_a_row_for_each_expert_and_fits_the_terminal(monkeypatch: pyte
     lines = report_text(report).splitlines()
     assert [line.split()[0] for line in lines] == ["store", "/p/math", "/p/code"]
     assert all(part in lines[1] for part in ("6.77 MB", "20 %", "1.7 s", "19.9 MB/s", "44 blocks equal to the base"))
-    assert "was packed before" in lines[2]
+    assert "packed before" in lines[2]
     match = BaseMatch(base, 0.015, 40, 0.95, Location.local(Path("/m/other")), 1.41)
     chosen = report_text(replace(report, experts=(replace(math, match=match),)))
     expected = (
@@ -184,7 +184,7 @@ def test_pack__has_a_row_for_each_expert_and_fits_the_terminal(monkeypatch: pyte
     )
     assert values(chosen, "base") == [expected]
     unsure = replace(math, match=replace(match, next_delta=0.016))
-    assert report_text(replace(report, experts=(unsure,))).endswith("; not sure")
+    assert report_text(replace(report, experts=(unsure,))).endswith("; uncertain")
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, report_text(report).splitlines())) <= 80
     assert "4096" in report_text(report)
@@ -230,7 +230,7 @@ def test_sweep__has_a_row_a_point_with_what_could_not_be_measured_marked() -> No
 
 def test_sweep__says_first_that_distances_are_no_gain() -> None:
     assert report_text(SWEPT).startswith("verdict ")
-    assert SWEPT.verdict == "distances say nothing of a gain: measure a loss with --evaluate"
+    assert SWEPT.verdict == "distances do not measure quality: measure a loss with --evaluate"
     assert "right on average" in replace(SWEPT, policy="sample").verdict
     assert replace(SWEPT, full_loss=2.5).verdict.startswith("the loss of the full merge is 2.5")
 

@@ -84,7 +84,7 @@ def test_root__lists_all_commands_where_that_is_asked(run: Runner) -> None:
     titles = [line for line in sections.splitlines() if line.endswith(":")]
     assert titles == ["Budgets:", "Snapshots:", "Experts:", "Training:", "Maintenance:"]
     assert listed["merge"] == "Merge the models of RECIPE into OUT."
-    assert listed["check"] == "Check RECIPE, and print what its merge reads and writes."
+    assert listed["check"] == "Check RECIPE, and print what its merge would read and write."
     assert {command[0] for command in COMMANDS} <= listed.keys()
 
 
@@ -147,7 +147,7 @@ def test_help__lists_options_in_sections(run: Runner) -> None:
     titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert titles == [
         "Arguments:", "Options:", "Under a budget:", "Catalog and earlier work:",
-        "What the output says of its inputs:", "Machine:", "Many machines:", "Printing:", "Examples:",
+        "What the output says about its inputs:", "Machine:", "Many machines:", "Printing:", "Examples:",
     ]  # fmt: skip
     assert lines[-1] == "  mergepipe merge recipe.yml /shared/merged --executor ray"
 

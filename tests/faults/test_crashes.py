@@ -192,4 +192,4 @@ def test_merge__killed_counts_what_it_read_and_says_why_it_starts_over(tmp_path:
     assert snapshot.expert_bytes + snapshot.analysis_bytes == report.expert_bytes
     (notice,) = (notice for notice in report.notices if "started over" in notice)
     assert "since it was stopped before any of its tensors was durable" in notice
-    assert "of it at most by interrupted runs" in report_text(report)
+    assert "of it, by interrupted runs" in report_text(report)

@@ -204,10 +204,10 @@ def test_verdict__says_of_each_expert_what_is_missing_and_first_of_whom_nothing_
     assert (first.model, first.share) == ("expert-7", 0.0)  # though a sixth of its blocks equal the base
     assert all(0 < expert.share < 1 for expert in others)
     lines = [line for line in report_text(report).splitlines() if line.startswith("expert ")]
-    assert lines[0].endswith("expert-7: nothing of it is in the merge")
+    assert lines[0].endswith("expert-7: none of its blocks are in the merge")
     assert all("of the blocks that it changes are missing" in line for line in lines[1:])
     page = explain_page(mergepipe.explain(tmp_path / "out", home=family / "home"))
-    assert page.count("expert-7: nothing of it is in the merge") >= 2  # beside the verdict, and at its bar
+    assert page.count("expert-7: none of its blocks are in the merge") >= 2  # beside the verdict, and at its bar
     whole = merge(family, "sum", tmp_path / "whole", "100%").verdict
     assert [expert.share for expert in whole.experts] == [1.0] * N_EXPERTS
 
@@ -216,7 +216,7 @@ def test_verdict__states_policy_share_and_where_gains_were_measured(family: Path
     verdict = merge(family, "sum", tmp_path / "out", "25%", select="norm").verdict
     assert (verdict.policy, verdict.is_full, verdict.measured) == ("norm", False, "docs/benchmarks/trained.md")
     assert 0 < verdict.planned_bytes <= verdict.full_bytes / 4
-    assert "Nothing is known of this one" in (tmp_path / "out/README.md").read_text()
+    assert "This merge was not measured" in (tmp_path / "out/README.md").read_text()
     sample = merge(family, "sum", tmp_path / "sample", "25%").verdict
     assert sample.measured == "docs/benchmarks/rules.md"
     whole = merge(family, "sum", tmp_path / "whole", "100%").verdict

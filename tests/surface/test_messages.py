@@ -71,10 +71,13 @@ def test_verdict__has_the_range_of_the_page_that_it_names_and_the_factor_of_the_
     explanation = mergepipe.explain(mergepipe.plan(work.recipe, "20%", select=select))
     assert explanation.verdict is not None
     sentence = explanation.verdict.sentence
-    assert f"of a gain: {min(kept)} % to {max(kept)} % at 10 % of the bytes of raw experts (https://" in sentence
+    assert (
+        f"Gain that such merges kept: {min(kept)} % to {max(kept)} % at 10 % of the bytes of raw experts (https://"
+        in sentence
+    )
     assert sentence.endswith("/main/docs/benchmarks/rules.md).")
     if explanation.sampling is not None and explanation.sampling.least_probability < 0.5:
-        assert f"moved up to {1 / explanation.sampling.least_probability:.3g} times as far" in sentence
+        assert f"scaled by up to {1 / explanation.sampling.least_probability:.3g}" in sentence
 
 
 def test_export__of_a_run_names_its_checkpoints_and_the_newest(training_run: Path, tmp_path: Path) -> None:
@@ -134,7 +137,7 @@ def test_kept__a_density_of_one_trims_nothing_and_says_so(work: Workplace) -> No
     assert [str(kept) for kept in report.kept] == [
         f"all of family/expert-{number}: its density is 1, so nothing is trimmed" for number in (1, 2)
     ]
-    assert str(KeptShare("models/math", 1, 5)) == "20 % of models/math, by size of difference"
+    assert str(KeptShare("models/math", 1, 5)) == "20 % of models/math, by size of the difference"
 
 
 def test_extract__of_another_architecture_says_that_nothing_has_a_counterpart(tmp_path: Path) -> None:

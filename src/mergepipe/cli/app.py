@@ -44,25 +44,32 @@ PANELS = (
 )  # fmt: skip
 """The sections of a command's help, in order. Of the last one `--help` has the names of the options alone."""
 OUT_HELP = "The directory to create, hf://org/name, or a prefix of a bucket: s3://bucket/prefix, gs://, az://."
-RecipePath: TypeAlias = Annotated[str, Argument("RECIPE", "The recipe, a YAML file. Paths in it are relative to it.")]
+RecipePath: TypeAlias = Annotated[
+    str, Argument("RECIPE", "The recipe, a YAML file. Relative paths start at its folder.")
+]
 OutDirectory: TypeAlias = Annotated[str, Flag("The directory to create.", name="--out", short="-o", metavar="DIR")]
 OutOption: TypeAlias = Annotated[str, Flag(OUT_HELP, name="--out", short="-o", metavar="OUT")]
 SnapshotName: TypeAlias = Annotated[
-    str, Argument("SID|PATH", "A snapshot's directory or address (s3://, hf://org/name), its sid, or digits of it.")
+    str,
+    Argument(
+        "SID|PATH",
+        "A snapshot's directory or address (s3://, hf://org/name), its sid, or the first digits of it.",
+    ),
 ]
 SnapshotHere: TypeAlias = Annotated[
-    str, Argument("SID|PATH", "A snapshot's directory, its sid, or four or more first digits of it.")
+    str,
+    Argument("SID|PATH", "A snapshot's directory, its sid, or the first four or more digits of it."),
 ]
 OutPath: TypeAlias = Annotated[str, Argument("OUT", OUT_HELP)]
 EXPERT_PART = Flag(
-    "Take part I of N of the experts only: every N-th of them, from the I-th on.", metavar="I/N", panel=PARTS_PANEL
+    "Process only part I of N of the experts: every N-th, from the I-th on.", metavar="I/N", panel=PARTS_PANEL
 )
 SECTIONS = ("Merging", "Budgets", "Snapshots", "Experts", "Training", "Maintenance")
 """The sections of the help: each has the commands of one module of `cli.commands`."""
 GROUPS = {
     "lora": "Apply LoRA adapters to a base, merge them, extract them.",
-    "tailor": "Make a model of training checkpoints, or compose a resumable one of parts of several.",
-    "catalog": "Look after the catalog.",
+    "tailor": "Export models from training checkpoints, or compose a resumable one from parts of several.",
+    "catalog": "Rebuild the catalog, or print its contents.",
 }
 """Commands of two words, by the first: what they are about."""
 F = TypeVar("F", bound=Callable[..., Displayed | None])
@@ -449,7 +456,10 @@ def build_command(arguments: Sequence[str] = ()) -> SectionedGroup:
             ),
             help_all_option(),
         ],
-        help="Fold adapters, merge experts and compose training checkpoints of large models, all or nothing.",
+        help=(
+            "Fold adapters, merge experts and compose training checkpoints of large models; outputs are complete or "
+            "absent."
+        ),
         context_settings=CONTEXT_SETTINGS,
         subcommand_metavar="COMMAND [ARGS]...",
         invoke_without_command=True,

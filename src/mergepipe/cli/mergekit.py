@@ -1,4 +1,4 @@
-"""`mergepipe-yaml CONFIG OUT`: merge as mergekit-yaml is called; every flag does what it says, or says what holds."""
+"""`mergepipe-yaml CONFIG OUT`: accepts the command lines of mergekit-yaml; no flag is ignored without a notice."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mergepipe.storage.stores import Stores
 
 PROGRAM = "mergepipe-yaml"
 DONE, ALWAYS, NOTICED, REFUSED = (
-    "What these say is done",
-    "Always so here",
-    "Taken, with a notice of what holds here",
-    "Refused if they are set",
+    "Supported",
+    "Always on",
+    "Accepted without effect, with a notice",
+    "Refused if set",
 )
 _done, _always, _noticed, _refused = (partial(Flag, panel=panel) for panel in (DONE, ALWAYS, NOTICED, REFUSED))
 _NO_GPU = "The processor merges, in bounded memory; no GPU is used."
@@ -35,7 +35,7 @@ _COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergekitFlags:
-    """The flags of mergekit-yaml, by what becomes of them: the sections of the help."""
+    """The flags of mergekit-yaml, grouped by how they are handled: the sections of the help."""
 
     random_seed: int = option(0, _done("Seed of the random operators.", metavar="N"))
     out_shard_size: int = option(
@@ -45,13 +45,13 @@ class MergekitFlags:
     num_threads: int | None = option(
         None, _done("Compute threads.", short="-j", metavar="N", default="one per processor")
     )
-    quiet: bool | None = option(None, _done("No progress, no notices: errors and warnings.", default="off"))
+    quiet: bool | None = option(None, _done("Print only errors and warnings.", default="off"))
     write_model_card: bool | None = option(None, _done("Write README.md.", default="on"))
     copy_tokenizer: bool | None = option(
-        None, _done("Copy the tokenizer; one that the recipe asks for is written in any case.", default="on")
+        None, _done("Copy the tokenizer; a tokenizer that the recipe sets is always written.", default="on")
     )
     lazy_unpickle: bool | None = option(None, _always("Nothing is unpickled; tensors are streamed."))
-    clone_tensors: bool | None = option(None, _always("Every output tensor is written by itself."))
+    clone_tensors: bool | None = option(None, _always("Output tensors never share memory."))
     async_write: bool | None = option(None, _always("Reading, merging and writing overlap."))
     write_threads: int | None = option(None, _always("One thread writes, at the disk's speed.", metavar="N"))
     cuda: bool | None = option(None, _noticed(_NO_GPU))
@@ -62,13 +62,13 @@ class MergekitFlags:
     gpu_rich: bool = option(False, _noticed(_NO_GPU))
     trust_remote_code: bool | None = option(None, _noticed("No code of a model is ever run, and none is needed."))
     allow_crimes: bool | None = option(
-        None, _noticed("Names and shapes of tensors decide what can be merged, with it or not.")
+        None, _noticed("Names and shapes of tensors decide what can be merged, with or without it.")
     )
     transformers_cache: str | None = option(
         None, _noticed("Models are found in the Hub's own cache; set HF_HUB_CACHE to choose it.", metavar="DIR")
     )
     lora_merge_cache: str | None = option(
-        None, _noticed("Nothing is kept of LoRAs: they are applied while they are read.", metavar="DIR")
+        None, _noticed("No merged LoRAs are stored: they are applied while they are read.", metavar="DIR")
     )
     unsafe_truncate_embeddings: bool | None = option(
         None, _noticed("All rows of the base are kept; `tokenizer_source` in the recipe matches rows by token.")
@@ -77,7 +77,7 @@ class MergekitFlags:
     lora_merge_dtype: str | None = option(None, _refused("LoRAs are applied in float32.", metavar="DTYPE"))
 
     def check(self) -> None:
-        """Refuse what was asked for and cannot be done, all at once."""
+        """Refuse flags that were set and cannot be honoured, all at once."""
         refused = {}
         if self.safe_serialization is False:
             refused["--no-safe-serialization"] = "safetensors are written, no pickles"
@@ -87,7 +87,7 @@ class MergekitFlags:
             raise UnsupportedError(*(Problem("option.unsupported", *told, "leave it out") for told in refused.items()))
 
     def notices(self) -> tuple[str, ...]:
-        """Return a line for each thing that was asked for and that holds otherwise here."""
+        """Return a line for each flag that was set and has no effect here."""
         flags: dict[str, list[str]] = {}
         for declared in declared_options(type(self)):
             value, text = getattr(self, declared.field), declared.flag.help
@@ -99,7 +99,7 @@ class MergekitFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnOptions(RecipeOptions):
-    """Options of `mergepipe merge` that mergekit has not. The guard reads `--debug` before there is a command."""
+    """Options of `mergepipe merge` that mergekit lacks. The guard reads `--debug` before there is a command."""
 
     force: bool = option(False, FORCE)
     debug: bool = option(False, DEBUG)
@@ -117,14 +117,14 @@ def merge_as_mergekit(
     config: Annotated[str, Argument("CONFIG", "The recipe, a YAML file.")],
     out: Annotated[str, Argument("OUT", "The directory to create.")],
     *,
-    verbose: Annotated[bool, Flag("Print the report of the merge as well.", name="-v", panel=DONE)] = False,
+    verbose: Annotated[bool, Flag("Also print the report of the merge.", name="-v", panel=DONE)] = False,
     flags: MergekitFlags,
     own: Annotated[OwnOptions, Without("allow_dropped")],
 ) -> None:
-    """Merge as mergekit-yaml is called: the models of CONFIG into the directory OUT.
+    """Merge the models of CONFIG into the directory OUT, with the command line of mergekit-yaml.
 
-    Relative paths of models in CONFIG are those of the working folder. Also writes `mergekit_config.yml` into OUT.
-    For budgets, which mergekit has not, use `mergepipe merge`.
+    Relative paths of models in CONFIG start at the working folder. Also writes `mergekit_config.yml` into OUT.
+    For budgets, which mergekit does not have, use `mergepipe merge`.
     """
     flags.check()
     refuse_swapped(config, out, RECIPE_ENDINGS)

@@ -126,7 +126,7 @@ def explain_page(explanation: Explanation, made: datetime | None = None) -> str:
     return render_page(
         "explain.html.j2", made, explanation=explanation,
         title=_headline(explanation.operator, [expert.model for expert in explanation.experts], read),
-        verdict="A full merge: every expert is everywhere." if verdict is None else verdict.sentence,
+        verdict="A full merge: all experts are read in full." if verdict is None else verdict.sentence,
         advice=advice, facts=_facts_text(explanation), uses=USES, charts=layer_charts(explanation),
         bars=[_bar(expert) for expert in explanation.experts], numbers=Table.of(explanation.experts),
         heat_maps=heat_maps(explanation.overlaps),

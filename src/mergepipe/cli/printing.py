@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from mergepipe.core.outcome import Notice
 
 REPORT_FORMAT = "mergepipe-report/1"
-"""The first field of everything that `--json` prints but plans, which have a format of their own.
+"""The first field of everything that `--json` prints, except plans, which have their own format.
 
-The number grows when a field goes away or changes its meaning; new fields may come at any time.
+The number grows when a field is removed or changes its meaning; new fields may be added at any time.
 """
 PRINT_PANEL = "Printing"
-DEBUG = Flag("On failure, print the traceback too.", panel=PRINT_PANEL)
+DEBUG = Flag("On failure, also print the traceback.", panel=PRINT_PANEL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ReportOptions(PrintOptions):
 
     quiet: bool = option(
         False,
-        "No progress, no report: errors, and warnings that the result is not what the recipe says.",
+        "Print no progress and no report, only errors, and warnings if the result differs from what the recipe says.",
         short="-q",
         panel=PRINT_PANEL,
     )
@@ -64,7 +64,7 @@ def print_report(report: Displayed, printing: PrintOptions) -> None:
 
 
 def print_warnings(notices: Iterable[Notice]) -> None:
-    """Write those notices to standard error that say that the result is another than the recipe asks for."""
+    """Write those notices to standard error that say that the result differs from what the recipe says."""
     tell(f"{notice.kind}: {notice} [{notice.code}]" for notice in notices if notice.changes_result)
 
 

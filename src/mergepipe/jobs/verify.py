@@ -197,7 +197,7 @@ def _header_damages(
     """Check a header by its digest, or, without one, by its content."""
     if table is not None:
         if scan.headers[file.index] != table.headers[file.index]:
-            yield Damage("header", file.name, "", 0, file.data_start, "its digest is not what was written")
+            yield Damage("header", file.name, "", 0, file.data_start, "its digest differs from the recorded one")
         return
     try:
         header = read_header(store, path)
@@ -207,7 +207,7 @@ def _header_damages(
     entries = sorted((entry.name, entry.dtype, entry.shape, entry.offset) for entry in header.entries if entry.nbytes)
     wanted = sorted((stored_name(t.name, file.name), t.dtype, t.shape, t.offset) for t in file.tensors if t.nbytes)
     if [(*row[:1], row[1].name, *row[2:]) for row in entries] != [(*row[:1], row[1].name, *row[2:]) for row in wanted]:
-        yield Damage("header", file.name, "", 0, file.data_start, "its tensors are not the manifest's")
+        yield Damage("header", file.name, "", 0, file.data_start, "its tensors differ from those in the manifest")
 
 
 def _tensor_damages(
@@ -219,7 +219,7 @@ def _tensor_damages(
     reason = scan.unreadable.get(file.name, "")
     if table is None:
         if len(whole) < len(digests) or root_of(whole) != tensor.root:
-            message = reason or "its digest is not what was written"
+            message = reason or "its digest differs from the recorded one"
             yield Damage("block", file.name, tensor.name, tensor.offset, tensor.offset + tensor.nbytes, message)
         return
     block_bytes = layout.block_elements * tensor.dtype.itemsize
@@ -230,7 +230,7 @@ def _tensor_damages(
         start, stop = tensor.offset + first * block_bytes, tensor.offset + min(tensor.nbytes, last * block_bytes)
         blocks = f"block {first}" if last == first + 1 else f"blocks {first} to {last - 1}"
         is_there = all(digests[i] is not None for i in range(first, last))
-        what = "are not what was written" if is_there else "cannot be read"
+        what = "the bytes have changed since they were written" if is_there else "cannot be read"
         yield Damage("block", file.name, tensor.name, start, stop, f"{blocks}: {reason or what}")
 
 
@@ -347,7 +347,7 @@ def damage_of(store: Store, directory: Location, file: Digested) -> Damage | Non
         first, last = sorted((size, file.size_bytes))
         return Damage("size", file.name, "", first, last, f"has {size} bytes, {file.size_bytes} were written")
     if digest != file.blake3:
-        return Damage("small-file", file.name, "", 0, file.size_bytes, "is not what was written")
+        return Damage("small-file", file.name, "", 0, file.size_bytes, "has changed since it was written")
     return None
 
 

@@ -141,7 +141,7 @@ def published_snapshot(store: Store, path: Path) -> tuple[Manifest, OutputConten
     small = {record.name: read_small_file(store, folder / record.name, record.size_bytes) for record in records}
     for record in records:
         if small_digest(small[record.name]) != record.blake3:
-            message = "is not what was written"
+            message = "differs from what was written"
             raise CorruptError.of("snapshot.damaged", folder / record.name, message, "`mergepipe repair` the snapshot")
     small = {name: file_without_paths(name, raw) for name, raw in small.items()}
     sidecars = tuple(Digested.of(record.name, small[record.name]) for record in manifest.sidecars)

@@ -334,7 +334,7 @@ def published_composite(store: Store, path: Path) -> tuple[CompositeManifest, Ou
         if is_same and size_bytes <= _COMPARED_BYTES:
             is_same = file_digest(store, place, size_bytes) == (size_bytes, file.blake3)
         if not is_same:
-            raise CorruptError.of("snapshot.damaged", place, "is not what was written", "make it again")
+            raise CorruptError.of("snapshot.damaged", place, "has changed since it was written", "make it again")
     files = sorted(record.files, key=lambda file: file.name)
     objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in files}
     for name in filter(lambda name: name.endswith(".json"), objects):

@@ -38,10 +38,10 @@ def plan(
         bool, Flag("Plan the full merge, without a budget, for `run --part`.", name="--all", panel=BUDGET_PANEL)
     ] = False,
     options: PlanOptions,
-    out: Annotated[str | None, Flag("Store the plan there, for `mergepipe run`.", short="-o", metavar="FILE")] = None,
+    out: Annotated[str | None, Flag("Store the plan in FILE, for `mergepipe run`.", short="-o", metavar="FILE")] = None,
     printing: PrintOptions,
 ) -> None:
-    """Plan what a merge of RECIPE reads under a budget.
+    """Plan what a merge of RECIPE will read under a budget.
 
     Prints the share of each expert that is read. Uses statistics of experts that were analyzed, and the
     indices of packed experts.
@@ -71,15 +71,15 @@ def explain(
     tensor: Annotated[
         str | None, Flag("Explain these tensors block by block: 'model.layers.0.*'.", metavar="GLOB")
     ] = None,
-    html: Annotated[str | None, Flag("Draw it into one HTML file as well.", metavar="FILE")] = None,
+    html: Annotated[str | None, Flag("Also write an HTML page with charts.", metavar="FILE")] = None,
     masks: Annotated[
-        str | None, Flag("Write a mask of each expert, to restore it with: the directory to create.", metavar="DIR")
+        str | None, Flag("Create DIR with a mask for each expert, to restore the expert with.", metavar="DIR")
     ] = None,
     home: Annotated[str | None, HOME] = None,
 ) -> Displayed:
-    """Print which experts a snapshot or plan holds, and why.
+    """Print which experts a snapshot or plan contains, and why.
 
-    Reads no tensor data: a snapshot's mergepipe.json holds the answers. Only --masks reads all of it.
+    Reads no tensor data, only a snapshot's mergepipe.json. Only --masks reads all tensors.
     """
     if html is not None:
         page = checked_page(html)
@@ -106,8 +106,8 @@ def analyze(
 ) -> Displayed:
     """Read each EXPERT once, and store statistics for plans.
 
-    An expert whose contents were analyzed before is not read again. The report names one file of statistics
-    for each expert; copy it into the home folder of another machine to use it there.
+    An expert that was analyzed before is not read again unless its content changed. The report names one file
+    of statistics for each expert; copy it into the home folder of another machine to use it there.
     """
     from mergepipe.jobs.parts import experts_of_part
 
@@ -123,15 +123,15 @@ def sweep(
     recipe: RecipePath,
     *,
     budgets: Annotated[str | None, Flag("Budgets to try.", metavar="LIST", default="5%,10%,25%,50%,75%,100%")] = None,
-    html: Annotated[str | None, Flag("Draw the curves into one HTML file.", metavar="FILE")] = None,
+    html: Annotated[str | None, Flag("Also write an HTML page with the curves.", metavar="FILE")] = None,
     options: SweepOptions,
     on_progress: OnProgress,
 ) -> Displayed:
-    """Measure bytes, time and losses of RECIPE at several budgets.
+    """Measure bytes, time and losses of RECIPE under several budgets.
 
     RECIPE is merged in full once, then under each budget; the merged models are not kept. With --evaluate
-    the table has the loss that the command prints. Without, it has the distance from the full merge, for
-    the chosen policy and for `random`; the distance of a sample tells nothing and is not measured.
+    the table shows the loss that the command prints. Without it, the table shows the distance from the full merge,
+    for the chosen policy and for `random`; the distance of a sample is meaningless and is not measured.
     """
     if html is not None:
         page = checked_page(html)
@@ -158,9 +158,9 @@ def search(
 ) -> Displayed:
     """Try values of RECIPE, and publish the best merge.
 
-    A value is searched where RECIPE has {search: [low, high]}, with log: true if wanted, or
-    {search: [a, b, c]}. optuna proposes values. --evaluate tells what a merge is worth. The study lies in
-    OUT.study, a journal of optuna; a search that was stopped goes on with --resume.
+    RECIPE marks the values to search with {search: [low, high]}, optionally with log: true, or with
+    {search: [a, b, c]}. optuna proposes values, and --evaluate measures each merge. The study is stored in
+    OUT.study, a journal of optuna; --resume continues a search that was stopped.
     """
     return mergepipe.search(recipe, out, options=options, on_progress=on_progress)
 

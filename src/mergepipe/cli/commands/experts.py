@@ -27,30 +27,30 @@ def pack(
         list[str],
         Argument(
             "[BASE] EXPERT...",
-            "The base and models fine-tuned from it; with --base only those; or one model alone.",
+            "The base, and models fine-tuned from it; with --base only the models; or one model alone.",
         ),
     ],
     *,
     out: Annotated[
         str,
         Flag(
-            "Where the stores go: DIR/NAME for an expert named NAME. A folder, or a prefix of a bucket.",
+            "Where the packs are written, as DIR/NAME for an expert named NAME. A folder, or a prefix of a bucket.",
             short="-o",
             metavar="DIR",
         ),
     ],
     base: Annotated[
         list[str] | None,
-        Flag("A base that EXPERTs may have: each takes the nearest. May be given again.", metavar="BASE"),
+        Flag("A possible base; each EXPERT is packed on the nearest one. May be given several times.", metavar="BASE"),
     ] = None,
     part: Annotated[str | None, EXPERT_PART] = None,
     options: PackOptions,
     on_progress: OnProgress,
 ) -> Displayed:
-    """Keep each EXPERT as what it changes of BASE, bit for bit.
+    """Store each EXPERT, without loss, as its difference from BASE.
 
-    Of several bases each EXPERT takes the nearest one, told from samples. One model alone is
-    packed on its own, to about two thirds. Every element is checked while it is packed. All
+    With several bases, each EXPERT is packed on the nearest one, determined from samples. A model without a base
+    is packed by itself, to about two thirds of its size. Every element is checked while it is packed. All
     experts are read in one pass with BASE. An interrupted pack is resumed.
     """
     from mergepipe.jobs.parts import experts_of_part
@@ -66,13 +66,13 @@ def pack(
 
 @command("mergepipe unpack packed/expert-1 --out expert-1/")
 def unpack(
-    store: Annotated[str, Argument("STORE", "A store that pack made.")],
+    store: Annotated[str, Argument("STORE", "A packed expert, as `pack` writes it.")],
     *,
     out: OutDirectory,
     options: UnpackOptions,
     on_progress: OnProgress,
 ) -> Displayed:
-    """Restore the files that STORE was made from, byte for byte."""
+    """Restore the files that were packed into STORE, byte for byte."""
     return mergepipe.unpack(store, out, options=options, on_progress=on_progress)
 
 
@@ -83,8 +83,11 @@ def unpack(
     name="lora apply",
 )
 def apply_lora(
-    base: Annotated[str, Argument("BASE", "The base: a directory, in a bucket, or on the Hub.")],
-    adapters: Annotated[list[str], Argument("ADAPTER...", "LoRA adapters of BASE, as PEFT saves.")],
+    base: Annotated[
+        str,
+        Argument("BASE", "The base model: a directory, or an address in a bucket or on the Hub."),
+    ],
+    adapters: Annotated[list[str], Argument("ADAPTER...", "LoRA adapters of BASE, as PEFT or MLX saves them.")],
     *,
     out: OutOption,
     options: Annotated[ApplyLoraOptions, Without("executor"), Without("address")],
@@ -115,9 +118,9 @@ def merge_lora(
     options: MergeLoraOptions,
     on_progress: OnProgress,  # noqa: ARG001 - it has the options of those that run long
 ) -> Displayed:
-    """Merge each ADAPTER into one adapter.
+    """Merge several ADAPTERs into one adapter.
 
-    Reads no base. OUT appears when it is complete, or not at all, with a card and a record.
+    Does not read the base. OUT appears when it is complete, or not at all, with a card and a record.
     Prints the share of the merged deltas that the adapter keeps.
     """
     return mergepipe.merge_lora(adapters, out, options=options)
@@ -129,7 +132,7 @@ def merge_lora(
     name="lora extract",
 )
 def extract_lora(
-    base: Annotated[str, Argument("BASE", "The base: a directory, or a model of the Hub.")],
+    base: Annotated[str, Argument("BASE", "The base model: a directory, or a model on the Hub.")],
     model: Annotated[str, Argument("MODEL", "The model that was fine-tuned from it.")],
     *,
     out: OutOption,

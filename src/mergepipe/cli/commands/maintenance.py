@@ -13,14 +13,16 @@ from mergepipe.options import HOME
 
 @command("mergepipe gc --dry-run", "mergepipe gc /models")
 def gc(
-    roots: Annotated[list[str] | None, Argument("[DIR]...", "Where else dead runs may have left something.")] = None,
+    roots: Annotated[
+        list[str] | None, Argument("[DIR]...", "More directories to search for what dead runs left.")
+    ] = None,
     *,
-    dry_run: Annotated[bool, Flag("Say what would be removed, and remove nothing.")] = False,
+    dry_run: Annotated[bool, Flag("List what would be removed, and remove nothing.")] = False,
     home: Annotated[str | None, HOME] = None,
 ) -> Displayed:
-    """Remove what dead runs left, and rows about what is gone.
+    """Remove what dead runs left behind, and catalog rows of snapshots that no longer exist.
 
-    Nothing that a living process works on, and no snapshot, is ever removed.
+    Never removes a snapshot, or anything that a running process uses.
     """
     return mergepipe.gc(roots or (), dry_run=dry_run, home=home)
 
@@ -29,14 +31,14 @@ def gc(
 def rebuild(
     roots: Annotated[
         list[str] | None,
-        Argument("[ROOT]...", "Directories to look for snapshots in, at any depth."),
+        Argument("[ROOT]...", "Directories to search for snapshots, at any depth."),
     ] = None,
     *,
     home: Annotated[str | None, HOME] = None,
 ) -> Displayed:
-    """Make the catalog again from the manifests under ROOT and where snapshots were.
+    """Rebuild the catalog from the manifests under ROOT and at known paths of snapshots.
 
-    Damaged records are removed, and listed. Digests and statistics stay.
+    Damaged records are removed and listed. Digests and statistics are kept.
     """
     return mergepipe.rebuild_catalog(roots or (), home=home)
 

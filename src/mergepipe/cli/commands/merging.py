@@ -45,30 +45,29 @@ def merge(
     context: click.Context,
     recipe: Annotated[
         str,
-        Argument("RECIPE", "The recipe, a YAML file. Paths in it are relative to it. Not with --plan."),
+        Argument("RECIPE", "The recipe, a YAML file. Relative paths start at its folder. Not with --plan."),
     ],
     out: Annotated[
         str | None,
         Argument(
             "OUT",
-            f"{OUT_HELP} One file by its name: merged.safetensors, merged-Q8_0.gguf.",
+            f"{OUT_HELP} Or one file: merged.safetensors, merged-Q8_0.gguf.",
+            show_default=False,
         ),
     ] = None,
     *,
-    plan: Annotated[
-        str | None, Flag("Merge as this stored plan says, instead of a recipe: see `plan`.", metavar="PLAN")
-    ] = None,
+    plan: Annotated[str | None, Flag("Run this stored plan instead of a recipe (see `plan`).", metavar="PLAN")] = None,
     options: MergeOptions,
     on_progress: OnProgress,
 ) -> Displayed:
     """Merge the models of RECIPE into OUT.
 
     OUT appears when it is complete, or not at all. An interrupted run is resumed.
-    With --plan, a stored plan takes the place of RECIPE and of the options that it has decided.
+    With --plan, a stored plan replaces RECIPE and the options that the plan already fixes.
     """
     target = _checked_output(recipe, out, plan)
     if plan is not None:
-        _refuse_options(context, DECIDED_BY_PLANS, "leave it out: the plan has decided it")
+        _refuse_options(context, DECIDED_BY_PLANS, "leave it out: the plan already fixes it")
     elif options.budget is None and options.target_loss is None:
         _refuse_options(context, FOR_BUDGETS, "add --budget")
     if plan is None:
@@ -85,9 +84,9 @@ def moe(
     options: MachineOptions,
     on_progress: OnProgress,
 ) -> Displayed:
-    """Build the mixture of experts of RECIPE at OUT.
+    """Build the mixture of experts of RECIPE in OUT.
 
-    `merge` does the same, and has more options; a recipe of another kind is refused.
+    `merge` does the same and has more options; recipes of other kinds are refused.
     """
     from mergepipe.recipes.recipe_files import load_recipes
     from mergepipe.storage.location import Location
@@ -119,19 +118,19 @@ def _refuse_options(context: click.Context, names: tuple[str, ...], hint: str) -
     for option in declared_options(MergeOptions):
         source = context.get_parameter_source(option.field)
         if option.field in names and source is not None and source.name == "COMMANDLINE":
-            raise RecipeError.of("option.conflict", option.name, "it has no meaning by itself", hint)
+            raise RecipeError.of("option.conflict", option.name, "it has no effect here", hint)
 
 
 def refuse_swapped(first: str, second: str, endings: tuple[str, ...]) -> None:
     """Refuse two arguments of which the second is named as the first should be."""
     if second.endswith(endings) and not first.endswith(endings):
-        message = f"stands where the output is named, and {first} where a file like it is"
+        message = f"is in the place of the output, and {first} in the place of the input"
         raise RecipeError.of("option.conflict", second, message, f"swap the two: {second} {first}")
 
 
 @command("mergepipe check recipe.yml")
 def check(recipe: RecipePath, *, options: CheckOptions) -> Displayed:
-    """Check RECIPE, and print what its merge reads and writes.
+    """Check RECIPE, and print what its merge would read and write.
 
     Reads no tensor data. Lists all problems at once.
     """
@@ -146,23 +145,23 @@ def run(
     part: Annotated[
         str | None,
         Flag(
-            "Make part I of N only, on any machine that reaches the inputs and OUT. The last one finishes OUT.",
+            "Make only part I of N, on any machine that reaches the inputs and OUT. The last one publishes OUT.",
             metavar="I/N",
             panel=PARTS_PANEL,
         ),
     ] = None,
-    finish: Annotated[bool, Flag("Finish OUT from its parts; an error if one is missing.", panel=PARTS_PANEL)] = False,
+    finish: Annotated[bool, Flag("Publish OUT from its parts; fails if one is missing.", panel=PARTS_PANEL)] = False,
     options: OutputOptions,
     on_progress: OnProgress,
 ) -> Displayed:
-    """Merge as PLAN says into OUT.
+    """Run the merge of PLAN into OUT.
 
-    Refused if an input is not what it was when the plan was made. OUT appears when it is complete, or not at all.
+    Refused if an input has changed since the plan was made. OUT appears when it is complete, or not at all.
     An interrupted run is resumed.
     """
     refuse_swapped(plan, out, PLAN_ENDINGS)
     if finish and part is not None:
-        message = "finishes what others made, and a part is made: whoever makes the last one finishes"
+        message = "publishes parts that are already made, and --part makes one: the last part publishes by itself"
         raise RecipeError.of("option.conflict", "--finish", message, "leave out --finish, or --part")
     if part is None and not finish:
         return mergepipe.run(plan, out, options=options, on_progress=on_progress)
@@ -174,14 +173,14 @@ def run(
 
 @command("mergepipe status plan.json merged/ --parts 7")
 def status(
-    plan: Annotated[str, Argument("PLAN", "The plan that OUT is made by.")],
-    out: Annotated[str, Argument("OUT", "The directory that `run --part` makes.")],
+    plan: Annotated[str, Argument("PLAN", "The plan of OUT.")],
+    out: Annotated[str, Argument("OUT", "The output of `run --part`.")],
     *,
-    parts: Annotated[int | None, Flag("Tell which of N parts are missing.", metavar="N")] = None,
+    parts: Annotated[int | None, Flag("List which of N parts are missing.", metavar="N")] = None,
 ) -> Displayed:
     """Print the progress of an OUT that is made in parts.
 
-    Reads the records of the parts next to OUT, and no input.
+    Reads only the records of the parts next to OUT, no inputs.
     """
     refuse_swapped(plan, out, PLAN_ENDINGS)
     return mergepipe.parts_status(plan, out, n_parts=parts)

@@ -32,7 +32,7 @@ def _day(text: str, name: str) -> date:
     try:
         return date.fromisoformat(text)
     except ValueError:
-        raise RecipeError.of("option.invalid", name, f"'{text}' is no day", "write it as 2026-11-23") from None
+        raise RecipeError.of("option.invalid", name, f"'{text}' is not a date", "write it as 2026-11-23") from None
 
 
 @command("mergepipe ls", "mergepipe ls --with models/math --operator ties --since 2026-11-01", name="ls")
@@ -41,20 +41,20 @@ def list_snapshots(
     contained: Annotated[
         str | None,
         Flag(
-            "Only those that this model is in, directly or through earlier merges: a path, a name, hf://org/name, or "
-            "the first digits of a commit, a content digest or a sid.",
+            "Only snapshots made from this model, directly or through earlier merges: a path, a name, hf://org/name, "
+            "or the first digits of a commit, a content digest or a sid.",
             name="--with",
             metavar="EXPERT",
         ),
     ] = None,
-    operator: Annotated[str | None, Flag("Only those that this operator made.", metavar="NAME")] = None,
+    operator: Annotated[str | None, Flag("Only snapshots made with this operator.", metavar="NAME")] = None,
     since: Annotated[
-        date | None, Flag("Only those made on this day or later.", metavar="YYYY-MM-DD", read=_day)
+        date | None, Flag("Only snapshots made on this day or later.", metavar="YYYY-MM-DD", read=_day)
     ] = None,
     home: Annotated[str | None, HOME] = None,
     printing: PrintOptions,
 ) -> None:
-    """List the snapshots that the catalog knows, newest first."""
+    """List the snapshots in the catalog, newest first."""
     snapshots = mergepipe.list_snapshots(contained=contained, operator=operator, since=since, home=home)
     if printing.as_json:
         print(report_json({"snapshots": snapshots}))
@@ -71,13 +71,13 @@ def list_snapshots(
         )
         for snapshot in snapshots
     )
-    head = ("sid", "made (UTC)", "operator", "path", "experts", "read of them", "budget")
+    head = ("sid", "made (UTC)", "operator", "path", "experts", "experts read", "budget")
     print(printable_lines(columns_text(Table(head, rows))) if rows else "no snapshots")
 
 
 @command("mergepipe show merged/", "mergepipe show 7b3a2e50")
 def show(snapshot: SnapshotName, *, home: Annotated[str | None, HOME] = None) -> Displayed:
-    """Show one snapshot: how it was made, from what, what was read."""
+    """Show one snapshot: its recipe, its inputs, and what was read."""
     return mergepipe.show(snapshot, home=home)
 
 
@@ -94,7 +94,7 @@ def lineage(
     home: Annotated[str | None, HOME] = None,
     printing: PrintOptions,
 ) -> None:
-    """Show all that went into a snapshot, or all that was made from it, through all generations."""
+    """Show the inputs of a snapshot, or what was made from it, through all generations."""
     nodes = mergepipe.lineage(snapshot, down=down, home=home)
     if printing.as_json:
         print(report_json({"nodes": nodes}))
@@ -152,7 +152,7 @@ def _node_text(node: LineageNode, of: str) -> str:
     name = node.model if node.depth else str(node.path)
     made = f" = {node.operator} {node.sid[:SHORT_SID]}" if node.operator and node.sid else ""
     read = f", {format_bytes(node.read_bytes)} read" if node.read_bytes is not None else ""
-    return f"{node.role}{of} {name}{made}{read}{', unfolded above' if node.is_repeated else ''}"
+    return f"{node.role}{of} {name}{made}{read}{', expanded above' if node.is_repeated else ''}"
 
 
 @command("mergepipe diff merged/ other/", "mergepipe diff merged/ other/ --fast")
@@ -160,7 +160,7 @@ def diff(
     a: SnapshotName,
     b: SnapshotName,
     *,
-    fast: Annotated[bool, Flag("Compare manifests only, and read no tensors.")] = False,
+    fast: Annotated[bool, Flag("Compare only the manifests, and read no tensors.")] = False,
     home: Annotated[str | None, HOME] = None,
     on_progress: OnProgress,
 ) -> Displayed:
@@ -200,7 +200,7 @@ def repair(
 ) -> Displayed:
     """Repair a damaged snapshot from its inputs.
 
-    Makes damaged blocks and files again, compares them with the manifest, and writes nothing else.
+    Recomputes damaged blocks and files, compares them with the manifest, and writes nothing else.
     """
     report = mergepipe.repair(snapshot, options=options, on_progress=on_progress)
     note_committed(report.path)
@@ -216,7 +216,7 @@ def replay(
     options: RunOptions,
     on_progress: OnProgress,
 ) -> Displayed:
-    """Make a snapshot again at OUT, from its manifest alone.
+    """Recompute a snapshot at OUT, from its manifest alone.
 
     Publishes the same bytes, or fails and names the input that is missing or has changed.
     """
@@ -239,7 +239,7 @@ def push(
 ) -> Displayed:
     """Publish a snapshot, a packed expert or a composed checkpoint on the Hub or in a bucket.
 
-    It is visible there whole or not at all: one commit, or a manifest that is written last. Paths of this machine are
-    left out. After an interruption the same command uploads only what is missing.
+    It appears there complete or not at all: in one commit, or by a manifest that is written last. Paths of this
+    machine are removed. After an interruption the same command uploads only what is missing.
     """
     return mergepipe.push(snapshot, destination, options=options, on_progress=on_progress)

@@ -45,7 +45,7 @@ def check(
 
 @command("mergepipe tailor compose tailor.yml composed/", name="tailor compose")
 def compose(recipe: RecipePath, out: OutPath, *, options: ComposeOptions, on_progress: OnProgress) -> Displayed:
-    """Compose a training checkpoint as RECIPE says into OUT.
+    """Compose a training checkpoint into OUT, as RECIPE says.
 
     OUT appears when it is complete and has been compared with its sources, or not at all.
     """
@@ -57,16 +57,16 @@ def compose(recipe: RecipePath, out: OutPath, *, options: ComposeOptions, on_pro
 def average(checkpoints: Checkpoints, *, out: OutOption, options: AverageOptions, on_progress: OnProgress) -> Displayed:
     """Average checkpoints of one run: a model, or a checkpoint to resume from.
 
-    Reads the Trainer's, DeepSpeed's and torch DCP's checkpoints as they are, each byte once, in bounded memory.
+    Reads checkpoints of the Trainer, DeepSpeed and torch DCP directly, each byte once, in bounded memory.
     """
     return api.average(checkpoints, out, options=options, on_progress=on_progress)
 
 
 @command("mergepipe tailor export run/checkpoint-500 -o model/", name="tailor export")
 def export(checkpoint: Checkpoint, *, out: OutOption, options: ExportOptions, on_progress: OnProgress) -> Displayed:
-    """Make an ordinary model of a training checkpoint, in bounded memory.
+    """Export an ordinary model from a training checkpoint, in bounded memory.
 
-    Weights are the float32 masters where there are any, rounded once. CKPT is of any format that tailor reads.
+    Weights are the float32 masters if there are any, rounded once. CKPT may have any format that tailor reads.
     """
     return api.export(checkpoint, out, options=options, on_progress=on_progress)
 
@@ -78,19 +78,21 @@ def recipe(
     strategy: Annotated[
         str | None,
         Flag(
-            "Of full checkpoints: parity, filter, paper-parity, paper-filter or latest.",
+            "For full checkpoints: parity, filter, paper-parity, paper-filter or latest.",
             metavar="NAME",
             choices=STRATEGIES,
         ),
     ] = None,
-    from_log: Annotated[str | None, Flag("Of partial checkpoints: what their log implies.", metavar="LOG")] = None,
-    at: Annotated[int | None, Flag("Look at checkpoints up to this step.", metavar="STEP")] = None,
-    ends: Annotated[int, Flag("Layers at either end that the filters take new.", metavar="K")] = 2,
+    from_log: Annotated[
+        str | None, Flag("For partial checkpoints: make the recipe from this log.", metavar="LOG")
+    ] = None,
+    at: Annotated[int | None, Flag("Use checkpoints up to this step.", metavar="STEP")] = None,
+    ends: Annotated[int, Flag("Layers at either end that the filter strategies save each time.", metavar="K")] = 2,
     debug: Annotated[bool, DEBUG] = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
 ) -> None:
     """Print a recipe that composes the newest checkpoints of a run.
 
-    Its paths are relative to the working directory: save it there.
+    Its paths are relative to the working directory: save the recipe there.
     """
     text = api.recipe(run, strategy=strategy, from_log=from_log, at=at, ends=ends, folder=Path.cwd())
     print(printable_lines(text), end="")
@@ -98,8 +100,8 @@ def recipe(
 
 @command("mergepipe tailor diff run/checkpoint-400 composed/", name="tailor diff")
 def diff(context: click.Context, first: Checkpoint, second: Checkpoint) -> Displayed:
-    """Print how far two checkpoints are apart, unit by unit: weights, exp_avg, exp_avg_sq.
+    """Print how much two checkpoints differ, unit by unit: weights, exp_avg, exp_avg_sq.
 
-    Relative changes `|B - A| / |A|`. Reads every byte of both once, in bounded memory.
+    Prints relative changes `|B - A| / |A|`. Reads every byte of both once, in bounded memory.
     """
     return api.diff(first, second, on_progress=lambda _: context.obj.report())
