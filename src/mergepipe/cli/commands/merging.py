@@ -52,7 +52,6 @@ def merge(
         Argument(
             "OUT",
             f"{OUT_HELP} Or one file: merged.safetensors, merged-Q8_0.gguf.",
-            show_default=False,
         ),
     ] = None,
     *,
