@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from blake3 import blake3
 
@@ -340,7 +340,8 @@ def rebuild(home: Path, roots: Sequence[Path]) -> RebuildReport:
     unreadable: list[Problem] = []
     manifest_paths = list(find_manifests(roots, unreadable))
     catalog = Catalog(home)
-    for folder, record_format in ((_SNAPSHOTS, _SNAPSHOT), (_DIGESTS, _DIGEST)):
+    formats: dict[str, RecordFormat[Any]] = {_SNAPSHOTS: _SNAPSHOT, _DIGESTS: _DIGEST}
+    for folder, record_format in formats.items():
         for record in _records_in(home / folder):
             try:
                 _read(record_format, record)
