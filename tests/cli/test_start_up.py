@@ -169,6 +169,14 @@ def test_help__is_as_wide_as_the_terminal(run: Runner, monkeypatch: pytest.Monke
     assert columns * 0.7 < widest <= columns
 
 
+def test_arguments__every_option_with_a_value_refuses_none(run: Runner) -> None:
+    for path, command in every_command(build_command()):
+        for option in command.params:
+            if option.param_type_name == "option" and not option.is_flag:
+                ran = run(*path, option.opts[0])
+                assert (ran.exit_code, f"Option '{option.opts[0]}' requires an argument" in ran.err) == (2, True)
+
+
 def test_completion__prints_scripts_of_the_shells_that_are_known(run: Runner) -> None:
     for shell in ("bash", "zsh", "fish"):
         assert "_MERGEPIPE_COMPLETE" in run("--completion", shell).out

@@ -198,7 +198,7 @@ def _option_parameter(option: Option) -> CommandOption:
     return CommandOption(
         names,
         type=kind,
-        is_flag=kind is bool,
+        is_flag=True if kind is bool else None,  # False would let an option without a default have no value
         multiple=option.is_many,
         metavar=flag.metavar or None,
         help=flag.help + (f"  [default: {flag.default}]" if flag.default else ""),
