@@ -135,7 +135,7 @@ $(RAY_VENV)/.ray: pyproject.toml
 $(NOTEBOOK_VENV)/.notebook: pyproject.toml
 	$(call MAKE_VENV,$(NOTEBOOK_VENV))
 	@echo "installing a kernel for notebooks into $(NOTEBOOK_VENV)"
-	@$(NOTEBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]" "nbclient>=0.10" "ipykernel>=6.29" "ipywidgets>=8.1"
+	@$(NOTEBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]" "nbclient>=0.10" "ipykernel>=6.29"
 	@touch $@
 
 $(CODECS_VENV)/.codecs: requirements/codecs.txt requirements/weights.txt pyproject.toml
