@@ -11,7 +11,9 @@ import pytest
 from mergepipe.cli import main, mergekit_main
 from support.command_line import Ran, run_command
 from support.families import TINY, write_family
-from support.hub_server import HubServer, hub_server
+from support.fault_server import Answer
+from support.hub_cache_files import write_hub_cache
+from support.hub_server import HubServer, hub_server, lead_to_hub
 from support.model_folders import write_adapter
 from support.training_trees import decoder_shapes, known_states, write_hf
 
@@ -62,6 +64,7 @@ RECIPES = {
     "experts: [{source_model: MODEL}, {source_model: models/math}]\n",
     "compose.yml": "default: run/checkpoint-7\ntake: [{from: MODEL, units: [embed]}]\n",
 }
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 Setting = Callable[[HubServer, pytest.MonkeyPatch], str]
 
 
@@ -104,14 +107,14 @@ def hub(running: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     return running
 
 
-def run_with(work: Path, model: str, command: tuple[str, ...]) -> Ran:
-    """Run a command with `MODEL` as the name of its model; nothing may be left of it."""
+def run_with(work: Path, model: str, command: tuple[str, ...], *, leaves: bool = False) -> Ran:
+    """Run a command with `MODEL` as the name of its model; nothing may be left of it, unless it `leaves` an output."""
     for name, text in RECIPES.items():
         (work / name).write_text(text.replace("MODEL", model))
     before = set(work.iterdir())
     program = mergekit_main if command[0].endswith(".yml") else main
     ran = run_command([argument.replace("MODEL", model) for argument in command], program)
-    assert set(work.iterdir()) - before <= {work / "hf"}
+    assert leaves or set(work.iterdir()) - before <= {work / "hf"}
     return ran
 
 
@@ -229,3 +232,80 @@ def test_refusal_of_the_hub__is_one_precise_line_of_every_command(
     ran = run_with(work, setting(hub, monkeypatch), COMMANDS[name])
     assert expected in one_error(ran)
     assert ran.exit_code == exit_code
+
+
+def cached(folder: Path, files: Mapping[str, bytes]) -> tuple[Path, Path]:
+    """Write files as the cache of the Hub holds a model; return its folder, and that of its revision."""
+    write_hub_cache(folder, "org/model", COMMIT, files)
+    model = folder / "models--org--model"
+    return model, model / "snapshots" / COMMIT
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *LOCAL_COMMANDS])
+def test_cache_folder_of_a_model__is_refused_and_its_revision_named(
+    models: Path, work: Path, hub: HubServer, name: str
+) -> None:
+    folder, revision = cached(work / "cache", files_for(name, models))
+    ran = run_with(work, f"cache/{folder.name}", {**COMMANDS, **LOCAL_COMMANDS}[name])
+    expected = f"is a model in the cache of the Hub, not one of its revisions; name cache/{folder.name}/snapshots/"
+    expected += revision.name
+    if name in (*LOCAL_COMMANDS, "verify", "replay"):
+        expected = "holds no mergepipe.json: not a snapshot; give a snapshot, or its sid"
+    assert expected in one_error(ran)
+    assert (ran.exit_code, hub.requests) == (3, [])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("model", ["hf://org/model@try%2Fsecond", "org/model@try/second"])
+def test_revision_with_a_slash__is_asked_for_by_every_command(
+    models: Path, work: Path, hub: HubServer, name: str, model: str
+) -> None:
+    hub.commit("org/model", files_for(name, models), "try/second")
+    run_with(work, model, COMMANDS[name], leaves=True)
+    paths = {request.path for request in hub.requests if request.path.startswith("api/models/")}
+    assert "api/models/org/model/revision/try/second" in paths
+    assert "api/models/org/model/revision/main" not in paths
+
+
+WRITING: Mapping[str, tuple[str, ...]] = {
+    "push": ("push", "out", "OUT"),
+    "merge": ("merge", "merge.yml", "OUT"),
+    "run": ("run", "plan.json", "OUT"),
+    "replay": ("replay", "out", "OUT"),
+    "moe": ("moe", "moe.yml", "OUT"),
+    "lora apply": ("lora", "apply", "models/base", "models/adapter", "-o", "OUT"),
+    "lora merge": ("lora", "merge", "models/adapter", "models/adapter", "-o", "OUT"),
+    "lora extract": ("lora", "extract", "models/base", "models/math", "--rank", "2", "-o", "OUT"),
+    "tailor export": ("tailor", "export", "run/checkpoint-7", "-o", "OUT"),
+    "tailor average": ("tailor", "average", "run/checkpoint-7", "run/checkpoint-9", "-o", "OUT"),
+    "tailor compose": ("tailor", "compose", "compose.yml", "OUT"),
+}
+"""Every command that writes to the Hub, which is `OUT`."""
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_token_without_the_right_to_write__is_one_precise_line(
+    work: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The Hub lets such a token read, and refuses all else."""
+    write_hf(work / "run" / "checkpoint-9", known_states(decoder_shapes(), seed=1, step=9))
+    for file, text in RECIPES.items():
+        model = "run/checkpoint-7" if file == "compose.yml" else "models/math"
+        (work / file).write_text(text.replace("MODEL", model))
+    if name in ("push", "replay"):
+        assert run_command(["merge", "merge.yml", "out"]).exit_code == 0
+    if name == "run":
+        assert run_command(["plan", "merge.yml", "--all", "--out", "plan.json"]).exit_code == 0
+    lead_to_hub(monkeypatch, hub, work / "hf")
+    hub.refuse = lambda request: _READ_ONLY if request.method == "POST" else None
+    before = set(work.iterdir())
+    ran = run_command([argument.replace("OUT", "hf://org/model") for argument in WRITING[name]])
+    expected = "hf://org/model: the Hub does not let this token write (403); use a token that may write: set HF_TOKEN"
+    lines = [line for line in ran.error_lines if line.startswith("error: ")]
+    assert [expected in line for line in lines] == [True], ran.err
+    assert ran.exit_code == 8
+    assert set(work.iterdir()) - before <= {work / "hf"}
+    assert (hub.n_commits("org/model"), hub.uploads) == (1, {})
+
+
+_READ_ONLY = Answer(403, b'{"error": "Forbidden: you must use a write token to upload to a repository."}')

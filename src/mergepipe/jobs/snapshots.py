@@ -30,7 +30,12 @@ from mergepipe.checkpoints.directory import is_packed
 from mergepipe.core.flags import several
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.options import home_of
-from mergepipe.recipes.model_location import missing_path, path_exists, resolve_model_name
+from mergepipe.recipes.model_location import (
+    missing_path,
+    no_path_and_no_hub_model,
+    path_exists,
+    resolve_model_name,
+)
 from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import Garbage, GcReport, SnapshotReport
 from mergepipe.snapshots.manifest import (
@@ -195,7 +200,14 @@ def find_elsewhere(reference: str | Path) -> Location | None:
     """Return the location of a snapshot named by an address or an id of the Hub; None for any other name."""
     store = Stores()
     name = resolve_model_name(str(reference), lambda path: path_exists(store, Location.of(path)))
-    return None if name.remote is None else store.pin(name.remote)
+    if name.remote is None:
+        return None
+    try:
+        return store.pin(name.remote)
+    except NotFoundError as error:
+        if name.is_hub_id:
+            raise no_path_and_no_hub_model(str(reference), error) from error
+        raise
 
 
 def find_published(reference: str | Path, home: str | Path | None, store: Store) -> tuple[Location, bool]:

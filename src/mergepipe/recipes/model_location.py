@@ -103,15 +103,34 @@ def locate_model(store: Store, place: str | PathLike[str] | Location) -> Locatio
 
 
 def path_exists(store: Store, path: Location) -> bool:
-    """Whether there is anything at a path; False where it cannot be looked at, which whoever opens it reports."""
+    """Whether there is anything at a path that can be a model; False where it cannot be looked at.
+
+    In the cache of the Hub the folder of a model is none: each of its revisions is one.
+    """
     try:
-        return store.stat(path) is not None
+        return store.stat(path) is not None and not _cached_revisions(store, path)
     except MergePipeError:
         return False
 
 
+def _cached_revisions(store: Store, path: Location) -> list[str]:
+    """Return the names of the revisions in the folder of a model in the cache of the Hub; empty for other folders."""
+    if not path.name.startswith("models--"):
+        return []
+    try:
+        entries = store.list(path / "snapshots")
+    except MergePipeError:
+        return []
+    return [entry.name for entry in entries]
+
+
 def missing_path(store: Store, text: str, path: Location, where: str = "") -> MergePipeError:
     """Make the error for a path without a model: it lists what is in the folder that should hold it."""
+    revisions = _cached_revisions(store, path)
+    if revisions:
+        message = f"'{shortened(text)}' is a model in the cache of the Hub, not one of its revisions"
+        hint = f"name {_shown(path / 'snapshots')}/{' or '.join(revisions[:_MOST_NAMES])}"
+        return NotFoundError.of("model.not-found", where, message, hint)
     kind = "folder"
     if path.suffix in _WEIGHT_SUFFIXES:
         kind = "file"
