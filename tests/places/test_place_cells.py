@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -10,8 +11,13 @@ import pytest
 from safetensors.numpy import load_file
 from tools.reference.places import INPUT_KINDS, INPUT_PLACES, OUTPUTS, VERBS, Refusal, Verb
 
+from mergepipe.storage import location
+from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, WEB_SCHEMES
+from mergepipe.storage.output_places import ANYWHERE
+from mergepipe.storage.stores import OPENERS
 from support.bucket_outputs import names_below, objects_below
 from support.command_line import command_names
+from support.hub_cache_files import write_hub_cache
 from support.model_folders import recipe_of
 from support.place_cells import Work, expect, run_in, steady, weights_below, write_subjects
 from support.placed_models import PLACES, PlacedModels, files_of, placed_models
@@ -96,11 +102,19 @@ def test_input__gives_what_the_local_one_gives(work: Work, name: str, kind: str)
 
 
 @pytest.mark.parametrize(("name", "kind"), inputs_where(refused=True))
-def test_input__that_is_refused_leaves_nothing(work: Work, name: str, kind: str) -> None:
+def test_input__that_is_refused_leaves_nothing(
+    work: Work, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
     verb = BY_NAME[name]
     subject = work.subject(name, kind)
     before = state_of(work.models)
+    n_requests = request_counts(work.models)
+    if kind in INPUT_PLACES:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", work.models.web.url)  # which counts every request, as the Hub does
     check_refused(work, verb.inputs[kind], verb, subject, local_out(verb, work.folder))
+    if kind in INPUT_PLACES:  # whose name alone decides
+        assert request_counts(work.models) == n_requests
+        work.models.lead(monkeypatch)
     assert state_of(work.models) == before
 
 
@@ -167,11 +181,11 @@ def test_output__that_is_refused_asks_no_server(
     verb = BY_NAME[name]
     assert verb.outputs is not None
     subject, models = work.subject(name, "folder"), work.models
-    monkeypatch.setenv("AWS_ENDPOINT_URL", models.web.url)  # which tells of every request, as the Hub does
-    before = len(models.web.requests), len(models.hub.requests)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", models.web.url)  # which counts every request, as the Hub does
+    before = request_counts(models)
     out = place_of("folder" if kind == "force" else kind, work)
     check_refused(work, verb.outputs[kind], verb, subject, out, *(["--force"] if kind == "force" else []))
-    assert (len(models.web.requests), len(models.hub.requests)) == before
+    assert request_counts(models) == before
 
 
 def check_refused(work: Work, refusal: Refusal, verb: Verb, subject: str, out: str, *more: str) -> None:
@@ -183,6 +197,11 @@ def check_refused(work: Work, refusal: Refusal, verb: Verb, subject: str, out: s
     assert len(ran.error_lines) == 1
     assert files_of(work.folder) == before
     assert not (work.folder / "out").exists()
+
+
+def request_counts(models: PlacedModels) -> tuple[int, int]:
+    """The requests that the servers have had so far."""
+    return len(models.web.requests), len(models.hub.requests)
 
 
 def state_of(models: PlacedModels) -> object:
@@ -203,6 +222,40 @@ def test_table__has_a_row_for_every_verb() -> None:
 
 def test_table__has_a_column_for_every_place() -> None:
     assert [*INPUT_PLACES] == [*PLACES]
+
+
+SCHEMES = {
+    "folder": ("",), "hub": (HUB_SCHEME,), "revision": (HUB_SCHEME,), "bucket": OBJECT_SCHEMES, "web": WEB_SCHEMES,
+}  # fmt: skip
+"""The schemes of locations by the column of the table that stands for them."""
+
+
+def test_table__has_a_column_for_every_scheme() -> None:
+    """A scheme that a store opens, or that a location names, has cells."""
+    named = {
+        scheme
+        for constant, value in vars(location).items()
+        if constant.endswith(("_SCHEME", "_SCHEMES")) and not isinstance(value, re.Pattern)
+        for scheme in ((value,) if isinstance(value, str) else value)
+    }
+    of_columns = set().union(*SCHEMES.values())
+    assert SCHEMES.keys() == INPUT_PLACES.keys()
+    assert {"", *named} == of_columns == {*OPENERS}
+    assert {*ANYWHERE, *WEB_SCHEMES} == of_columns
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_snapshot_in_the_cache_of_the_hub__gives_what_a_folder_gives(work: Work, name: str) -> None:
+    verb = BY_NAME[name]
+    subject = Path(work.subject(name, "folder"))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    write_hub_cache(work.folder / "cache", f"org/{subject.name}", commit, files_of(subject))
+    revision = work.folder / "cache" / f"models--org--{subject.name}" / "snapshots" / commit
+    weights, report = result_of(verb, work, str(revision))
+    made = {name.replace(commit, subject.name): content for name, content in weights.items()}, report
+    local = work.folder / "local"
+    local.mkdir()
+    assert made == result_of(verb, Work(work.models, local), str(subject))
 
 
 MIXED = {

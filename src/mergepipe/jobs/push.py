@@ -12,7 +12,7 @@ from mergepipe.deltastore.builder import published_store
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.index import is_own_name
 from mergepipe.errors import RecipeError
-from mergepipe.jobs.snapshots import find_published
+from mergepipe.jobs.snapshots import find_published, refuse_elsewhere
 from mergepipe.options import PushOptions
 from mergepipe.recipes.model_location import resolve_model_name
 from mergepipe.reports import ByteProgress, ProgressCallback, PushReport
@@ -50,6 +50,7 @@ def push(
     if target.scheme != HUB_SCHEME and (made.create or made.message is not None):
         option, message = "--create" if made.create else "--message", "only the Hub has repositories and commits"
         raise RecipeError.of("option.conflict", option, message, "leave it out, or push to org/name")
+    refuse_elsewhere(snapshot)
     store = Stores()
     folder, is_pack = find_published(snapshot, made.home, store)
     path = folder.local_path

@@ -210,6 +210,18 @@ def find_elsewhere(reference: str | Path) -> Location | None:
         raise
 
 
+def refuse_elsewhere(reference: str | Path) -> None:
+    """Refuse a snapshot that is not on this machine by its name alone, without a request.
+
+    Raises:
+        RecipeError: `location.invalid`.
+    """
+    store = Stores()
+    name = resolve_model_name(str(reference), lambda path: path_exists(store, Location.of(path)))
+    if name.remote is not None:
+        _ = name.remote.local_path
+
+
 def find_published(reference: str | Path, home: str | Path | None, store: Store) -> tuple[Location, bool]:
     """Find a packed expert by its place, or a snapshot, which may be packed itself; and whether it is packed."""
     place = find_elsewhere(reference) or Location.of(reference)

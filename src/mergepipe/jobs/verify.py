@@ -30,7 +30,7 @@ from mergepipe.errors import (
     UnsupportedError,
 )
 from mergepipe.jobs.replay import RebuiltTensor, cause_of_change, open_recorded, rebuild_tensors, sampled_tensors
-from mergepipe.jobs.snapshots import find_published, read_manifest_value, with_inputs_found
+from mergepipe.jobs.snapshots import find_published, read_manifest_value, refuse_elsewhere, with_inputs_found
 from mergepipe.options import MergeOptions, RunOptions, VerifyOptions, catalog_home, engine_options
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.recipes.output_tensors import shape_contradictions
@@ -373,6 +373,7 @@ def repair(
 ) -> RepairReport:
     """Make what is damaged in a snapshot again from its inputs, and write exactly that; see `verify`."""
     started, made = time.perf_counter(), RunOptions.of(options, fields)
+    refuse_elsewhere(snapshot)
     engine, store = engine_options(made), Stores()
     place, is_pack = find_published(snapshot, made.home, store)
     if is_pack:

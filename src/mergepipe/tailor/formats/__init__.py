@@ -92,6 +92,7 @@ def open_source_checkpoint(store: Store, path: Location) -> TrainingCheckpoint:
     No framework can resume a partial one.
     """
     require_text_path(path)
+    refuse_unlisted(path)
     opened = open_training_checkpoint(store, store.pin(path))
     if not opened.is_partial:
         return opened
