@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,30 @@ def test_search__with_loaded_models_writes_no_trial_and_finds_what_folders_find(
     assert loaded.sid == written.sid
     with pytest.raises(RecipeError, match="a loaded model is evaluated by a function"):
         mergepipe.search(recipe, family / "none", evaluate=command(family, "print(1)"), loads_models=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda lines: [lines[0].replace('"op_code":0', '"op_code":99'), *lines[1:]],
+        lambda lines: [lines[0], '{"op_code":2,"worker_id":"x","study_id":0,"user_attr":[]}', *lines[2:]],
+        lambda lines: [line for line in lines if '"op_code":5' not in line],
+        lambda lines: [line.replace('"values":[1.0]', '"values":[]') for line in lines],
+        lambda lines: [line.replace('"rungs":[1.0]', '"rungs":7') for line in lines],
+        lambda lines: [line.replace('"failure":""', '"failure":[]') for line in lines],
+        lambda lines: ["7", *lines],
+        lambda lines: ["{}", *lines],
+    ],
+)
+def test_search__refuses_a_damaged_study(family: Path, damage: Callable[[list[str]], list[str]]) -> None:
+    recipe = write_recipe(family)
+    mergepipe.search(recipe, family / "best", lambda _: 1.0, trials=2)
+    shutil.rmtree(family / "best")
+    study = family / "best.study"
+    lines = study.read_text().splitlines()
+    damaged = damage(lines)
+    assert damaged != lines
+    study.write_text("\n".join(damaged) + "\n")
+    with pytest.raises(CorruptError, match="is no journal of optuna") as caught:
+        mergepipe.search(recipe, family / "best", lambda _: 1.0, trials=3, resume=True)
+    assert caught.value.code == "work-log.damaged"

@@ -35,8 +35,8 @@ the message has the particulars, and may improve. In the tables `…` stands for
 
 """
 _TAIL = """
-Exit codes 130 (Ctrl-C) and 143 (SIGTERM) are an interruption: nothing was published. Exit code 70, `internal`, is an
-error of MergePipe itself: please report it.
+Exit codes 130 (Ctrl-C), 143 (SIGTERM) and 129 (SIGHUP) are an interruption: nothing was published. Exit code 70,
+`internal`, is an error of MergePipe itself: please report it.
 """
 
 Function = ast.FunctionDef | ast.ClassDef

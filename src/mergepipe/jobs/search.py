@@ -65,6 +65,8 @@ SEARCH_KEY, LOG_KEY = "search", "log"
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "cmaes": "CmaEsSampler"}
 _SEED = 0  # of what is proposed, and of operators that draw
 _STUDY_NAME, _RECIPE_KEY, _OBJECTIVES_KEY, _SID_KEY = "mergepipe", "recipe", "choice of objectives", "sid"
+_FACTS: Mapping[str, Any] = {"expert_bytes": int, "rungs": list, "seconds": int | float, "failure": str}
+"""The types of what the journal holds of each trial."""
 _KEPT_OF = 3  # so many trials at a rung one goes on: halves found worse merges for as many bytes
 _MOST_FAILED = 5  # where that many trials fail one after the other, a search ends
 Evaluate = Callable[[Any], float]
@@ -265,15 +267,36 @@ class _Search:
                 directions=["maximize" if name.endswith(":max") else "minimize" for name in self._objectives or ("",)],
                 load_if_exists=exists,
             )
-        except (ValueError, LookupError, TypeError) as error:
-            message, hint = f"is no journal of optuna: {error}", "remove the line, or search under another name"
-            raise CorruptError.of("work-log.damaged", self._study_path, message, hint) from error
+        except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+            raise self._damaged(str(error) or type(error).__name__) from error
         for key, wanted in ((_RECIPE_KEY, self._source.text), (_OBJECTIVES_KEY, list(self._objectives))):
             if study.user_attrs.get(key, wanted) != wanted:
                 message = f"is the study of another {key}, or of this one before it was changed"
                 raise OutputError.of("output.exists", self._study_path, message, "search under another name")
             study.set_user_attr(key, wanted)
+        for trial in study.get_trials(deepcopy=False):
+            damage = self._damage_of(trial)
+            if damage:
+                raise self._damaged(f"trial {trial.number} has no sound {damage}")
         return study
+
+    def _damaged(self, reason: str) -> MergePipeError:
+        message = f"is no journal of optuna: {reason}"
+        hint = "remove the line, or search under another name"
+        return CorruptError.of("work-log.damaged", self._study_path, message, hint)
+
+    def _damage_of(self, trial: Any) -> str:
+        """Name what a trial lacks of what the report of a search shows; empty if nothing."""
+        for name, kind in _FACTS.items():
+            if name in trial.user_attrs and not isinstance(trial.user_attrs[name], kind):
+                return name
+        if trial.state.name != "COMPLETE":
+            return ""
+        for searched in self._searched:
+            if searched.name not in trial.params:
+                return searched.name
+        n_losses = max(len(self._objectives), 1)
+        return "" if len(trial.values or ()) == n_losses else "loss"
 
     def _cut_open_line(self, lock: Any) -> None:
         """Remove what a full disk or a lost machine left of a line, which would spoil the next one."""
