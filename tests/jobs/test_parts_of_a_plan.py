@@ -44,10 +44,10 @@ from mergepipe.snapshots import work_log
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.parts import JOB_NAME, Claimant
-from mergepipe.snapshots.parts_places import FolderParts, parts_directory, parts_folder, read_job
+from mergepipe.snapshots.parts_places import BucketParts, FolderParts, parts_directory, parts_folder, read_job
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
-from mergepipe.storage.owned import Owner
+from mergepipe.storage.owned import PARTS_MARK, Owner
 from mergepipe.storage.remote.objects import BucketFolder
 from support.bucket_outputs import files_below, ignore_conditions, new_prefix, objects_below
 from support.crashes import Death, count_operations, run_killed
@@ -238,6 +238,21 @@ def test_run_part__finishes_when_it_is_asked_to(cases: Cases, place: Place) -> N
         place.part(case.plan, (number, 3))
     assert place.status(case.plan, 3).is_published
     assert place.part(case.plan, None).is_published
+    place.check_made(case)
+
+
+@pytest.mark.parametrize("has_job", [True, False])
+def test_run_part__removes_what_a_killed_worker_left_of_a_published_output(
+    cases: Cases, place: Place, monkeypatch: pytest.MonkeyPatch, has_job: bool
+) -> None:
+    case = cases(PLAIN)
+    with monkeypatch.context() as patched:
+        for kind in (FolderParts, BucketParts):  # as if the process were killed there
+            patched.setattr(kind, "remove", lambda parts: None if has_job else parts.delete(JOB_NAME))
+        place.part(case.plan, (1, 1))
+    assert [name for name in place.everything() if PARTS_MARK in name]
+    assert place.part(case.plan, (1, 1)).is_published
+    assert [name for name in place.everything() if PARTS_MARK in name] == []
     place.check_made(case)
 
 

@@ -24,7 +24,7 @@ from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings
 from mergepipe.snapshots.manifest import FILE_SUFFIXES
 from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.parts import Account, Claimant, PartsPlace
-from mergepipe.snapshots.parts_places import job_at, parts_place
+from mergepipe.snapshots.parts_places import job_at, parts_place, remove_left_parts
 from mergepipe.snapshots.staging import check_free_space, check_target
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import HUB_SCHEME, Location
@@ -145,6 +145,7 @@ def make_part_of(
         )
 
     if is_there():
+        remove_left_parts(out, plan.digest)
         return report(is_published=True)
     planned = open_output(plan, settings.options.shard_bytes, store)
     settings.base_model_ids.check_names(planned.inputs.source_models)

@@ -25,7 +25,7 @@ from mergepipe.snapshots.parts import JOB_NAME, PartsJob, PartsPlace, content_of
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage import owned
 from mergepipe.storage.contract import WORK_LOG_BYTES
-from mergepipe.storage.location import Location
+from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.ranges import os_error
 from mergepipe.storage.remote.objects import BucketFolder
@@ -59,7 +59,27 @@ def job_at(out: Path | Location, plan_digest: str) -> PartsJob | None:
     return parse_job(records.read(JOB_NAME, WORK_LOG_BYTES), records.location / JOB_NAME)
 
 
+def remove_left_parts(out: Path | Location, plan_digest: str) -> None:
+    """Remove what a process that was killed after it had published an output left of its parts."""
+    if isinstance(out, Path):
+        directory = parts_directory(out, plan_digest)
+        if directory.is_dir() and not directory.is_symlink():
+            _remove_directory(directory)
+    elif out.scheme != HUB_SCHEME:
+        _remove_records(parts_folder(BucketFolder(out), plan_digest))
+
+
 # --- a folder ---
+
+
+def _remove_directory(directory: Path) -> None:
+    """Remove a parts directory, the record of its job first: from then on its workers write nothing."""
+    for _ in range(_REMOVALS):
+        with contextlib.suppress(FileNotFoundError):
+            owned.remove_file(directory / JOB_NAME)
+        owned.remove_tree(directory, ignore_errors=True)
+        if not owned.is_there(directory):
+            return
 
 
 def parts_directory(out: Path, plan_digest: str) -> Path:
@@ -156,11 +176,8 @@ class FolderParts(PartsPlace):
             owned.link_or_copy(self._file_of(shard, digests), content / self.job.shards[shard][0])
 
     def remove(self) -> None:
-        for _ in range(_REMOVALS):
-            self.delete(JOB_NAME)
-            owned.remove_tree(self._path, ignore_errors=True)
-            if not owned.is_there(self._path):
-                return
+        with self._typed():
+            _remove_directory(self._path)
 
     @contextlib.contextmanager
     def _typed(self) -> Iterator[None]:
@@ -179,6 +196,14 @@ class FolderParts(PartsPlace):
 def parts_folder(output: BucketFolder, plan_digest: str) -> BucketFolder:
     """Return the folder of the records of an output by a plan."""
     return output.below(f"{PARTS_MARK}{plan_digest}")
+
+
+def _remove_records(records: BucketFolder) -> None:
+    """Remove the records of parts in a bucket, that of the job first: from then on its workers write nothing."""
+    with contextlib.suppress(MergePipeError):
+        records.delete(JOB_NAME)
+        for name in records.list_all():
+            records.delete(name)
 
 
 class BucketParts(PartsPlace):
@@ -255,7 +280,4 @@ class BucketParts(PartsPlace):
             raise self.differs(shard, "of it")
 
     def remove(self) -> None:
-        with contextlib.suppress(MergePipeError):
-            self._records.delete(JOB_NAME)  # first: from then on its workers write nothing
-            for name in self._records.list_all():
-                self._records.delete(name)
+        _remove_records(self._records)
