@@ -508,3 +508,30 @@ def test_lora_apply__does_not_warn_of_an_adapter_that_changes_weights_as_a_whole
     tensors = {**factors(b=0.0), "model.layers.0.q_proj.weight": np.ones((20, 12), np.float32)}
     del tensors["model.layers.0.q_proj.lora_A.weight"], tensors["model.layers.0.q_proj.lora_B.weight"]
     assert not any("changes nothing" in notice for notice in apply(tmp_path, tensors).notices)
+
+
+def write_large(folder: Path, alpha: float) -> Path:
+    names = [f"model.layers.0.mlp.up_proj.lora_{side}.weight" for side in "AB"]
+    tensors = {names[0]: np.ones((4, 8), np.float32), names[1]: np.full((8, 4), 1e38, np.float32)}
+    return write_adapter(folder, tensors, lora_alpha=alpha, target_modules=["up_proj"])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("method", ["cat", "svd", "linear"])
+@pytest.mark.parametrize("alpha", [100.0, 1e60, 1e300])
+def test_merge_lora__results_beyond_float32_are_reported_or_refused(tmp_path: Path, method: str, alpha: float) -> None:
+    adapters = [write_large(tmp_path / name, alpha) for name in "ab"]
+    rank = 2 if method == "svd" else None
+    refusal = ""
+    try:
+        report = mergepipe.merge_lora(adapters, tmp_path / "out", method=method, rank=rank)
+    except UnsupportedError as error:
+        refusal = str(error)
+    if refusal:
+        assert "beyond float32" in refusal or "by its scale and weight" in refusal
+        assert not (tmp_path / "out").exists()
+        return
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    is_lost = any(not np.isfinite(values).all() for values in stored.values())
+    assert bool([notice for notice in report.notices if notice.startswith("infinities or NaN")]) == is_lost
+    assert 0.0 <= report.kept_energy <= 1.0

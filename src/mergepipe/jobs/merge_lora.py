@@ -70,6 +70,7 @@ _WITHOUT_FACTORS = {
     "LOKR": "its delta is a Kronecker product, not one of thin factors",
     "IA3": "it scales weights of the base, and has no delta of its own",
 }
+_LARGEST_FACTOR = 1e75  # the squares of products of two are finite in float64
 _ROWS = ".token_adapter.trainable_tokens_delta"
 _RECIPE_LINE = re.compile(r"^recipe:\d+ \S+?(: |$)")
 _EXTRACT_HINT = "apply it to the base, and extract a LoRA from the result"
@@ -151,8 +152,10 @@ def merge_lora(
         is_kohya = opened[0].config.kind == KOHYA
         path = output.path / (f"{place.model_name}.safetensors" if is_kohya else WEIGHTS_NAME)
         with AdapterWriter(path, merge.possible(), store.ledger) as writer:
-            merge.write(writer)
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found as it is written
+                merge.write(writer)
             weights = writer.finish()
+        output.link.notices.extend(writer.notices())
         small = {} if is_kohya else {ADAPTER_CONFIG_NAME: merge.config(_configs(store, locations))}
         base_model = stated_base or base_id(opened[0].config.base)
         manifest = output.publish(weights, merge.facts(store, place, locations, base_model), small)
@@ -386,16 +389,20 @@ class _AdapterMerge:
     def _write_module(self, writer: AdapterWriter, module: str, cores: Mapping[str, Matrix]) -> None:
         merged: list[Pair] = []
         lost = square = 0.0
+        owners = self._modules[module]
         for expert, pairs in enumerate(self._pairs(module)):
             if self.options.method == CONCATENATION:
                 merged.append((np.hstack([up for up, _ in pairs]), np.vstack([down for _, down in pairs])))
                 continue
             bases = common_bases(pairs)
             summed = sum((core_of(pair, bases) for pair in pairs), np.zeros(()))
-            pair, kept, all_energy = truncated(cores.get(f"{module}.{expert}.weight", summed), bases, self.options.rank)
+            core = cores.get(f"{module}.{expert}.weight", summed)
+            if not np.isfinite(core).all():
+                message = f"the merged delta of {shown(module)} is beyond float32"
+                raise UnsupportedError.of("adapter.unsupported", self.names[owners[0]], message, "lower the weights")
+            pair, kept, all_energy = truncated(core, bases, self.options.rank)
             merged.append(pair)
             lost, square = lost + all_energy - kept, square + all_energy
-        owners = self._modules[module]
         parts = self.adapters[owners[0]].modules[module]
         rank = merged[0][0].shape[1]
         up_MRE = np.stack([up for up, _ in merged], axis=2)
@@ -517,6 +524,11 @@ class _AdapterMerge:
             parts = self.adapters[owner].modules[module]
             up = read_finite(parts.up, self.files, Purpose.EXPERT).astype(np.float64) * self._scale(owner, module)
             down = read_finite(parts.down, self.files, Purpose.EXPERT).astype(np.float64)
+            largest = max(np.abs(up).max(initial=0.0), np.abs(down).max(initial=0.0))
+            if not largest <= _LARGEST_FACTOR:
+                message = f"the factors of {shown(module)} reach {largest:.3g} by its scale and weight"
+                hint = f"at most {_LARGEST_FACTOR:g} can be merged: lower the weight, or correct lora_alpha"
+                raise UnsupportedError.of("adapter.unsupported", self.names[owner], message, hint)
             stacks.append((up.reshape(len(up), -1, n_experts), down.reshape(n_experts, -1, down.shape[1])))
         for expert in range(n_experts):
             yield [(up_MRE[:, :, expert], down_ERN[expert]) for up_MRE, down_ERN in stacks]

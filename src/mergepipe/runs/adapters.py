@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.stored_adapters import PREFIX, read_adapter
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, F32
+from mergepipe.core.units import plural
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.recipes.recipe import Recipe
@@ -86,6 +87,7 @@ class AdapterWriter:
         self._ledger = ledger
         self._rows: dict[str, _Row] = {}
         self._blocks: dict[str, tuple[bytes, ...]] = {}
+        self._not_finite: dict[str, int] = {}
         self._written_bytes = 0
         largest = {name: _row(shape, (1 << 62, 1 << 62)) for name, shape in possible}
         self._header_bytes = -(-len(_header(largest)) // _ALIGNMENT) * _ALIGNMENT
@@ -94,6 +96,10 @@ class AdapterWriter:
 
     def append(self, name: str, values: NDArray[Any], shape: Sequence[int], dtype: str = F32.name) -> None:
         """Write one tensor behind those before it; the name of its dtype is no longer than that of float32."""
+        if values.dtype.kind == "f":
+            n_lost = values.size - int(np.isfinite(values).sum())
+            if n_lost:
+                self._not_finite[name] = n_lost
         content = np.ascontiguousarray(values).tobytes()
         start = self._written_bytes
         self._write(content, _LENGTH_BYTES + self._header_bytes + start)
@@ -106,6 +112,14 @@ class AdapterWriter:
         """Give a tensor that is written a name that is no longer."""
         self._rows[other] = self._rows.pop(name)
         self._blocks[other] = self._blocks.pop(name)
+
+    def notices(self) -> tuple[str, ...]:
+        """Warn about infinities and NaN in what is written."""
+        if not self._not_finite:
+            return ()
+        name, n_lost = next(iter(self._not_finite.items()))
+        where = f"{len(self._not_finite)} of {plural(len(self._rows), 'tensor')}, first {n_lost} values of '{name}'"
+        return (f"infinities or NaN in {where}: results are beyond float32",)
 
     def finish(self) -> WrittenWeights:
         """Write the header, make the file durable, and return what was written."""
