@@ -632,14 +632,15 @@ class _Opener:
             self._add_table(name, copy)
             stored = SavedTensor(name, copy)
         if len(indices) != rows.shape[0] or stored.is_delta:
-            message = f"{shown(rows.name)} has {rows.shape[0]} rows, for {len(indices)} tokens"
+            message = f"{shown(rows.name)} has {rows.shape[0]} rows, for {len(indices)} tokens of {stored.shape[0]}"
             raise damaged_adapter(self._path, message)
         n_rows = max(stored.shape[0], max(indices, default=-1) + 1)
         if n_rows > stored.shape[0]:
-            missing = sorted({*range(stored.shape[0], n_rows)} - {*indices})
-            if missing:
+            trained_rows = {*indices}
+            missing = next((row for row in range(stored.shape[0], n_rows) if row not in trained_rows), None)
+            if missing is not None:
                 message = f"it trains row {n_rows - 1} of {shown(name)}, the base has {stored.shape[0]} rows"
-                hint = f"row {missing[0]} is stored nowhere: resize the base as it was for training, and save it"
+                hint = f"row {missing} is stored nowhere: resize the base as it was for training, and save it"
                 raise _mismatch(self._path, message, hint)
             stored = resized(stored, n_rows)
         tensors[name] = with_rows(stored, SavedTensor(name, rows), indices)

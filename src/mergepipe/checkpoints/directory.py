@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, Readable, TensorEntry
 from mergepipe.checkpoints.safetensors import read_header
-from mergepipe.checkpoints.sharded_tensors import joined_shards
+from mergepipe.checkpoints.sharded_tensors import ShardedTensor, joined_shards
 from mergepipe.checkpoints.torch_file import SUFFIXES as TORCH_SUFFIXES
 from mergepipe.checkpoints.torch_file import read_torch_weights
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
@@ -276,8 +276,9 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 # Code (*.py named by auto_map) is left out on purpose: nothing executable passes from an input to an output.
 SIDECAR_NAMES = frozenset({
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-    "chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "special_tokens_map.json", "added_tokens.json", "tekken.json", "vocab.json", "vocab.txt", "merges.txt",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "processor_config.json", "video_preprocessor_config.json",
     "hf_quant_config.json",
     "spiece.model", "sentencepiece.bpe.model",
     "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "model_index.json",
@@ -644,9 +645,25 @@ def find_sidecars(
     return tuple(sorted(sidecars))
 
 
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name of a tensor without the modules that FSDP and `torch.compile` wrap around those of a model."""
+    return _WRAPPERS.sub("", name)
+
+
 def _checkpoint(path: Location, root: Location, files: list[WeightFile], sidecars: tuple[str, ...]) -> Checkpoint:
-    tensors: dict[str, Readable] = {entry.name: entry for file in files for entry in file.entries}
-    tensors |= _joined(root, [file for file in files if file.offsets is not None])
+    stored: dict[str, Readable] = {entry.name: entry for file in files for entry in file.entries}
+    stored |= _joined(root, [file for file in files if file.offsets is not None])
+    tensors: dict[str, Readable] = {}
+    for name, tensor in stored.items():
+        plain = without_wrappers(name)
+        if plain in tensors:
+            message = f"{shown(name)} and another tensor are both {shown(plain)}, without the wrappers of training"
+            raise damaged(path, message, "save the model again, unwrapped")
+        is_wrapped = plain != name and isinstance(tensor, TensorEntry | ShardedTensor)
+        tensors[plain] = replace(tensor, name=plain) if is_wrapped else tensor
     return Checkpoint(path, root, MappingProxyType(tensors), tuple(file.source for file in files), sidecars)
 
 

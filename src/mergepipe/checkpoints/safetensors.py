@@ -46,6 +46,8 @@ def parse_header(content: bytes, path: Location, size_bytes: int, granularity: i
             if name == _SHARDING_KEY:
                 sharding = record
         elif name == METADATA_KEY:
+            if record is None:  # as some writers state that there is none
+                continue
             raise damaged(path, f"{METADATA_KEY} must be an object of strings, found {shown(record)}")
         else:
             unsorted.append(_entry(path, name, record, len(content), granularity))

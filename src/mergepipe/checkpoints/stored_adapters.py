@@ -23,6 +23,7 @@ from mergepipe.checkpoints.directory import (
     list_names,
     read_weight_file,
     stat_present,
+    without_wrappers,
 )
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.checkpoints.name_patterns import EndPatterns, PatternError
@@ -51,7 +52,7 @@ _HARMLESS = frozenset({
     "alpha", "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
     "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "init_weights",
     "layer_replication", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias",
-    "lora_dropout", "megatron_core", "module_dropout", "modules_to_save", "peft_type", "peft_version",
+    "lora_dropout", "megatron_core", "merge_weights", "module_dropout", "modules_to_save", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_dropout", "rank_pattern", "revision", "runtime_config", "target_modules",
     "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_effective_conv2d", "use_rslora",
     "decompose_both", "decompose_factor", "feedforward_modules", "init_ia3_weights",
@@ -276,8 +277,6 @@ def _flag(config: Mapping[str, JsonValue], key: str, path: Location) -> bool:
 
 
 PREFIX = "base_model.model."
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-"""Parts of names that training frameworks leave, where weights were saved without PEFT."""
 _NAMED = re.compile(r"\.default(?=\.weight$|\.bias$|$)")
 _PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
@@ -407,7 +406,7 @@ def _check_spellings(store: Store, path: Location, entries: Sequence[TensorEntry
 
 def _plain_name(stored: str) -> str:
     """Return the name of a tensor in its model, whichever way a trainer has spelled it."""
-    name = _NAMED.sub("", _WRAPPERS.sub("", stored)).removeprefix(PREFIX).replace(".modules_to_save.", ".")
+    name = _NAMED.sub("", without_wrappers(stored)).removeprefix(PREFIX).replace(".modules_to_save.", ".")
     return name.removesuffix(".weight") if name.endswith(_MAGNITUDE) else name
 
 

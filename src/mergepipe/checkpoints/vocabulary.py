@@ -278,7 +278,9 @@ _READERS: Mapping[str, Callable[[TokenizerFiles, str], Vocabulary]] = {
     "vocab.txt": _read_lines,
 }
 VOCABULARY_NAMES = (*_READERS, ADDED_NAME)  # what says which token has which id
-TOKENIZER_NAMES = frozenset({*_READERS, SETTINGS_NAME, ADDED_NAME, "special_tokens_map.json", "merges.txt"})
+TOKENIZER_NAMES = frozenset({
+    *_READERS, SETTINGS_NAME, ADDED_NAME, "special_tokens_map.json", "merges.txt", "tekken.json",
+})  # fmt: skip
 
 
 def _with_added(files: TokenizerFiles, ids: _Ids) -> Vocabulary:

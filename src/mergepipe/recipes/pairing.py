@@ -30,7 +30,7 @@ def renamed_to_match(reference: Checkpoint, checkpoint: Checkpoint) -> dict[str,
     A tensor without a partner is looked for by the end of its name. Names are changed only by few whole prefixes, and
     only if every missing tensor has exactly one partner of its shape then; otherwise they all stay as they are.
     """
-    tensors = dict(checkpoint.tensors)
+    tensors = _in_spelling_of(reference.tensors, checkpoint.tensors)
     if checkpoint.kind is not CheckpointKind.FULL:
         return tensors
     missing = [
@@ -47,6 +47,28 @@ def renamed_to_match(reference: Checkpoint, checkpoint: Checkpoint) -> dict[str,
     if not _is_sound(missing, renamed, tensors):
         return tensors
     return {renamed.get(name, name): entry for name, entry in tensors.items()}
+
+
+# Two names that one weight has had in releases of transformers and torch, as ends of names.
+_SPELLINGS = (
+    (".LayerNorm.gamma", ".LayerNorm.weight"),
+    (".LayerNorm.beta", ".LayerNorm.bias"),
+    (".weight_g", ".parametrizations.weight.original0"),
+    (".weight_v", ".parametrizations.weight.original1"),
+)
+
+
+def _in_spelling_of(reference: Mapping[str, Readable], tensors: Mapping[str, Readable]) -> dict[str, Readable]:
+    """Return tensors under the names that `reference` has for them where releases of a library differ in these."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        candidates = []
+        for older, newer in _SPELLINGS if name not in reference else ():
+            candidates += [name.removesuffix(older) + newer] if name.endswith(older) else []
+            candidates += [name.removesuffix(newer) + older] if name.endswith(newer) else []
+        fitting = [other for other in candidates if other in reference and other not in tensors]
+        renamed[fitting[0] if fitting else name] = tensor
+    return renamed
 
 
 def _rules(missing: list[Readable], unmatched: list[str], tensors: Mapping[str, Readable]) -> dict[str, str]:
@@ -111,10 +133,31 @@ _INPUT_EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings?|tok_embeddings|token_embeddings?|embed_in|shared)\.weight$"
 )
 
-_KEPT_PARTS = ("vision", "audio", "projector")
-"""Parts of multimodal models that the text model inside them lacks."""
+_WHISPER_HEAD = "proj_out.weight"
+_POOLER = "pooler"
+_KEPT_PARTS = ("vision", "audio", "projector", _POOLER)
+"""Parts of models that others of their kind lack: those of a multimodal one, and the pooler of an encoder."""
+_POOLER_NAME = re.compile(r"(^|\.)pooler\.")
+_COPY = re.compile(r"(?P<prefix>.*?)(?:encoder|decoder)\.embed_tokens\.weight")
 _MAX_CANDIDATES = 500
 _NUMBER = re.compile(r"\d+")
+
+
+def is_pooler(name: str) -> bool:
+    """Whether a tensor is of the pooler of an encoder, which models for other tasks lack."""
+    return _POOLER_NAME.search(name) is not None
+
+
+def _kept_part_of(name: str) -> str:
+    part = part_of(name)
+    return part if part in _KEPT_PARTS or not is_pooler(name) else _POOLER
+
+
+def shared_embedding(name: str, tensors: Mapping[str, Readable]) -> str | None:
+    """Return the shared embedding of which a tensor is a copy: that of T5's or BART's encoder or decoder."""
+    match = _COPY.fullmatch(name)
+    shared = None if match is None else f"{match['prefix']}shared.weight"
+    return shared if shared in tensors else None
 
 
 class Pairing:
@@ -145,7 +188,7 @@ class Pairing:
 
         Their tensors have the base's names by then, or are missed one by one.
         """
-        part = part_of(name)
+        part = _kept_part_of(name)
         if part not in _KEPT_PARTS or not experts or any(part in self._parts_of(expert) for expert in experts):
             return False
         if any(self._models[expert].kind is not CheckpointKind.FULL for expert in experts):
@@ -155,7 +198,7 @@ class Pairing:
 
     def _parts_of(self, model: int) -> set[str]:
         if model not in self._parts:
-            self._parts[model] = set(map(part_of, self._models[model].tensors))
+            self._parts[model] = set(map(_kept_part_of, self._models[model].tensors))
         return self._parts[model]
 
     def tensors_of(self, model: int) -> Mapping[str, Readable]:
@@ -182,8 +225,15 @@ class Pairing:
         return self._fitted(model, name, tensor, base, base_text)
 
     def _stored_name(self, model: OpenModel, name: str, base: Readable) -> str:
-        """Return the stored name: the name itself, or the embedding's for an output head that is tied."""
-        if name in model.tensors or model.kind is not CheckpointKind.FULL or not is_head(name):
+        """Return the stored name: the name itself, or that of the embedding that it is a copy of.
+
+        Whisper's head has a name that other models have for other tensors.
+        """
+        if name in model.tensors or model.kind is not CheckpointKind.FULL:
+            return name
+        if shared := shared_embedding(name, model.tensors):
+            return shared
+        if not is_head(name) and name != _WHISPER_HEAD:
             return name
         embeddings = [tensor for tensor in model.tensors if _INPUT_EMBEDDING.search(tensor)]
         fitting = [embedding for embedding in embeddings if model.tensors[embedding].shape[1:] == base.shape[1:]]
@@ -252,7 +302,7 @@ class Pairing:
     def _hint_for_missing(self, model: int, base: int, name: str) -> str:
         """Say how to merge the other parts, where a model has no tensor of the part that the missing one is of."""
         parts = self._parts_of(model)
-        if part_of(name) in parts:
+        if _kept_part_of(name) in parts:
             return self._did_you_mean(model, name)
         shared = " and ".join(f"'{part}'" for part in sorted(parts))
         rest = f"the rest of '{self._models[base].input.text}' is kept"

@@ -27,7 +27,7 @@ from mergepipe.recipes.output_tensors import (
     module_tensors,
     template,
 )
-from mergepipe.recipes.pairing import Pairing, renamed_to_match
+from mergepipe.recipes.pairing import Pairing, is_pooler, renamed_to_match, shared_embedding
 from mergepipe.recipes.parameters import global_values, is_constant, missing_values, model_values
 from mergepipe.recipes.recipe import EVERY_TENSOR, Cases, ModelInput, OutputModule, OutputSlice, Recipe, Scalar, Setting
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters, count_text, group_by_pattern
@@ -43,11 +43,19 @@ REASON_NO_MODULE = "in no module of the recipe"
 REASON_ALLOWED = "not in the base, allowed to be dropped"
 REASON_LAYER = "in a layer that no slice takes"
 REASON_AROUND = "outside the layers, taken from another slice"
+REASON_COPY = "copy of the shared embedding"
+REASON_POOLER = "in a pooler, which the base has not"
 REASON_LENDER = "lends its configuration only"
 
 # Buffers that some models store and recompute on loading.
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb|rotary_embedding)\.\w+$|(^|\.)attn\.(masked_bias|bias)$")
 _MASK_DIMENSIONS = 4
+# Names of what a model does not do without: factors and wrappers of training, norms.
+_PART_OF_ANOTHER = re.compile(
+    r"(^|\.)(lora_\w+|base_layer|modules_to_save|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+    r"|norm\w*\.(weight|bias)$|\.ln_\w+\.(weight|bias)$",
+    re.IGNORECASE,
+)
 _KEEP_HEAD = (
     " (nothing is lost where it equals the embedding); to keep it, give the base a head of its own: store its "
     "embedding as '{}', too"
@@ -111,6 +119,8 @@ class TensorAccount:
                     hint = f"to leave {'it' if len(group) == 1 else 'them'} out: --allow-dropped '{pattern}'"
                     if is_head(pattern):
                         hint += _KEEP_HEAD.format(pattern)
+                    elif _PART_OF_ANOTHER.search(pattern):
+                        hint = "a model needs it: is the base of its architecture, and was it saved without adapters?"
                     findings.add(MismatchError, "model.unexpected-tensor", pattern, message, hint)
 
     def _reason(self, index: int, name: str) -> str | None:
@@ -126,6 +136,10 @@ class TensorAccount:
             return REASON_COPIED
         if entry.dtype.kind is DTypeKind.EXACT:
             return REASON_EXACT
+        if shared_embedding(name, self._models[index].tensors) in self._names:
+            return REASON_COPY
+        if is_pooler(name) and not any(map(is_pooler, self._names)):
+            return REASON_POOLER
         return REASON_COMPUTED if is_computed(name, entry.shape) else None
 
     def _is_unused_layer(self, index: int, name: str) -> bool:
