@@ -92,7 +92,7 @@ class Case:
 
     @property
     def alpha(self) -> str:
-        return "lora_alpha" if self.kind == "LoraConfig" else "alpha"
+        return "lora_alpha" if self.kind in ("LoraConfig", "AdaLoraConfig") else "alpha"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -114,6 +114,7 @@ CASES = {
         ("c_attn", "mlp.c_proj"),
         kind="IA3Config",
     ),
+    "adalora": Case("llama", {"init_r": 6, "target_r": 3, "total_step": 100}, kind="AdaLoraConfig"),
     "rslora": Case("llama", {"use_rslora": True, "rank_pattern": {"q_proj": 2}}),
     "lora-bias": Case("llama", {"lora_bias": True}, ("q_proj", "k_proj")),
     "trained-biases": Case("llama", {"lora_bias": True, "bias": "lora_only"}, ("q_proj", "k_proj")),
@@ -231,6 +232,31 @@ def test_lora_apply__takes_an_embedding_that_was_resized_in_training(tmp_path: P
     if name == "llama":
         with pytest.raises(MismatchError, match=r"rows than the base: 'lm_head\.weight' has 64"):
             applied(base, adapter, tmp_path / "more")
+
+
+def test_lora_apply__of_adalora_takes_the_directions_that_were_kept(tmp_path: Path) -> None:
+    base, adapter = base_of(tmp_path, "llama"), tmp_path / "adapter"
+    case = Case("llama", {"init_r": 6, "target_r": 3, "total_step": 100}, kind="AdaLoraConfig")
+    adapted = trained(base, adapter, case)
+    values = [name.replace(".default", "") for name, _ in adapted.named_parameters() if ".lora_E" in name]
+    kept = {name.removeprefix("base_model.model."): [True] * 6 for name in values}
+    kept["model.layers.0.self_attn.q_proj.lora_E"] = [True, False, False, True, False, True]
+    adapted.peft_config["default"].rank_pattern = kept
+    adapted.save_pretrained(adapter, save_embedding_layers=False)
+    theirs = peft.PeftModel.from_pretrained(loaded(base), adapter).eval()
+    applied(base, adapter, tmp_path / "out")
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(theirs), rtol=1e-4, atol=2e-5)
+    mergepipe.merge_lora([adapter, adapter], tmp_path / "twice", weights=(0.25, 0.75), catalog=False)
+    once = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "twice").eval()
+    torch.testing.assert_close(logits(once), logits(theirs), rtol=1e-4, atol=2e-5)
+
+
+def test_lora_apply__names_the_way_from_another_kind_to_lora(tmp_path: Path) -> None:
+    base = base_of(tmp_path, "llama")
+    model = peft.get_peft_model(loaded(base), peft.VeraConfig(r=4, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UnsupportedError, match=r"'VERA'.*convert it to LoRA by `peft\.save_as_lora`"):
+        applied(base, tmp_path / "adapter", tmp_path / "out")
 
 
 def trained_after_resizing(base: Path, adapter: Path, rows: int, options: Mapping[str, Any]) -> Any:

@@ -26,6 +26,7 @@ from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, read_exact, req
 
 _RULES: Mapping[str, Callable[..., NDArray[np.float32]]] = {
     "transposed": lambda stored: stored.T,
+    "scaled rows": lambda stored, scales: stored * scales,
     "product": lambda left, right: left @ right,
     "pairs of columns": lambda first, second: first[:, :, None] * second[:, None],
     "pairs of rows": lambda first, second: first[:, None] * second[None],

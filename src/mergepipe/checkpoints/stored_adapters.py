@@ -44,8 +44,10 @@ BASE_LAYER = ".base_layer"
 TOKEN_ADAPTER = ".token_adapter"
 INNER, OUTER = "gate_up_proj", "down_proj"
 """Parameters of stacked experts, in the order in which models have them, and PEFT wraps them."""
+CONVERT_HINT = "convert it to LoRA by `peft.save_as_lora`, or merge it into its base with peft first"
 MERGE_HINT = "merge it into its base with peft first, and use the result as an expert"
 _MOST_LAYERS = 100_000
+_ADALORA_EPSILON = 1e-5  # as PEFT adds to the rank
 _PATTERN_HINT = "name the modules one by one"
 # Configured for training only, or already in the stored tensors: without effect on what is merged.
 _HARMLESS = frozenset({
@@ -57,6 +59,7 @@ _HARMLESS = frozenset({
     "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_effective_conv2d", "use_rslora",
     "decompose_both", "decompose_factor", "feedforward_modules", "init_ia3_weights",
     "rank_dropout_scale",
+    "beta1", "beta2", "deltaT", "init_r", "orth_reg_weight", "target_r", "tfinal", "tinit", "total_step",
 })  # fmt: skip
 _VARIANTS = {
     "use_qalora": "QA-LoRA, which pools its inputs",
@@ -67,7 +70,9 @@ _VARIANTS = {
     "monteclora_config": "MonteCLoRA, which samples its factors",
     "velora_config": "VeLoRA, which compresses its inputs",
 }
-_ALPHAS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": ""}  # the options that hold alpha
+ADALORA = "ADALORA"
+# The options that hold alpha, by kind.
+_ALPHAS = {"LORA": "lora_alpha", ADALORA: "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": ""}
 MLX, KOHYA = "MLX", "Kohya"  # kinds of other programs
 # Ways to begin training that leave the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take
 # something away from them, and the stored adapter does not say what.
@@ -103,8 +108,8 @@ class AdapterConfig:
 
     def _value(self, stated: Mapping[str, T], module: str, default: T) -> T:
         """Return what is stated of a module: by the first pattern that matches the end of its name at a dot."""
-        if self.kind == KOHYA:
-            return stated[module]
+        if self.kind in (KOHYA, ADALORA):
+            return stated.get(module, default)
         try:
             index = _end_patterns(tuple(stated)).first(module)
         except PatternError as error:
@@ -131,6 +136,8 @@ class AdapterConfig:
         """Return the factor of one module's product: alpha / r, or alpha / sqrt(r) for rsLoRA; 1 without alpha."""
         if not _ALPHAS.get(self.kind, MLX):
             return 1.0
+        if self.kind == ADALORA:  # of the rank that training began with, however many directions are left
+            return (self.alpha if self.alpha > 0 else self.rank) / (self.rank + _ADALORA_EPSILON)
         rank = self._value(self.ranks, module, self.rank)
         return self._value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
@@ -156,8 +163,11 @@ def parse_adapter_config(config: Mapping[str, JsonValue], path: Location) -> Ada
     if "peft_type" not in config and "lora_parameters" in config:
         return _mlx_config(config, path)
     alpha = _check_kind(config, path)
-    rank = _rank(config.get("r", 8), "r", path)
-    ranks = {key: _rank(value, key, path) for key, value in _patterns(config, "rank_pattern", path)}
+    is_adalora = config["peft_type"] == ADALORA
+    rank = _rank(config.get("init_r", 12), "init_r", path) if is_adalora else _rank(config.get("r", 8), "r", path)
+    # AdaLoRA keeps there which directions it has cut away.
+    rank_patterns = [] if is_adalora else _patterns(config, "rank_pattern", path)
+    ranks = {key: _rank(value, key, path) for key, value in rank_patterns}
     alphas = {key: _alpha(value, key, path) for key, value in _patterns(config, "alpha_pattern", path)}
     return AdapterConfig(
         rank,
@@ -193,7 +203,7 @@ def _check_kind(config: Mapping[str, JsonValue], path: Location) -> str:
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in _ALPHAS:
         message = f"the adapter is {shown(kind)}, only {', '.join(map(repr, _ALPHAS))} are read"
-        raise unsupported_adapter(path, message, MERGE_HINT)
+        raise unsupported_adapter(path, message, CONVERT_HINT)
     for key, what in _VARIANTS.items():
         if config.get(key):
             raise unsupported_adapter(path, f"{key}: {what}, is not read", MERGE_HINT)
@@ -284,10 +294,13 @@ _PART = re.compile(
     r"|lora_magnitude_vector(?:\.weight)?|token_adapter\.trainable_tokens_delta)"
 )
 _MLX_PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
+_ADALORA_PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_[ABE])")
+_PARTS_OF_KIND = {MLX: _MLX_PART, ADALORA: _ADALORA_PART}
 _KOHYA_PART = re.compile(r"(?P<module>[^.]+)\.(?P<part>lora_down\.weight|lora_up\.weight|alpha)")
 _ROLES = {
     "lora_down.weight": "down", "lora_up.weight": "up",
     "lora_a": "down", "lora_b": "up", "m": "magnitude",
+    "lora_A": "down", "lora_B": "up", "lora_E": "values",
     "lora_A.weight": "down", "lora_embedding_A": "down", "lora_B.weight": "up", "lora_embedding_B": "up",
     "hada_w1_b": "down", "hada_w1_a": "up", "hada_w2_b": "down_2", "hada_w2_a": "up_2",
     "lokr_w1": "first", "lokr_w1_a": "first_a", "lokr_w1_b": "first_b",
@@ -483,11 +496,13 @@ def sorted_out(
         name = _plain_name(entry.name)
         if ".original_module." in name:  # what PEFT keeps of the base beside a module that it saves in full
             continue
+        if not entry.n_elements and config.kind == ADALORA:  # all directions of the module were cut away
+            continue
         if not entry.n_elements:
             message = f"its tensors are empty ({shown(entry.name)}): it was saved under ZeRO-3 without gathering them"
             hint = "save it again with stage3_gather_16bit_weights_on_model_save, or export the training checkpoint"
             raise CorruptError.of("adapter.damaged", path, message, hint)
-        match = (_MLX_PART if config.kind == MLX else _PART).fullmatch(name)
+        match = _PARTS_OF_KIND.get(config.kind, _PART).fullmatch(name)
         if match is None and (variant := _VARIANT.search(name)) is not None:
             raise unsupported_adapter(path, f"{shown(entry.name)}: '{variant[0]}' is not read", MERGE_HINT)
         if match is None:
@@ -507,6 +522,8 @@ def sorted_out(
         module: _paired(path, stored, is_embedding=module in embeddings, kind=config.kind)
         for module, stored in parts.items()
     }
+    if config.kind == ADALORA:
+        config = replace(config, ranks={module: adapted.down.shape[0] for module, adapted in modules.items()})
     stray = [name for name in copies if name.removesuffix(".weight") not in modules.keys() | tokens.keys()]
     full |= {name: copies.pop(name) for name in stray}
     return StoredAdapter(path, config, modules, full, copies, tokens, files, gains)
@@ -527,6 +544,13 @@ def _paired(path: Location, stored: Mapping[str, StoredTensor], *, is_embedding:
         up, down = (stored.get(role) or _product(path, stored, role) for role in ("first", "second"))
         return AdaptedModule(down, up, is_kronecker=True)
     up, down = _pair(path, stored, "up", "down", is_mlx=kind == MLX)
+    if kind == ADALORA:
+        values = stored.get("values")
+        if values is None or values.shape != (down.shape[0], 1):
+            message = f"{shown(down.name)} has {down.shape[0]} rows, and no lora_E with a value for each"
+            raise damaged_adapter(path, message)
+        rows = Composed("scaled rows", (down, values), (down.shape[0], down.shape[1]))
+        return AdaptedModule(rows, up, is_embedding=is_embedding)
     if not stored.keys() & {"down_2", "up_2"}:
         return AdaptedModule(down, up, stored.get("bias"), stored.get("magnitude"), is_embedding)
     up_2, down_2 = _pair(path, stored, "up_2", "down_2")
