@@ -156,6 +156,7 @@ def apply_lora(
     weights: float | Sequence[float] = (),
     dtype: str | None = None,
     allow_unapplied: str | Sequence[str] = (),
+    tokenizer_of: str | None = None,
 ) -> MergeReport:
     """Add LoRA adapters to `base` and publish the result at `out`, complete or not at all: a merge of `base+adapter`.
 
