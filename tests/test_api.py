@@ -180,7 +180,7 @@ def test_warnings__say_what_changes_the_result_once_a_call_and_name_the_callers_
         "merged_tensors": lambda: dict(mergepipe.merged_tensors(recipe)),
     }
     for name, call in calls.items():
-        with pytest.warns(MergePipeWarning, match="taken as 1") as warned:
+        with pytest.warns(MergePipeWarning, match="read as 1") as warned:
             call()
         assert [warning.filename for warning in warned] == [__file__], name
     stored = tmp_path / "plan.json"
@@ -189,7 +189,7 @@ def test_warnings__say_what_changes_the_result_once_a_call_and_name_the_callers_
         lambda: mergepipe.run_part(stored, tmp_path / "parts", (1, 1)),
         lambda: mergepipe.run(stored, "run"),
     ):
-        with pytest.warns(MergePipeWarning, match="taken as 1") as warned:
+        with pytest.warns(MergePipeWarning, match="read as 1") as warned:
             finish()
         assert len(warned) == 1
 
@@ -200,7 +200,7 @@ def test_warnings__of_python_are_not_printed_by_commands(
     recipe = recipe_with_a_warning(tmp_path)
     (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
     assert cli.main(["merge", str(tmp_path / "recipe.yml"), str(tmp_path / "merged"), "--quiet"]) == 0
-    assert capsys.readouterr().err.count("taken as 1") == 1
+    assert capsys.readouterr().err.count("read as 1") == 1
     assert len(recwarn) == 0
 
 

@@ -121,7 +121,7 @@ def test_densities_above_1__are_taken_as_1_with_a_warning_that_quiet_leaves(work
     ran = run(work.recipe, work.out, "--quiet", "--lenient")
     (line,) = ran.error_lines
     assert (ran.exit_code, ran.out) == (0, "")
-    assert line.startswith("warning: recipe.yml:9 parameters.density: density is 40, taken as 1;")
+    assert line.startswith("warning: recipe.yml:9 parameters.density: density is 40, read as 1;")
 
 
 @pytest.mark.parametrize("flag", [["--no-safe-serialization"], ["--lora-merge-dtype", "float16"]])

@@ -100,7 +100,7 @@ def test_pack__tells_of_a_wrong_base_before_anything_is_written(family: PackFami
     def watch(progress: Progress) -> None:
         seen.append((progress.notices, out.exists()))
 
-    with refuses(MismatchError, "base.mismatch", r"deltas are as large as 14\d % of the weights"):
+    with refuses(MismatchError, "base.mismatch", r"deltas have 14\d % of the size of the weights"):
         mergepipe.pack(family.root / "other", [family.experts[0]], out, strict=True, on_progress=watch)
     assert not out.exists()
     mergepipe.pack(family.root / "other", [family.experts[0]], out, on_progress=watch)
@@ -117,7 +117,7 @@ def test_pack__that_is_not_sure_of_the_base_says_so(family: PackFamily, tmp_path
         [family.base, twin], [family.experts[0]], tmp_path / "packed", on_progress=lambda p: notices.extend(p.notices)
     )
     assert (len(notices), chosen_bases(report)) == (1, [family.base])
-    assert "is as near" in notices[0]
+    assert "is equally near" in notices[0]
 
 
 def test_pack__a_base_named_twice_is_one_candidate_and_none_is_refused(family: PackFamily, tmp_path: Path) -> None:

@@ -177,8 +177,8 @@ def test_merge_lora__a_recipe_weighs_by_filter_and_by_layer(tmp_path: Path) -> N
         np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4, err_msg=name)
     for changes, words in (
         ({"output": None}, "the recipe makes a model, not an adapter"),
-        ({"base_model": "x"}, "base_model: has no meaning for an adapter"),
-        ({"models": [{"parameters": {}}]}, "`model` names no adapter"),
+        ({"base_model": "x"}, "base_model: has no effect for an adapter"),
+        ({"models": [{"parameters": {}}]}, "`model` does not name an adapter"),
         ({"merge_method": "tiess"}, "did you mean"),
     ):
         recipe.write_text(json.dumps({**content, **changes}))
@@ -239,12 +239,12 @@ def test_merge_lora__refuses_what_kohyas_names_do_not_say(tmp_path: Path) -> Non
     infinite = write_kohya(tmp_path / "c.safetensors", 0, alpha=np.inf)
     for adapters, words in (
         ([plain, peft], "its names are Kohya's, and those of another adapter are not"),
-        ([plain, odd], "'lora_unet_conv_in.dora_scale' is no factor of a LoRA in Kohya's names"),
+        ([plain, odd], "'lora_unet_conv_in.dora_scale' is not a factor of a LoRA in Kohya's names"),
         ([plain, infinite], "alpha' is inf"),
     ):
         with pytest.raises(MergePipeError, match=words):
             mergepipe.merge_lora(adapters, tmp_path / "out")
-    with pytest.raises(UnsupportedError, match="do not say which tensors of the base it changes"):
+    with pytest.raises(UnsupportedError, match="do not identify the tensors of the base"):
         applied(write_base(tmp_path / "base"), tmp_path / "out", plain)
     assert not (tmp_path / "out").exists()
 
@@ -297,7 +297,7 @@ def test_merge_lora__merges_by_any_operator(tmp_path: Path, method: str) -> None
         ("dora dora", UnsupportedError, "is DoRA, whose delta depends on the norms of the base"),
         ("saved saved", MismatchError, "stores 'model.norm.weight' in full, and so does another"),
         ("tokens tokens", MismatchError, "in full, and so does another"),
-        ("tokens plain", MismatchError, "of 'model.embed_tokens' one adapter has factors, trained tokens or the whole"),
+        ("tokens plain", MismatchError, "for 'model.embed_tokens' the adapters store different things"),
     ],
 )
 def test_merge_lora__refuses_what_has_no_sum(tmp_path: Path, names: str, error: type[Exception], words: str) -> None:

@@ -544,7 +544,7 @@ def test_run_part__and_a_merge_refuse_the_place_of_each_other(cases: Cases, buck
     plan = cases(BUDGETED).plan
     bucket.part(plan, (1, 3))
     before = bucket.files()
-    with pytest.raises(OutputError, match="not of this output"):
+    with pytest.raises(OutputError, match="do not belong to this output"):
         mergepipe.run(cases(PLAIN).plan, bucket.out, options=replace(OPTIONS, home=tmp_path / "home"))
     assert bucket.files() == before
     other = Place(f"{bucket.out}-other", tmp_path / "home")
@@ -556,7 +556,7 @@ def test_run_part__and_a_merge_refuse_the_place_of_each_other(cases: Cases, buck
 def test_run_part__never_writes_among_objects_of_others(cases: Cases, bucket: Place) -> None:
     plan = cases(PLAIN).plan
     BucketFolder(Location.of(bucket.out)).create("notes.txt", b"mine")
-    with pytest.raises(OutputError, match="not of this output"):
+    with pytest.raises(OutputError, match="do not belong to this output"):
         bucket.part(plan, (1, 2))
     assert bucket.files() == {"notes.txt": b"mine"}
     published = Place(f"{bucket.out}-published", bucket.home)

@@ -60,7 +60,7 @@ def test_merge__of_a_model_listed_twice_is_that_of_the_model_and_its_copy(
         assert report.expert_bytes <= report.budget_bytes
     (notice,) = (notice for notice in report.recipe_notices if notice.code == "recipe.unclear")
     assert (notice.line, notice.key, notice.changes_result) == (7, "models[2].model", True)
-    assert "'expert-1' is listed already, as models[0]: each entry counts" in notice.text
+    assert "'expert-1' is already listed, as models[0]: each entry counts" in notice.text
     assert mergepipe.verify(family / "twice", deep_fraction=1.0).is_sound
     mergepipe.replay(family / "twice", family / "again")
     assert weights(family / "again") == weights(family / "twice")

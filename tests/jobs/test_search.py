@@ -65,7 +65,7 @@ def test_search__that_is_interrupted_says_how_it_goes_on(family: Path) -> None:
     recipe = write_recipe(family)
     with pytest.raises(KeyboardInterrupt) as caught:
         mergepipe.search(recipe, family / "best", interrupted)
-    assert [note for note in caught.value.__notes__ if "best.study, and --resume goes on" in note]
+    assert [note for note in caught.value.__notes__ if "best.study, and --resume continues" in note]
     report = mergepipe.search(recipe, family / "best", lambda _: 1.0, trials=2, resume=True)
     assert [trial.state for trial in report.trials] == ["fail", "complete"]
 
@@ -104,7 +104,7 @@ def test_search__goes_on_with_its_study(family: Path) -> None:
     with pytest.raises(OutputError, match="study of another recipe"):
         mergepipe.search(other, family / "best", distance, trials=6, resume=True)
     study.write_text("{}\n\n{}\n")
-    with pytest.raises(CorruptError, match="no journal of optuna"):
+    with pytest.raises(CorruptError, match="not a journal of optuna"):
         mergepipe.search(recipe, family / "best", distance, resume=True)
 
 
@@ -152,7 +152,7 @@ else: print("loss", number)
     losses = iter((np.nan, np.inf, 1.0, 1.0, *[np.nan] * 5))
     report = mergepipe.search(write_recipe(family), family / "called", lambda _: next(losses), trials=3)
     assert ["a finite loss is needed" in trial.failure for trial in report.trials] == [True, True, False]
-    with pytest.raises(LimitError, match=r"came to an end, and nothing was published; the last: .*exit code 1"):
+    with pytest.raises(LimitError, match=r"was completed, and nothing was published; the last: .*exit code 1"):
         mergepipe.search(write_recipe(family), family / "none-1", evaluate=command(family, "sys.exit(1)"), trials=1)
     with pytest.raises(LimitError, match=r"5 trials in a row failed; the last: .*a finite loss is needed"):
         mergepipe.search(write_recipe(family), family / "none-9", lambda _: next(losses), trials=9)
@@ -174,7 +174,7 @@ print(json.dumps({"loss": size, "score": size % 10}))
         is_beaten = any(a <= loss and b >= score and (a, b) != (loss, score) for a, b in front.values())
         assert (trial.number in front) != is_beaten
     evaluate = command(family, "print(100_000 * '[')")
-    with pytest.raises(LimitError, match="no JSON object, which objectives needs"):
+    with pytest.raises(LimitError, match="not a JSON object, which objectives needs"):
         mergepipe.search(recipe, family / "none", evaluate=evaluate, trials=5, objectives=both)
 
 

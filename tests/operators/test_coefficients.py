@@ -157,7 +157,7 @@ def test_weight_file__is_refused_where_it_does_not_fit(tmp_path: Path, family: P
     save_file({name: tensors[name] for name in list(SHAPES)[1:]}, tmp_path / "lacking.safetensors")
     save_file({**tensors, "norm.weight": tensors["norm.weight"][1:]}, tmp_path / "smaller.safetensors")
     file = {"file": str(importances[1])}
-    refused("ties", file, UnsupportedError, "ties takes one weight for a tensor")
+    refused("ties", file, UnsupportedError, "ties accepts one weight per tensor")
     refused("fisher", {**file, "scale": 2}, RecipeError, "scale")
     refused("fisher", {"file": str(tmp_path / "none.safetensors")}, NotFoundError, "none.safetensors")
     refused("fisher", {"file": str(tmp_path / "lacking.safetensors")}, MismatchError, "has no weights of it")

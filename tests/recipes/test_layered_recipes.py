@@ -127,7 +127,7 @@ def test_reload_recipe__does_not_forget_an_adapter(folder: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
         reload_recipe(text, LocalStore(), {"b": str(folder / "b"), "a+lora": str(folder / "a")})
     assert str(caught.value.problems[0]) == (
-        "recipe:1 models[0].model: the location of the adapter of 'a+lora' is not recorded; merge again by the recipe"
+        "recipe:1 models[0].model: the location of the adapter of 'a+lora' is not recorded; merge again with the recipe"
     )
 
 
@@ -221,7 +221,7 @@ AT_SOURCE = "2 slices[0].sources"
 BAD: list[tuple[str, ...]] = [
     (
         STACK + "models: [{model: a}]\n",
-        "conflict 1 slices: is there together with 'models'; a recipe has one of models, slices and modules",
+        "conflict 1 slices: cannot be combined with 'models'; a recipe has one of models, slices and modules",
     ),
     (
         "slices: []\nmerge_method: passthrough\n",
@@ -229,7 +229,7 @@ BAD: list[tuple[str, ...]] = [
     ),
     (
         STACK.replace("[0, 24]", "[24, 0]"),
-        f"value {AT_SOURCE}[0].layer_range: [24, 0] holds no layer; write 'layer_range: [FIRST, END]', END is not "
+        f"value {AT_SOURCE}[0].layer_range: [24, 0] contains no layer; write 'layer_range: [FIRST, END]', END is not "
         "included",
     ),
     (
@@ -249,7 +249,7 @@ BAD: list[tuple[str, ...]] = [
     (
         SLERP.replace("layer_range: [0, 32]\nmerge", "layer_range: [0, 24]\nmerge"),
         "conflict 6 slices[0].sources[1].layer_range: 24 layers of 'a' cannot be merged with 32 of 'base'; give all "
-        "sources of a slice equally many layers",
+        "sources of a slice the same number of layers",
     ),
     (
         SLERP.replace("- model: base\n", "- model: b\n"),
@@ -270,7 +270,7 @@ BAD: list[tuple[str, ...]] = [
     ),
     (
         TOKENS + "tokenizer_source: union\n",
-        "conflict 13 tokenizer_source: is there together with 'tokenizer'; write it as 'source:' under 'tokenizer:'",
+        "conflict 13 tokenizer_source: cannot be combined with 'tokenizer'; write it as 'source:' under 'tokenizer:'",
     ),
     (
         TOKENS.replace("source: b\n", "source: c\n"),
@@ -291,18 +291,18 @@ BAD: list[tuple[str, ...]] = [
     ),
     (
         CHAIN.replace("name: second", "name: first"),
-        "conflict 10 name: the name 'first' is taken, by recipe.yml:2; choose another name",
+        "conflict 10 name: the name 'first' is already used, by recipe.yml:2; choose another name",
         "model.not-found 8 base_model: there is no folder 'second'; looked for {folder}/second",
     ),
     (
         CHAIN.replace("models: [{model: a,", "models: [{model: second,"),
-        "conflict 2 name: documents wait for each other: 'first' -> 'second' -> 'first'; a document merges models "
-        "made before it",
+        "conflict 2 name: documents depend on each other: 'first' -> 'second' -> 'first'; a document can only "
+        "merge documents that do not depend on it",
     ),
     (
         CHAIN.replace("base_model: second", "base_model: base"),
-        "no-effect 10 name: nothing merges the result of this document; name it as a model of the output, or keep "
-        "it in a file of its own",
+        "no-effect 10 name: no other document uses the result of this one; name it as a model of the output, or move "
+        "it to its own file",
     ),
 ]
 

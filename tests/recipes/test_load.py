@@ -186,8 +186,8 @@ BAD: list[tuple[str, ...]] = [
     ),
     (
         "base_model: base\ngate_mode: hidden\nexperts: [{source_model: a}, {source_model: b, positive_prompts: [x]}]\n",
-        "incomplete 3 experts[0]: the expert has no positive_prompts, which its router is made from; write some, or "
-        "gate_mode: random",
+        "incomplete 3 experts[0]: the expert has no positive_prompts, from which its router is computed; write some, "
+        "or gate_mode: random",
     ),
     # keys
     (LINEAR + "dytpe: float32\n", "unknown-name 10 dytpe: unknown key 'dytpe'; did you mean 'dtype'?"),
@@ -231,7 +231,7 @@ BAD: list[tuple[str, ...]] = [
     ),
     (
         "models: [{parameters: {weight: 1}}]\nmerge_method: linear\n",
-        "incomplete 1 models[0].model: the entry names no model; write '- model: PATH'",
+        "incomplete 1 models[0].model: the entry has no model; write '- model: PATH'",
     ),
     (
         LINEAR.replace("model: ./b", "model: 2024"),
@@ -350,8 +350,8 @@ def test_load_recipe__says_how_to_get_a_hub_id_without_a_network(
     error = load_refusal(folder, LINEAR.replace("./b", name))
     assert type(error) is NotFoundError
     assert [f"{p.code} | {p}" for p in error.problems] == [
-        f"hub.offline | recipe.yml:5 models[1].model: there is no folder '{name}', and as a model of the "
-        "Hub: HF_HUB_OFFLINE is set, and the local cache of the Hub does not hold it; where there is a network, run "
+        f"hub.offline | recipe.yml:5 models[1].model: there is no folder '{name}', and on the "
+        "Hub: HF_HUB_OFFLINE is set, and it is not in the local cache of the Hub; where there is a network, run "
         f"`hf download hub/name{revision} --local-dir name`, and name that folder"
     ]
 
@@ -366,7 +366,7 @@ def test_load_recipe__says_where_it_looked(folder: Path) -> None:
 
 def test_load_recipe__says_how_a_hub_id_below_a_folder_of_that_name_is_written(folder: Path) -> None:
     problem = load_refusal(folder, LINEAR.replace("./b", "org/name@v1:sub")).problems[-1]
-    assert problem.hint.endswith("/org/ holds with+plus; a model of the Hub is written hf://org/name@v1/sub")
+    assert problem.hint.endswith("/org/ holds with+plus; a model on the Hub is written hf://org/name@v1/sub")
 
 
 def test_load_recipe__lists_the_neighbours_of_a_missing_folder_those_like_it_first(tmp_path: Path) -> None:
@@ -459,7 +459,7 @@ def test_load__numbers_a_model_that_is_listed_again(folder: Path, name: str) -> 
     assert len(recipe.inputs()) == 2
     (notice,) = recipe.notices
     assert (notice.code, notice.line, notice.changes_result) == ("recipe.unclear", 5, True)
-    assert notice.message == f"'{name}' is listed already, as models[0]: each entry counts"
+    assert notice.message == f"'{name}' is already listed, as models[0]: each entry counts"
 
 
 # --- names of models: a path where that exists, an address by its scheme, and else a Hub id

@@ -45,26 +45,26 @@ def test_load_recipes__takes_or_refuses_published_forms(folder: Path, form: Form
         ),
         (
             TIES.replace("{weight: ", "{lambda: 1, weight: "),
-            "recipe.yml:3 models[0].parameters.lambda: lambda holds for the whole merge: under a model it has no "
+            "recipe.yml:3 models[0].parameters.lambda: lambda applies to the whole merge: under a model it has no "
             "effect; under the parameters at the top level it is: scale of the merged delta (also in line 5)",
         ),
         (
             LINEAR.replace("expert-2", "expert-2@v2"),
-            "recipe.yml:4 models[1].model: the revision 'v2' of a local path has no effect; it names a version of a "
-            "model on the Hub; a local folder is read as it is",
+            "recipe.yml:4 models[1].model: the revision 'v2' of a local path has no effect; a revision is a version of "
+            "a model on the Hub; a local folder has none",
         ),
         (
             TIES + "parameters: {density: 1.5}\n",
-            "recipe.yml:8 parameters.density: density is 1.5, taken as 1; it is in [0, 1]",
+            "recipe.yml:8 parameters.density: density is 1.5, read as 1; it is in [0, 1]",
         ),
         (
             LINEAR + "residual_weight: 1\n",
             "recipe.yml:7 residual_weight: the key 'residual_weight' has no effect here; mergekit does not use it "
-            "either: an option of its past, or of a fork",
+            "either: an option of older versions, or of a fork",
         ),
         (
             LINEAR + "weight: 1\n",
-            "recipe.yml:7 weight: the key 'weight' has no effect here; parameters count under 'parameters:'",
+            "recipe.yml:7 weight: the key 'weight' has no effect here; parameters belong under 'parameters:'",
         ),
     ],
 )  # fmt: skip

@@ -306,6 +306,6 @@ def test_resolve__tells_of_embedding_rows_that_only_the_base_has() -> None:
     result = resolved(TWO_EXPERTS, vocabulary(8), vocabulary(6), vocabulary(8))
     (notice,) = result.notices
     assert (notice.code, notice.message) == (
-        "recipe.unclear", "'./a' has 6 of the base's 8 embedding rows: the base's own stand in for the others",
+        "recipe.unclear", "'./a' has 6 of the base's 8 embedding rows: the base's rows are used for the others",
     )  # fmt: skip
     assert resolved(TWO_EXPERTS, vocabulary(8), vocabulary(9), vocabulary(8)).notices == ()

@@ -121,21 +121,21 @@ def test_resolve__prefers_the_parameters_nearest_to_a_source() -> None:
 def test_resolve__says_that_there_are_no_layers_or_too_many_kinds() -> None:
     recipe = slicing("passthrough", piece((A, 0, 1)))
     assert problems(recipe, shaped({"w": (2,)})) == [
-        "RecipeError recipe.conflict | recipe.yml:2 slices[0]: './a' has no numbered layers to take slices of; "
+        "RecipeError recipe.conflict | recipe.yml:2 slices[0]: './a' has no numbered layers to slice; "
         "use 'models:' instead"
     ]
     both = {f"{part}.block.{i}.w": (2,) for part in ("encoder", "decoder") for i in range(2)}
     assert problems(recipe, shaped(both)) == [
-        "RecipeError recipe.conflict | recipe.yml:2 slices[0]: './a' has several lists of layers equally long: "
+        "RecipeError recipe.conflict | recipe.yml:2 slices[0]: './a' has several lists of layers of the same length: "
         "'encoder.block.0.' to 'encoder.block.1.' and 'decoder.block.0.' to 'decoder.block.1.'; "
-        "name the one that is meant with 'modules:'"
+        "choose one with 'modules:'"
     ]
 
 
 def test_resolve__says_that_models_have_different_numbers_of_layers_unless_they_may_be_dropped() -> None:
     assert problems(TIES, shaped(llama(2)), shaped(llama(3))) == [
         "MismatchError model.mismatch | recipe.yml:1 a: './a' has 3 layers, 2 has './base' "
-        "('model.layers.0.' to 'model.layers.1.'); merge equally many of each with slices"
+        "('model.layers.0.' to 'model.layers.1.'); merge the same number of layers of each with slices"
     ]
     result = resolve(TIES, [shaped(llama(2)), shaped(llama(3))], ("model.layers.2.*",))
     last = [f"model.layers.2.{rest}.weight" for rest in ("mlp.up", "self_attn.q")]
@@ -150,7 +150,7 @@ def test_resolve__refuses_misspelt_filters_and_notes_others_that_match_nothing()
     assert found == [("recipe.unknown-name", 7), ("recipe.no-effect", 7)]
     assert problems(recipe, shaped(llama(1)), shaped(llama(1))) == [
         "RecipeError recipe.unknown-name | recipe.yml:7 models[0].weight: "
-        "the filter 'mpl' is in no tensor's name; did you mean 'mlp'?"
+        "the filter 'mpl' matches no tensor's name; did you mean 'mlp'?"
     ]
 
 
@@ -211,7 +211,7 @@ def test_resolve__names_modules_where_a_text_model_meets_one_that_sees() -> None
     recipe = merging("ties", model("a", weight=1.0), model("b", weight=1.0), base=BASE)
     (found,) = problems(recipe, shaped(base), shaped(llama(2)), shaped(base))
     assert "'./a' lacks these 2 tensors of the base './base'" in found
-    assert "it has no vision tensors: list the models under `modules:` for 'text' alone" in found
+    assert "it has no vision tensors: list the models under `modules:` for 'text' only" in found
     (found,) = problems(TIES, shaped({**base, "model.visual.norm.w": (3,)}), shaped(base))
     assert "model.visual.norm.w" in found
     other = {name: shape for name, shape in llama(2).items() if "mlp" not in name}

@@ -124,7 +124,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
             "recipe.yml:3 m[0].x: the key occurs twice, first in line 2, with another value; "
             "remove one of the two (mergekit takes the last)",
         ),
-        ("a: 1\n---\nb: 1\n", "recipe.yml:3: several YAML documents where one is expected; keep one recipe a file"),
+        ("a: 1\n---\nb: 1\n", "recipe.yml:3: several YAML documents where one is expected; keep one recipe per file"),
         ("a:\n\tb: 1\n", "recipe.yml:2: a tab in the indentation; YAML indents with spaces"),
         ("a: [1\n", None),
         ("a: b: c\n", "recipe.yml:1: not YAML: mapping values are not allowed here (column 5)"),

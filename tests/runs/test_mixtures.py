@@ -282,9 +282,12 @@ def test_chosen_experts__of_a_mixture_are_those_that_went_in(
     [
         ({"experts": [0, 2]}, "has 2 experts, and the recipe chooses number 2"),
         ({"base_model": "./base", "experts": 0}, "does not count experts"),
-        ({"base_model": "./shared", "experts": 0}, "is not of one expert alone"),
+        ({"base_model": "./shared", "experts": 0}, "does not belong to one expert"),
         ({"experts": []}, "experts: needs a list of experts, found an empty list"),
-        ({"base_model": "./odd", "experts": [2, 0]}, "is of experts, and not in a form of which some are chosen"),
+        (
+            {"base_model": "./odd", "experts": [2, 0]},
+            "holds experts in a layout from which single experts cannot be taken",
+        ),
         ({"base_model": "./odd", "experts": [2, 0, 2]}, r"2 groups .* and 3 are chosen; choose a multiple of 2"),
     ],
 )

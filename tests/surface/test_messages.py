@@ -97,7 +97,7 @@ def test_composite__among_checkpoints_of_the_run_is_none_of_them(training_run: P
     checkpoints = sorted(training_run.glob("checkpoint-*"))
     assert composite in checkpoints
     report = tailor.average(checkpoints, tmp_path / "averaged")
-    assert f"{composite} is left out: it is a composite made by `mergepipe tailor`" in report.plan.notices
+    assert f"{composite} is skipped: it is a composite made by `mergepipe tailor`" in report.plan.notices
     with pytest.raises(MismatchError, match="leave it out, with its weight"):
         tailor.average(checkpoints, tmp_path / "weighted", weights=(1.0, 2.0, 3.0, 4.0))
 
@@ -110,7 +110,7 @@ def test_compose__one_layer_named_twice_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as raised:
         tailor.check(recipe)
     (problem,) = raised.value.problems
-    assert re.fullmatch(r"'\S+', of 'layer 1', is taken from another checkpoint already, at .*", problem.message)
+    assert re.fullmatch(r"'\S+', of 'layer 1', is already taken from another checkpoint, at .*", problem.message)
 
 
 def test_show__prints_the_recipe_the_seed_the_dtype_and_the_version(work: Workplace, run: Runner) -> None:

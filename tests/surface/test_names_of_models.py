@@ -139,9 +139,7 @@ def test_missing_folder__is_not_asked_of_the_hub_and_its_neighbours_are_listed(
 def test_org_and_name__is_a_model_of_the_hub_for_every_command(work: Path, hub: HubServer, name: str) -> None:
     ran = run_with(work, "org/none", COMMANDS[name])
     assert ran.exit_code == 3
-    expected = (
-        "there is no folder 'org/none', and as a model of the Hub: the Hub knows no public model 'org/none' (401)"
-    )
+    expected = "there is no folder 'org/none', and on the Hub: the Hub has no public model 'org/none' (401)"
     assert expected in one_error(ran)
     assert {request.path for request in hub.requests} == {"api/models/org/none/revision/main"}
 
@@ -192,8 +190,8 @@ REFUSALS: Mapping[str, tuple[Setting, int, str]] = {
     ),
     "offline": (
         offline, 3,
-        "there is no folder 'org/model', and as a model of the Hub: HF_HUB_OFFLINE is set, and the local cache of the "
-        "Hub does not hold it; where there is a network, run `hf download org/model --local-dir model`, and name that "
+        "there is no folder 'org/model', and on the Hub: HF_HUB_OFFLINE is set, and it is not in the local "
+        "cache of the Hub; where there is a network, run `hf download org/model --local-dir model`, and name that "
         "folder [hub.offline]",
     ),
     "gated": (gated, 8, "is a gated model, and no token was sent; accept its terms at hf.co/org/model, then `hf auth"),

@@ -274,7 +274,7 @@ REFUSED_FILES: dict[str, tuple[bytes, str, str]] = {
         torch_bytes({"model": Call(Named("os", "system"), ("touch /nowhere/owned",))}), "pickle.refused",
         "the pickle names 'os.system'",
     ),
-    "unknown": (torch_bytes({"weights": {"a": "b"}}), "checkpoint.unsupported", "holds no mapping of names to tensors"),
+    "unknown": (torch_bytes({"weights": {"a": "b"}}), "checkpoint.unsupported", "has no mapping of names to tensors"),
 }  # fmt: skip
 
 

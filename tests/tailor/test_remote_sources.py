@@ -170,7 +170,7 @@ def test_export__to_a_bucket_is_continued_after_a_kill(tmp_path: Path, monkeypat
     ("out", "message"),
     [
         ("s3://bucket/at-9/model", "overlaps the input"),
-        ("https://host/model", "takes no outputs"),
+        ("https://host/model", "outputs cannot be written"),
         ("s3://nowhere/model", "nowhere"),
     ],
 )

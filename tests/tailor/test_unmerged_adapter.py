@@ -277,7 +277,7 @@ def test_export__refuses_two_scales_and_an_adapter_that_is_not_there(tmp_path: P
     given = {"adapter_config": tmp_path / "adapter_config.json", "lora_alpha": 12}
     assert "leave it or adapter_config out" in refused(checkpoint, tmp_path / "out", **given)
     torch.save(state_of(model.merge_and_unload()), tmp_path / "merged.pt")
-    assert "holds no adapter" in refused(tmp_path / "merged.pt", tmp_path / "out", adapter=True)
+    assert "has no adapter" in refused(tmp_path / "merged.pt", tmp_path / "out", adapter=True)
 
 
 @pytest.mark.parametrize("is_shared", [True, False])

@@ -239,7 +239,7 @@ def _read(record_format: RecordFormat[T], path: Path) -> T | None:
     except NotFoundError:
         return None
     except (CorruptError, UnsupportedError) as error:
-        message = f"is no sound record: {error.problems[0].message}"
+        message = f"is not a valid record: {error.problems[0].message}"
         raise CorruptError.of("catalog.damaged", path, message, _HINT) from error
     except StorageError as error:
         if not _is_regular(path):

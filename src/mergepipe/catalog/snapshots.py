@@ -90,7 +90,7 @@ class RebuildReport(Displayed):
     missing: tuple[Path, ...] = shown("missing")
     unreadable: tuple[Problem, ...] = shown("unreadable")
     composites: tuple[Path, ...] = shown(
-        "composite", lambda path: f"{path}: a training checkpoint, no snapshot", default=()
+        "composite", lambda path: f"{path}: a training checkpoint, not a snapshot", default=()
     )
 
 

@@ -145,8 +145,8 @@ def open_adapter(store: Store, path: Location, base: Checkpoint, allow_unapplied
     """
     adapter = read_adapter(store, path)
     if adapter.config.kind == KOHYA:
-        message = "its names are Kohya's, which do not say which tensors of the base it changes"
-        raise unsupported_adapter(path, message, "merge such adapters by `mergepipe lora merge`")
+        message = "its names are Kohya's, which do not identify the tensors of the base"
+        raise unsupported_adapter(path, message, "merge such adapters with `mergepipe lora merge`")
     return matched_adapter(store, adapter, base, allow_unapplied)
 
 
@@ -307,8 +307,8 @@ def _applied(path: Location, weights: Readable, change: Readable | None) -> Read
     if not isinstance(change, AnyDelta):  # stored in full in another dtype than the model
         return replace(with_rows(change, change, ()), model_dtype=weights.stored_dtype)
     if not _takes_deltas(weights):
-        message = f"{shown(weights.name)} is packed, so no adapter applies to it"
-        raise unsupported_adapter(path, message, "unpack it, and apply the adapter to that")
+        message = f"{shown(weights.name)} is packed, so an adapter cannot be applied to it"
+        raise unsupported_adapter(path, message, "unpack it, and apply the adapter to the result")
     return Adapted(weights, change)
 
 
@@ -519,7 +519,7 @@ class _Opener:
         if ranges and not any(f".{last}." in name for name in self._base.tensors):
             slices = ", ".join(f"[{start}, {stop}]" for start, stop in ranges)
             message = f"it was trained on repeated layers (layer_replication), and the base has no layer {last}"
-            hint = f"merge the base with slices of layer_range {slices} by passthrough, and apply the adapter to that"
+            hint = f"merge the base with slices of layer_range {slices} by passthrough, then apply the adapter to it"
             raise _mismatch(self._path, message, hint)
 
     def _check_heads(self, changed: Sequence[str]) -> None:
@@ -545,7 +545,9 @@ class _Opener:
         usual = next(iter(told)) if len(told) == 1 else self._config.is_transposed
         for name, fits in choices.items():
             if len(fits) == 2 and len(told) == 2:
-                message = f"{shown(name)} is square, and other tensors are stored both ways: it cannot be told which"
+                message = (
+                    f"{shown(name)} is square, and other tensors are stored both ways: its orientation is ambiguous"
+                )
                 raise unsupported_adapter(self._path, message, MERGE_HINT)
         return {
             name: fits[0] if len(fits) == 1 else usual or (not told and inputs_first(name, self._base.tensors))
@@ -614,7 +616,7 @@ class _Opener:
         elif _takes_deltas(stored):
             tensors[name] = Adapted(stored, delta, parts.magnitude)
         else:
-            raise unsupported_adapter(self._path, f"{shown(name)} is packed, so no DoRA applies to it")
+            raise unsupported_adapter(self._path, f"{shown(name)} is packed, so a DoRA cannot be applied to it")
 
     def _add_bias(self, tensors: dict[str, Readable], name: str, module: str, bias: StoredTensor) -> None:
         up = replace(bias, shape=(*bias.shape, 1))

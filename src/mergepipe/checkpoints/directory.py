@@ -99,7 +99,7 @@ def _check_contained(path: Location, target: Location, root: Location) -> None:
     blobs = _hub_blobs(root)
     if blobs is not None and target.is_relative_to(blobs):
         return
-    raise damaged(path, f"is a link to {target}, outside of the checkpoint {root}", "copy the file into the checkpoint")
+    raise damaged(path, f"is a link to {target}, outside the checkpoint {root}", "copy the file into the checkpoint")
 
 
 def _hub_blobs(root: Location) -> Location | None:
@@ -221,7 +221,7 @@ def choose_weights(root: Location, names: Collection[str]) -> str:
     visible = _visible(names)
     if STORE_HEADER_NAME in names:
         message = f"is a delta store (it has a {STORE_HEADER_NAME}), read only as an expert of a recipe"
-        hint = "restore the model with `mergepipe unpack`, and use that"
+        hint = "restore the model with `mergepipe unpack`, and use the restored model"
         raise UnsupportedError.of("model.unsupported", root, message, hint)
     for fmt in (SAFETENSORS, TORCH):
         if preferred := [name for name in (fmt.index, fmt.single) if name in visible]:

@@ -358,7 +358,7 @@ def stored_like(store: Store, base: Checkpoint, merged: Mapping[str, Readable]) 
     schemes = [tensor.scheme for tensor, _ in stored.values()]
     if not all(isinstance(scheme, ScaledFP8) and scheme.scale_kernel >= 0 for scheme in schemes) or not schemes:
         what = read.quantisation or "plain numbers"
-        message = f"is stored as {what}, and only FP8 with scales of floating point is written like a base"
+        message = f"is stored as {what}; only FP8 with floating-point scales can be written like the base"
         raise UnsupportedError.of("recipe.unsupported", where, message, hint)
     if read.tensors.keys() != merged.keys():
         name = min(read.tensors.keys() ^ merged.keys())

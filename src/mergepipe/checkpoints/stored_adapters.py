@@ -254,7 +254,7 @@ def _patterns(config: Mapping[str, JsonValue], key: str, path: Location) -> list
     except PatternError as error:
         raise unsupported_adapter(path, f"'{key}': the pattern {error}", _PATTERN_HINT) from error
     except re.error as error:
-        message = f"the pattern {shown(error.pattern)} of '{key}' is no regular expression: {error}"
+        message = f"the pattern {shown(error.pattern)} of '{key}' is not a regular expression: {error}"
         raise damaged_adapter(path, message) from error
     return list(patterns.items())
 
@@ -430,7 +430,7 @@ def _read_kohya(store: Store, path: Location) -> StoredAdapter:
     for entry in file.entries:
         match = _KOHYA_PART.fullmatch(entry.name)
         if match is None:
-            message = f"{shown(entry.name)} is no factor of a LoRA in Kohya's names (lora_down, lora_up, alpha)"
+            message = f"{shown(entry.name)} is not a factor of a LoRA in Kohya's names (lora_down, lora_up, alpha)"
             hint = "give the folder of an adapter of PEFT or MLX, or the file of a plain LoRA"
             raise unsupported_adapter(path, message, hint)
         if match["part"] == "alpha":
@@ -473,7 +473,7 @@ def _kohya_alpha(store: Store, path: Location, stored: Mapping[str, StoredTensor
 
 def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, CheckpointFile]:
     if ADAPTER_CONFIG_NAME not in list_names(store, path):
-        raise NotFoundError.of("checkpoint.incomplete", path, f"is no adapter: it holds no {ADAPTER_CONFIG_NAME}")
+        raise NotFoundError.of("checkpoint.incomplete", path, f"is not an adapter: it has no {ADAPTER_CONFIG_NAME}")
     status = stat_present(store, path, ADAPTER_CONFIG_NAME)
     config = read_adapter_config(store, path / ADAPTER_CONFIG_NAME)
     raw = store.read_small(path / ADAPTER_CONFIG_NAME, ADAPTER_CONFIG_BYTES)

@@ -444,7 +444,7 @@ def _state_of(archive: TorchArchive) -> Mapping[object, object]:
         if not isinstance(state, dict):
             break
         state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), dict)), None)
-    message = f"holds no mapping of names to tensors, neither by itself nor under {', '.join(WRAPPERS)}"
+    message = f"has no mapping of names to tensors, neither at the top nor under {', '.join(WRAPPERS)}"
     raise unsupported(archive.file, message, "save the model's state_dict")
 
 
@@ -458,7 +458,7 @@ def _entry(archive: TorchArchive, name: object, value: object) -> TensorEntry:
         raise damaged(archive.file, f"{shown(name)} cannot be a tensor's name")
     if not isinstance(value, PickledTensor):
         kind = str(value.kind) if isinstance(value, Record) else type(value).__name__
-        message = f"{shown(name)} holds a {shown(kind)}, which is no tensor"
+        message = f"{shown(name)} holds a {shown(kind)}, which is not a tensor"
         raise unsupported(archive.file, message, "save the state_dict without it")
     return archive.locate(value, name)
 

@@ -179,7 +179,10 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint | None) 
     if base is None:
         message = f"tensor {shown(entry.name)} was packed relative to its base, which is not named"
         raise MismatchError.of(
-            "base.mismatch", opened.root, message, f"name its base, and it as an expert: it was {opened.header.base}"
+            "base.mismatch",
+            opened.root,
+            message,
+            f"name its base as base, and the pack as an expert: it was {opened.header.base}",
         )
     base_tensor = base.tensors.get(entry.name)
     can_be_base = opened.header.depth or isinstance(base_tensor, TensorEntry)
@@ -267,7 +270,7 @@ def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> tupl
 
 def _check_depth(place: Location, depth: int) -> None:
     if depth > MOST_DEPTH:
-        raise corrupt(place, f"is at depth {depth} of a chain, {MOST_DEPTH} is the most")
+        raise corrupt(place, f"is at depth {depth} of a chain, at most {MOST_DEPTH} is allowed")
 
 
 def _missing(opened: OpenedStore) -> MergePipeError:

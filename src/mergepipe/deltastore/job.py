@@ -53,14 +53,16 @@ _SHARE = 0.001
 def doubt_about(match: BaseMatch) -> str:
     """Say why a base may be the wrong one; empty if nothing speaks against it."""
     if not match.n_samples:
-        return f"{match.base} is taken as its base unseen: it has no floating-point tensor to compare"
+        return f"{match.base} is used as its base without a comparison: it has no floating-point tensor to compare"
     if match.is_doubtful:
         size = format_percent(match.relative_delta)
-        return f"{match.base} is hardly its base: deltas are as large as {size} of the weights, and a pack saves little"
+        return (
+            f"{match.base} is probably not its base: deltas have {size} of the size of the weights, so little is saved"
+        )
     if not match.is_sure and match.next_delta is not None:
         return (
-            f"{match.base} is taken as its base, deltas of {format_percent(match.relative_delta)} of the weights, but "
-            f"{match.next_base} is as near: {format_percent(match.next_delta)}"
+            f"{match.base} is used as its base, deltas of {format_percent(match.relative_delta)} of the weights, but "
+            f"{match.next_base} is equally near: {format_percent(match.next_delta)}"
         )
     return ""
 
@@ -235,7 +237,7 @@ def is_done(store: Store, job: PackJob, threads: int) -> bool:
         job.check_unchanged(store)
         return True
     message = f"holds a store of {header.expert}, packed from other content than {path} has now"
-    raise OutputError.of("output.exists", job.place, message, "remove it yourself, or choose another place")
+    raise OutputError.of("output.exists", job.place, message, "remove it yourself, or choose another folder")
 
 
 def _differing_kept_file(store: Store, opened: OpenedStore, job: PackJob) -> Location | None:

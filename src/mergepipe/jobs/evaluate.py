@@ -92,7 +92,7 @@ class Evaluation:
         except (ValueError, RecursionError):
             printed = None
         if not isinstance(printed, dict):
-            raise self._failure("its last line is no JSON object, which --objective needs")
+            raise self._failure("its last line is not a JSON object, which --objective needs")
         values = []
         for objective in objectives:
             name = objective.removesuffix(":max")
@@ -254,7 +254,7 @@ def merge_to_target(
         return replace(report, tried=tuple(tried))
     losses = [f"{one.budget}: {one.loss:.6g} ({format_bytes(one.expert_bytes)} read)" for one in tried]
     outcomes = "; ".join([*too_small, *losses])
-    message = f"no budget brings the loss down to {target_loss:g}, and nothing was published: {outcomes}"
+    message = f"no budget reaches a loss of {target_loss:g}, and nothing was published: {outcomes}"
     raise LimitError.of("evaluate.target", "--target-loss", message, "raise it, or change the recipe")
 
 

@@ -200,7 +200,7 @@ def _reasons(plan: Plan | None) -> tuple[Callable[[PlannedTensor], str], str]:
     if plan.planned_bytes == 0:
         return lambda _: "", "the budget holds no block"
     if plan.sampling is not None:
-        return lambda tensor: _drawn(tensor, plan.seed), "not drawn: it stays as the base"
+        return lambda tensor: _drawn(tensor, plan.seed), "not drawn: it stays equal to the base"
     spent = f"the budget of {format_bytes(plan.budget_bytes)} was spent first, by policy '{plan.policy}'"
     return lambda _: f"chosen by policy '{plan.policy}'", spent
 
@@ -276,7 +276,7 @@ def _with_masks(explanation: Explanation, out: Path, home: Path) -> Explanation:
     inputs = open_recorded(with_inputs_found(manifest, store, home), store)
     if inputs.intermediates:
         message = "its experts were merged by other documents of its recipe, and are not stored"
-        raise UnsupportedError.of("recipe.unsupported", place, message, "merge those into folders of their own first")
+        raise UnsupportedError.of("recipe.unsupported", place, message, "merge these into separate folders first")
     beside = [place.parent / file.name.removeprefix(BESIDE) for file in manifest.files if file.name.startswith(BESIDE)]
     merged = open_path(store, beside[0] if beside else place)
     resolution = (inputs.plain or inputs).resolution

@@ -108,8 +108,8 @@ def extract_lora(
             extraction.write(writer)
             weights = writer.finish()
         if not extraction.extracted and not extraction.saved:
-            message = "no matrix of it differs from the base's: there is nothing to extract"
-            raise MismatchError.of("extract.nothing", model_path, message, "is it the model that you mean?")
+            message = "none of its matrices differs from the base: there is nothing to extract"
+            raise MismatchError.of("extract.nothing", model_path, message, "is it the right model?")
         base_model = stated_base or hub_id_of(base_checkpoint.path, store) or ""
         report = extraction.report(place, weights.file_bytes, base_model or None)
         check_unchanged(store, checkpoints)
@@ -264,7 +264,7 @@ class _Extraction:
                 record(BASE_ROLE, base_name, self.base, base_model or None),
                 record(EXPERT_ROLE, model_name, self.model, hub_id_of(self.model.path, store)),
             ),
-            quality=f"Of the difference from the base, {left} is left out.",
+            quality=f"{left} of the difference from the base is left out.",
             base_model=base_model.partition("@")[0],
         )
 
@@ -364,7 +364,7 @@ class _Extraction:
             return "part of a norm; --save-modules stores it in full"
         if self._is_bias(name):
             return "a bias; --save-modules stores it in full"
-        return f"of shape {list(tensor.shape)}, no module's matrix: LoRA does not change it"
+        return f"of shape {list(tensor.shape)}, not a matrix of a module: LoRA cannot change it"
 
     def _delta(self, tensor: Readable, changed: Readable, span: Span) -> NDArray[np.float32]:
         values = self._read(changed, span, Purpose.EXPERT)

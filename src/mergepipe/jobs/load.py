@@ -145,7 +145,7 @@ def load_file(
         check_original_headers(store, opened)
         return LoadedTensors((checkpoint, *bases), store, framework, n_threads)
     if base is not None:
-        raise RecipeError.of("option.conflict", "--base", f"{place} is no packed expert", "leave it out")
+        raise RecipeError.of("option.conflict", "--base", f"{place} is not a packed expert", "leave it out")
     return LoadedTensors((open_path(store, place),), store, framework, n_threads)
 
 
@@ -217,7 +217,7 @@ class OpenedMerge:
     def __init__(self, recipe: Location | RecipeText, options: MergeOptions) -> None:
         """Open the inputs and decide what is read. Raises as `merge`, before any tensor is read."""
         if options.target_loss is not None:
-            message = "looks at merges in folders, and this one is not written"
+            message = "evaluates merges in folders, but this one is not written"
             raise RecipeError.of("option.conflict", "target_loss", message, "leave it out, or call `merge`")
         settings = merge_settings(options)
         self._store = store = Stores(settings.engine.connections)
@@ -325,7 +325,7 @@ def loaded_model(merge: OpenedMerge, torch_dtype: Any = None, device_map: Any = 
         architecture = (config.architectures or [""])[0]
         kind = getattr(transformers, architecture)
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise _refusal(f"transformers knows no such model: {error}") from error
+        raise _refusal(f"transformers does not know this model: {error}") from error
     placing: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     tensors = dict(merge.tensors("torch"))
     try:

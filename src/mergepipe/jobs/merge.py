@@ -124,7 +124,7 @@ def merge(
     request = plan_request(first_budget, made, everything=first_budget is None)
     if made.target_loss is not None and made.evaluate is not None:
         if settings.destination is not None:
-            message, hint = "looks at each merge in a folder of this machine", "merge into a folder"
+            message, hint = "evaluates each merge in a folder of this machine", "merge into a folder"
             raise RecipeError.of("option.conflict", "--target-loss", message, hint)
         return merge_to_target(source, request, settings, parse_evaluation(made.evaluate), made.target_loss)
     if on_cluster:

@@ -205,22 +205,24 @@ def _read_recipe(
     root = source.root if isinstance(source.root, dict) else {}
     for key in root:
         if key not in _RECIPE_KEYS:
-            message = f"has no meaning for an adapter: {', '.join(_RECIPE_KEYS)} have"
+            message = f"has no effect for an adapter: {', '.join(_RECIPE_KEYS)} have"
             raise RecipeError.of("recipe.unknown-name", source.where(key), message)
     if root.get("output") != "adapter":
         message = "the recipe makes a model, not an adapter"
-        raise RecipeError.of("recipe.value", source.where("output"), message, "say `output: adapter`, or merge it")
+        raise RecipeError.of(
+            "recipe.value", source.where("output"), message, "write `output: adapter`, or use `mergepipe merge`"
+        )
     models, method = root.get("models"), root.get("merge_method")
     if not isinstance(models, list) or not isinstance(method, str):
         raise RecipeError.of("recipe.incomplete", source.where(), "`merge_method` and a list of `models` are needed")
     if (options.method, options.weights, options.density) != (CONCATENATION, (), None):
-        message = "--method, --weight and --density are those of the recipe"
+        message = "the recipe sets --method, --weight and --density"
         raise RecipeError.of("option.conflict", "--method", message, "leave them out")
     adapters = []
     for index, entry in enumerate(models):
         text = entry.get("model") if isinstance(entry, dict) else None
         if not isinstance(text, str):
-            raise RecipeError.of("recipe.incomplete", source.where("models", index), "`model` names no adapter")
+            raise RecipeError.of("recipe.incomplete", source.where("models", index), "`model` does not name an adapter")
         beside = path.parent / text
         adapters.append(str(beside) if store.stat(Location.local(beside).absolute()) is not None else text)
     made = replace(options, method=method, rank=_recipe_rank(source, root, options.rank))
@@ -228,7 +230,7 @@ def _read_recipe(
     if method in (CONCATENATION, TRUNCATION):
         weights = tuple(_recipe_weight(source, index, entry) for index, entry in enumerate(entries))
         if root.get("parameters"):
-            message = f"has no meaning for {method}: give each model its own weight"
+            message = f"has no effect with {method}: give each model its own weight"
             raise RecipeError.of("recipe.unknown-name", source.where("parameters"), message)
         return adapters, None, replace(made, weights=weights)
     cores = [{**entry, "model": f"adapter-{k}"} for k, entry in enumerate(entries)]
@@ -242,7 +244,7 @@ def _recipe_rank(source: YamlSource, root: Json, stated: int | None) -> int | No
     if rank is None:
         return stated
     if stated is not None:
-        raise RecipeError.of("option.conflict", "--rank", "the recipe has a rank too", "leave one of the two out")
+        raise RecipeError.of("option.conflict", "--rank", "the recipe also sets a rank", "leave one of the two out")
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise RecipeError.of("recipe.value", source.where("rank"), f"must be a whole number, found {shown(rank)}")
     return rank
@@ -313,9 +315,7 @@ class _AdapterMerge:
         changed = Counter([*self._modules, *(name.removesuffix(".weight").removesuffix(_ROWS) for name in self.full)])
         twice = [module for module, count in changed.items() if count > 1]
         if twice:
-            message = (
-                f"of {shown(twice[0])} one adapter has factors, trained tokens or the whole, and another one others"
-            )
+            message = f"for {shown(twice[0])} the adapters store different things: factors, tokens, or the full tensor"
             raise MismatchError.of("adapter.mismatch", self.names[-1], message, "apply them to the base, all at once")
         if len({adapter.config.is_transposed for adapter in self.adapters}) > 1:
             message = "fan_in_fan_out is true for some adapters and false for others"
@@ -495,7 +495,7 @@ class _AdapterMerge:
             summary=f"LoRA adapters {' and '.join(names)} merged by {self.options.method}: {kept} of their deltas kept",
             recipe=recorded_recipe({"output": "adapter", **self._recipe_with_names(names)}),
             inputs=tuple(inputs),
-            quality=f"It keeps {kept} of the square sum of the merged deltas.",
+            quality=f"It keeps {kept} of the squared norm of the merged deltas.",
             base_model=base_model,
             seed=self.options.seed,
         )
@@ -661,13 +661,13 @@ def _check_options(options: MergeLoraOptions, n_adapters: int) -> None:
     """Refuse options that do not fit together."""
     one_of("--method", options.method, (CONCATENATION, TRUNCATION, *operator_specs()))
     if options.method == TRUNCATION and options.rank is None:
-        raise RecipeError.of("option.missing", "--rank", "svd cuts to a rank, and none is given", "give --rank 16")
+        raise RecipeError.of("option.missing", "--rank", "svd needs a rank, and none is given", "give --rank 16")
     if options.method == CONCATENATION and options.rank is not None:
         message = "has no effect with --method cat: ranks add up"
-        raise RecipeError.of("option.conflict", "--rank", message, "leave it out, or take --method svd")
+        raise RecipeError.of("option.conflict", "--rank", message, "leave it out, or use --method svd")
     if options.method in (CONCATENATION, TRUNCATION) and options.density is not None:
         message = f"has no effect with --method {options.method}: deltas are added whole"
-        raise RecipeError.of("option.conflict", "--density", message, "leave it out, or take --method ties")
+        raise RecipeError.of("option.conflict", "--density", message, "leave it out, or use --method ties")
     if len(options.weights) != n_adapters:
         message = f"{len(options.weights)} for {n_adapters} adapters"
         raise RecipeError.of("option.conflict", "--weight", message, "give one for each, in order, or none")

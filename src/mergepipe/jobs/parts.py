@@ -95,7 +95,7 @@ def run_part(
         hint = "give one of the two: a cluster makes all parts"
         raise RecipeError.of("option.conflict", "--executor", "a part is made by this process", hint)
     if made.resume is not None:
-        message = "a part that is run again takes what is done, and reads again what was lost"
+        message = "a part that is run again keeps finished files and reads again what was lost"
         raise RecipeError.of("option.conflict", "--resume" if made.resume else "--no-resume", message, "leave it out")
     numbers, decided = None if part is None else check_part(*part), read_plan(plan)
     settings = merge_settings(made.common(MergeOptions, seed=decided.seed), out, on_progress)
@@ -156,7 +156,7 @@ def make_part_of(
         shards = () if numbers is None else split(planned.output, numbers[1])[numbers[0] - 1].shards
         if numbers is None and not parts.exists:
             message = f"no part of it is made: there is no {parts.path.name}"
-            hint = "make its parts first: --part 1/1 makes everything"
+            hint = "run its parts first: --part 1/1 makes everything"
             raise NotFoundError.of("parts.missing", parts.out, message, hint)
         parts.open()
         if is_there():  # between looking and making the place

@@ -91,7 +91,7 @@ def plan_request(budget: str | float | None, options: PlanOptions, *, everything
     """Return what a plan is asked for; `everything` takes the place of a budget."""
     if everything:
         if budget is not None:
-            message = "it reads everything, whatever --budget says"
+            message = "it reads everything, so --budget has no effect"
             raise RecipeError.of("option.conflict", "--all", message, "give only one")
         budget = "100%"
     if budget is None:
@@ -114,10 +114,13 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
     models = inputs.recipe.inputs()
     if inputs.intermediates or inputs.plain:
         name = models[min(inputs.intermediates, default=0)].text
-        message = "a budget does not reach into what another document makes, or is stored like the base afterwards"
+        message = "a budget cannot be used with several documents or with out_dtype: like_base"
         raise UnsupportedError.of("plan.unsupported", name, message, "merge that document first, into a snapshot")
     if inputs.recipe.tokenizer is not None and inputs.recipe.tokenizer.new_tokens == OMP:
-        where, message = inputs.recipe.tokenizer.where, "a budget does not reach into rows that are made of all others"
+        where, message = (
+            inputs.recipe.tokenizer.where,
+            "a budget cannot be used with rows that are computed from all others",
+        )
         raise UnsupportedError.of("plan.unsupported", where, message, "write new_tokens: subword")
     known = KnownStatistics(store, link.home, link.notices, beside=True)
     planned_models, statistics = _lookup_known(known, inputs)
@@ -209,7 +212,7 @@ def _of_budget(plan: Plan, budget_bytes: int) -> Plan:
     reserve_bytes = budget_bytes - plan.budget_bytes
     if not reserve_bytes:
         return plan
-    decision = f"{format_bytes(reserve_bytes)} are left for requests that fail and are repeated"
+    decision = f"{format_bytes(reserve_bytes)} are reserved for retries of failed requests"
     told = Fallback("budget", decision, "experts lie on servers")
     return replace(plan, budget_bytes=budget_bytes, fallbacks=(told, *plan.fallbacks))
 

@@ -56,7 +56,7 @@ def push(
     path = folder.local_path
     if is_pack:
         opened = read_store(store, folder)
-        message = f"Expert packed as what it changes of its base (mergepipe {mergepipe.__version__})"
+        message = f"Expert packed as its difference from its base (mergepipe {mergepipe.__version__})"
         output, sid = published_store(store, opened), opened.header.content_id
     else:
         read = _read_composite if is_composite(store, folder) else _read_snapshot

@@ -36,7 +36,7 @@ from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
-_HINT = "put the input back as it was"
+_HINT = "restore the input unchanged"
 _GONE_HINT = "put it there: a snapshot names its inputs relative to its own folder, so move both together"
 
 
@@ -52,11 +52,11 @@ class RebuiltTensor:
 def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) -> Inputs:
     """Open the inputs of a snapshot at their recorded paths; `stage` writes intermediates that must be complete."""
     if manifest.is_adapter:
-        message = f"is an adapter made by `mergepipe {manifest.operator}`, which is not made again from its record"
+        message = f"is an adapter made by `mergepipe {manifest.operator}`, which cannot be replayed from its record"
         hint = "run that command again: the recipe in its record has the options"
         raise UnsupportedError.of("model.unsupported", manifest.sid, message, hint)
     gone = [
-        Problem("input.not-found", str(path), f"the input {record.model} is gone", _GONE_HINT)
+        Problem("input.not-found", str(path), f"the input {record.model} does not exist any more", _GONE_HINT)
         for record in manifest.inputs
         for path in referenced_paths(record.path, store)
         if store.stat(path) is None
@@ -68,7 +68,7 @@ def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) 
     sources = tuple(inputs.sources())
     if [reference_text(model) for _, model, _ in sources] != [record.path for record in manifest.inputs]:
         message = "its inputs are not those of its recipe"
-        raise NotFoundError.of("input.not-found", "the manifest", message, "merge again by the recipe")
+        raise NotFoundError.of("input.not-found", "the manifest", message, "merge again with the recipe")
     changed = [
         Problem("input.changed", f"{record.path}/{name}", "is not what the snapshot was made from", _HINT)
         for record, (_, _, checkpoint) in zip(manifest.inputs, sources, strict=True)

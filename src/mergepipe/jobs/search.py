@@ -99,7 +99,7 @@ def searched_values(source: YamlSource) -> list[Searched]:
     """List the values `{search: [low, high]}` and `{search: [a, b, c]}` of a recipe."""
     values = list(_searched(source, source.root, ()))
     if not values:
-        message = "nothing in the recipe is to be searched"
+        message = "the recipe has no values to search"
         hint = "write `weight: {search: [0.0, 1.0]}` in the place of a number"
         raise RecipeError.of("recipe.incomplete", source.where(), message, hint)
     return values
@@ -120,7 +120,7 @@ def _one(source: YamlSource, stated: Mapping[str, Value], at: KeyPath) -> Search
     options, is_log = stated[SEARCH_KEY], stated.get(LOG_KEY, False)
     where, further = source.where(*at), [key for key in stated if key not in (SEARCH_KEY, LOG_KEY)]
     if further or not isinstance(is_log, bool):
-        message = f"'{further[0]}' means nothing here" if further else f"'log' must be true or false, found {is_log}"
+        message = f"'{further[0]}' has no effect here" if further else f"'log' must be true or false, found {is_log}"
         raise RecipeError.of("recipe.value", where, message, "write {search: [low, high], log: true}")
     if not isinstance(options, list) or len(options) < 2 or any(isinstance(option, list | dict) for option in options):
         message = f"a search is over [low, high] or a list of values, found {shown(options)}"
@@ -167,7 +167,7 @@ def search(
 
     Raises:
         RecipeError: nothing is to be searched, or options that do not fit together.
-        OutputError: there is a study of an earlier search, or of another recipe.
+        OutputError: a study of an earlier search exists, or of another recipe.
         LimitError: every trial fails.
         UnsupportedError: optuna is not installed.
     """
@@ -237,7 +237,7 @@ class _Search:
 
     def _parsed_command(self, evaluate: Evaluate | None) -> Evaluation | None:
         if (evaluate is None) == (self._options.evaluate is None):
-            message = "a command or a function has to evaluate merges, and one of them alone"
+            message = "merges are evaluated by a command or a function: exactly one is needed"
             raise RecipeError.of("option.missing", "--evaluate", message, "give --evaluate 'python loss.py {}'")
         if evaluate is not None and self._objectives:
             message = "a function returns one number"
@@ -250,7 +250,7 @@ class _Search:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         exists = self._store.stat(Location.local(self._study_path)) is not None
         if exists and not self._options.resume:
-            message, hint = "there is a study of an earlier search", "give --resume to go on with it, or move it"
+            message, hint = "a study of an earlier search exists", "give --resume to continue it, or move it"
             raise OutputError.of("output.exists", self._study_path, message, hint)
         make_folders(self._study_path.parent)
         journal = optuna.storages.journal
@@ -337,7 +337,7 @@ class _Search:
             failure = str(error) if isinstance(error, MergePipeError) else f"{type(error).__name__}: {error}"
         except BaseException as error:
             self._study.tell(trial, state=states.FAIL)
-            error.add_note(f"the trials before are kept in {self._study_path}, and --resume goes on with them")
+            error.add_note(f"the trials before are kept in {self._study_path}, and --resume continues with them")
             raise
         finally:
             owned.remove_tree(folder, ignore_errors=True)
@@ -347,7 +347,9 @@ class _Search:
         finished = self._finished()[-_MOST_FAILED:]
         if len(finished) == _MOST_FAILED and all(one.state == states.FAIL for one in finished):
             message = f"{_MOST_FAILED} trials in a row failed; the last: {failure}"
-            raise LimitError.of("evaluate.failed", self._study_path, message, "mend that, then --resume goes on")
+            raise LimitError.of(
+                "evaluate.failed", self._study_path, message, "fix the cause, then continue with --resume"
+            )
 
     def _losses(self, trial: Any, values: Mapping[KeyPath, Any], folder: Path) -> tuple[float, ...]:
         """Merge and evaluate under one budget after the other; empty where a trial is given up on the way."""
@@ -452,7 +454,7 @@ class _Search:
         complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
         if not complete:
             failures = [trial.user_attrs["failure"] for trial in trials if trial.user_attrs.get("failure")]
-            message = "; the last: ".join(["no trial came to an end, and nothing was published", *failures[-1:]])
+            message = "; the last: ".join(["no trial was completed, and nothing was published", *failures[-1:]])
             raise LimitError.of("evaluate.failed", self._study_path, message)
         is_most = bool(self._objectives) and self._objectives[0].endswith(":max")
         return (max if is_most else min)(complete, key=lambda trial: trial.values[0])

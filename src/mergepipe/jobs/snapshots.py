@@ -174,7 +174,7 @@ def find_snapshot_path(reference: str | Path, home: Path) -> Path:
     if path.is_file() and _has_manifest(record):
         manifest = read_manifest_value(Stores(), Location.local(record))
         if BESIDE + path.name not in {file.name for file in (*manifest.files, *manifest.sidecars)}:
-            hint = "give back the name that it was made under, or merge again"
+            hint = "rename it back to the name that it was made under, or merge again"
             raise NotFoundError.of("snapshot.not-found", path, f"{record.name} is the record of another file", hint)
         return record
     if path.is_dir():
@@ -385,7 +385,7 @@ def _parts(folders: Iterable[Path], *, dry_run: bool) -> Iterator[Garbage]:
             nbytes = allocated_bytes(path)
             if not dry_run:
                 owned.remove_tree(path, ignore_errors=True)
-            reason = "its output is published" if is_finished else "nobody has worked on it for a week"
+            reason = "its output is published" if is_finished else "no process has worked on it for a week"
             yield Garbage("parts", str(path), reason, nbytes, not dry_run)
 
 
@@ -425,4 +425,4 @@ def _snapshot_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
             continue
         if not dry_run:
             catalog.forget(row)
-        yield Garbage("snapshot-row", f"{row.sid} {row.path}", "the snapshot is gone", 0, not dry_run)
+        yield Garbage("snapshot-row", f"{row.sid} {row.path}", "the snapshot no longer exists", 0, not dry_run)

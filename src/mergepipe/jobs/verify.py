@@ -117,10 +117,10 @@ def verify(
         base = None if made.base is None else locate_model(store, made.base)
         return verify_pack(path, base=base, threads=engine.threads, on_progress=on_progress)
     if made.base is not None:
-        raise RecipeError.of("option.conflict", "--base", f"{snapshot} is no packed expert", "leave it out")
+        raise RecipeError.of("option.conflict", "--base", f"{snapshot} is not a packed expert", "leave it out")
     if is_composite(store, path):
         if made.deep_fraction > 0:
-            message = "a composite of tailor is not made again from its sources"
+            message = "a composite of tailor cannot be recomputed from its sources"
             raise UnsupportedError.of("snapshot.composite", path, message, "verify it without --deep")
         return _verify_composite(store, path, engine.threads, on_progress)
     examination = examine(store, path, engine.threads, on_progress)
@@ -180,7 +180,7 @@ def _file_damages(
     path = directory / file.name
     status = store.stat(path)
     if status is None or not status.is_file:
-        yield Damage("missing", file.name, "", 0, file.size_bytes, "the file is gone")
+        yield Damage("missing", file.name, "", 0, file.size_bytes, "the file is missing")
     else:
         size = status.size_bytes
         if size != file.size_bytes:
@@ -378,7 +378,9 @@ def repair(
     place, is_pack = find_published(snapshot, made.home, store)
     if is_pack:
         hint = "pack the expert again, or unpack the store and repair the snapshot"
-        raise UnsupportedError.of("pack.unsupported", place, "is a packed expert, which is not repaired in place", hint)
+        raise UnsupportedError.of(
+            "pack.unsupported", place, "is a packed expert, which cannot be repaired in place", hint
+        )
     path = place.local_path
     if path.is_symlink():
         message = f"is a link to {path.resolve()}, and nothing is written through links"
@@ -426,7 +428,7 @@ def _header_patches(examination: Examination) -> Iterator[_Patch]:
         if len(header) != file.data_start or (
             examination.table and block_digest(header) != examination.table.headers[file.index]
         ):
-            message = "its header was written by another version, and cannot be made again"
+            message = "its header was written by another version, and cannot be recomputed"
             raise CorruptError.of("snapshot.unrepairable", examination.path / file.name, message, _HINT)
         yield file.name, 0, len(header), [header]
 
@@ -441,7 +443,7 @@ def _block_patches(examination: Examination, rebuilt: Mapping[str, RebuiltTensor
     wrong = [name for name, made in rebuilt.items() if made.digest.root != placed[name][1].root]
     if wrong:
         message = f"recomputed from the inputs, it differs: {cause_of_change(examination.manifest)}"
-        raise ConflictError(*(Problem("input.changed", name, message, "put the inputs back") for name in wrong))
+        raise ConflictError(*(Problem("input.changed", name, message, "restore the inputs") for name in wrong))
     for damage in examination.damages:
         if damage.kind == "block" and damage.stop > damage.start:
             file, tensor = placed[damage.tensor]
@@ -471,7 +473,7 @@ def _small_files(store: Store, examination: Examination) -> dict[str, bytes]:
     contents = sidecar_contents(plan_small_files(inputs, store, MergeOptions()), inputs, store, bare, plan)
     contents |= index_files([ShardLayout(file.name, _specs(manifest, file.name), b"") for file in manifest.files])
     impossible = [
-        Problem("snapshot.unrepairable", str(examination.path / name), "cannot be made again from the inputs", _HINT)
+        Problem("snapshot.unrepairable", str(examination.path / name), "cannot be recomputed from the inputs", _HINT)
         for name in wanted
         if name not in contents or (name in records and small_digest(contents[name]) != records[name].blake3)
     ]

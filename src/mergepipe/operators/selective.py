@@ -143,7 +143,13 @@ def overlap_rule(epsilon: float, own_scales_E: NDArray[np.float32]) -> BlockFunc
 
 @partial(
     Blockwise,
-    OperatorSpec("ram", "average what several change, keep what one changes", _RAM, BaseRole.REQUIRED, (CHANGED,)),
+    OperatorSpec(
+        "ram",
+        "average the changes that several models make, keep those of one model",
+        _RAM,
+        BaseRole.REQUIRED,
+        (CHANGED,),
+    ),
 )
 def ram(inputs: OperatorInput) -> BlockFunction:
     """Add what one expert changes, and the mean of what several change.
@@ -161,7 +167,7 @@ class RamPlus(AllAlike):
 
     spec: ClassVar[OperatorSpec] = OperatorSpec(
         "ramplus_tl",
-        "as ram, with what one model changes amplified tensor by tensor",
+        "as ram, with the changes of a single model amplified tensor by tensor",
         _RAM,
         BaseRole.REQUIRED,
         (

@@ -361,7 +361,7 @@ _SPREAD = ParameterSpec(
     low=0.0,
     high=0.5,
 )
-_NOT_RESCALED = shared("rescale", "nothing is trimmed, so that nothing is rescaled", False, ignored=True)
+_NOT_RESCALED = shared("rescale", "nothing is trimmed, so nothing is rescaled", False, ignored=True)
 _RESCALED, _AS_IT_IS = rescale_to_magnitudes(True), rescale_to_magnitudes(False)
 _BY_DENSITY = shared("rescale", "multiply surviving elements by 1/density", True)
 

@@ -116,7 +116,7 @@ POST = OperatorSpec(
     BaseRole.REQUIRED,
     (
         ParameterSpec("svc", Scope.GLOBAL, "least inflation that values are divided by", low=0.0, low_open=True),
-        ParameterSpec("isotropic", Scope.GLOBAL, "all singular values become their mean", False),
+        ParameterSpec("isotropic", Scope.GLOBAL, "replace all singular values by their mean", False),
     ),
 )
 """What a recipe may have under `post`, after any rule; the parameters of a task have it as `SVC` and `ISOTROPIC`."""
@@ -129,7 +129,7 @@ def normalize_flag(default: bool) -> ParameterSpec:
 
 def rescale_to_magnitudes(default: bool) -> ParameterSpec:
     """The flag that keeps the sum of magnitudes when elements are dropped."""
-    return shared("rescale", "multiply what is kept so that the sum of magnitudes stays", default)
+    return shared("rescale", "rescale the kept elements so that the sum of magnitudes is unchanged", default)
 
 
 def delta_spec(

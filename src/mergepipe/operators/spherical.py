@@ -272,7 +272,7 @@ class MultiSlerp(_Weighted):
         (
             WEIGHT,
             shared("normalize_weights", "divide the weights by their sum", True),
-            ParameterSpec("eps", Scope.GLOBAL, "smallest length that is told from zero", default=1e-8, low=0.0),
+            ParameterSpec("eps", Scope.GLOBAL, "smallest length that is not treated as zero", default=1e-8, low=0.0),
         ),
     )
 
@@ -304,7 +304,7 @@ def barycentre(weights_P: Coefficients, gram_PP: Gram, eps: float) -> Coefficien
         raise UnsupportedError.of(
             "model.unsupported",
             "multislerp",
-            "the weighted directions of the models cancel out in a tensor, so that there is no mean direction",
+            "the weighted directions of the models cancel out in a tensor, so there is no mean direction",
             "change the weights",
         )
     mean_P = mean_P / length
@@ -327,13 +327,11 @@ class Karcher(_Weighted):
 
     spec: ClassVar[OperatorSpec] = OperatorSpec(
         "karcher",
-        "mean of directions on a hypersphere, all models alike",
+        "mean of directions on a hypersphere, with equal weights",
         "arXiv 2603.04972",
         BaseRole.OPTIONAL,
         (
-            ParameterSpec(
-                "max_iter", Scope.GLOBAL, "most steps towards the mean", default=10.0, low=0.0, is_whole=True
-            ),
+            ParameterSpec("max_iter", Scope.GLOBAL, "maximum number of steps", default=10.0, low=0.0, is_whole=True),
             ParameterSpec("tol", Scope.GLOBAL, "a shorter step ends the search", default=1e-5, low=0.0),
         ),
         min_experts=0,
@@ -450,7 +448,14 @@ class GeometricMedian(_Weighted):
         BaseRole.ORIGIN,
         (
             ParameterSpec("weight", Scope.MODEL, "factor of the distance to this model", default=1.0, low=0.0),
-            ParameterSpec("max_iter", Scope.GLOBAL, "most steps of the search", default=1000.0, low=0.0, is_whole=True),
+            ParameterSpec(
+                "max_iter",
+                Scope.GLOBAL,
+                "maximum number of steps of the search",
+                default=1000.0,
+                low=0.0,
+                is_whole=True,
+            ),
             ParameterSpec("tol", Scope.GLOBAL, "a smaller change of the shares ends it", default=1e-6, low=0.0),
         ),
     )

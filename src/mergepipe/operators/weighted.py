@@ -210,7 +210,7 @@ class Sar(AllAlike):
 
     spec: ClassVar[OperatorSpec] = OperatorSpec(
         "sar",
-        "of several changes of an element the most important one",
+        "the most important of several changes of an element",
         "Wu et al. 2026, arXiv 2606.18521",
         BaseRole.REQUIRED,
         (
@@ -245,7 +245,7 @@ class Sar(AllAlike):
     Blockwise,
     OperatorSpec(
         "consensus",
-        "the sum of deltas where it is of use to several models",
+        "the sum of deltas, where several models agree with it",
         "Wang et al. 2024, arXiv 2405.07813",
         BaseRole.REQUIRED,
         (

@@ -99,17 +99,19 @@ def _note_base_parameters(reader: DocumentReader, operator: OperatorSpec, group:
     """Report parameters of a base that deltas are taken against."""
     for index, model in enumerate(group.models):
         if group.is_origin(model, operator) and model.parameters:
-            message = f"{', '.join(model.parameters)} of the base: no effect, {operator.name} takes deltas against it"
+            message = (
+                f"{', '.join(model.parameters)} of the base: no effect, {operator.name} computes deltas against it"
+            )
             at = (*group.at, index, "parameters")
-            reader.notice("recipe.no-effect", at, message, "for another model they count")
+            reader.notice("recipe.no-effect", at, message, "for any other model they have an effect")
 
 
 def _note_base_alone(reader: DocumentReader, operator: OperatorSpec, group: Group) -> None:
     """Report a base that nothing is merged into."""
     is_alone = all(group.is_origin(model, operator) for model in group.models)
     if is_alone and group.base is not None and group.base.adapter is None:
-        message = f"'{shortened(group.base.text)}' is the base and the only model: it is copied"
-        reader.warning("recipe.unclear", group.at, message, "list the models that are merged into it")
+        message = f"'{shortened(group.base.text)}' is the base and the only model: the output is a copy of it"
+        reader.warning("recipe.unclear", group.at, message, "list the models to merge into it")
 
 
 def _mapping_at(root: Value, key_path: KeyPath) -> dict[str, Value] | None:
@@ -248,7 +250,7 @@ def read_slices(context: EntryContext, value: Value, key_path: KeyPath) -> tuple
     read = all_or_none(slices)
     if read is not None and not any(output_slice.n_layers for output_slice in read):
         hint = "write 'layer_range: [FIRST, END]', END is not included"
-        context.reader.refuse("recipe.value", key_path, "no slice holds a layer", hint)
+        context.reader.refuse("recipe.value", key_path, "no slice contains a layer", hint)
         return None
     return read
 
@@ -257,7 +259,7 @@ def read_modules(context: EntryContext, value: Value, key_path: KeyPath) -> tupl
     """Parse the modules by name; None if one is invalid."""
     if not isinstance(value, dict) or not value:
         hint = "write 'NAME: {slices: ...}' or 'NAME: {models: ...}'"
-        context.reader.wrong_kind(value, key_path, "names of modules with what they are made of", hint)
+        context.reader.wrong_kind(value, key_path, "names of modules with their slices or models", hint)
         return None
     return all_or_none([_module(context, name, entry, (*key_path, name)) for name, entry in value.items()])
 
@@ -279,7 +281,7 @@ def _model(context: EntryContext, value: Value, key_path: KeyPath, real_keys: tu
     value, numbers = _take_numbers(context, value, key_path)
     parameters = context.parameters(value, key_path, Scope.MODEL)
     if value.get("model") is None:
-        reader.refuse("recipe.incomplete", (*key_path, "model"), "the entry names no model", "write '- model: PATH'")
+        reader.refuse("recipe.incomplete", (*key_path, "model"), "the entry has no model", "write '- model: PATH'")
         return None
     model = read_model(reader, value["model"], (*key_path, "model"), parameters, key_path)
     return model if model is None or numbers is None else replace(model, numbers=numbers)
@@ -297,11 +299,13 @@ def _take_numbers(
     changed: dict[str, Value] = {**entry, "parameters": {**parameters, "weight": weight.get("value", 1.0)}}
     reader.refuse_unknown_keys(weight, NUMBERS_KEYS, at)
     if weight.get("value") == BY_NORM_TEXT or not operator.is_weighted:
-        reader.refuse("recipe.value", at, "the weight follows from norms, or there is none: no file goes with it")
+        reader.refuse(
+            "recipe.value", at, "the weight comes from norms, or there is none: it cannot be combined with a file"
+        )
         return changed, None
     file = read_reference(reader, weight["file"], (*at, "file"))
     if file is not None and (file.adapter is not None or file.intermediate is not None):
-        reader.refuse("recipe.value", (*at, "file"), "needs a checkpoint of the model's shapes")
+        reader.refuse("recipe.value", (*at, "file"), "needs a checkpoint with the model's shapes")
         return changed, None
     return changed, None if file is None else replace(file, is_delta=True)
 
@@ -311,7 +315,7 @@ def check_keys(reader: DocumentReader, entry: dict[str, Value], key_path: KeyPat
 
     def elsewhere(key: str) -> str:
         is_parameter = bool(parameter_elsewhere(key))
-        return "parameters count under 'parameters:'" if is_parameter else key_elsewhere(key)
+        return "parameters belong under 'parameters:'" if is_parameter else key_elsewhere(key)
 
     reader.unknown_keys(entry, real_keys, key_path, elsewhere, further_names=parameter_names())
 
@@ -331,8 +335,8 @@ def _numbered(context: EntryContext, models: Sequence[ModelInput], key_path: Key
         numbered.append(replace(model, repeat=repeats[model.key]) if is_counted else model)
         repeats[model.key] += 1
         if first < index and is_counted:
-            message = f"'{shortened(model.text)}' is listed already, as {key_path[-1]}[{first}]: each entry counts"
-            elsewhere = "mergekit takes a name that stands twice once, with the parameters of the first"
+            message = f"'{shortened(model.text)}' is already listed, as {key_path[-1]}[{first}]: each entry counts"
+            elsewhere = "mergekit uses a model that is listed twice only once, with the parameters of the first entry"
             context.reader.warning("recipe.unclear", (*key_path, index, "model"), message, elsewhere)
     return tuple(numbered)
 
@@ -395,11 +399,11 @@ def _layer_range(reader: DocumentReader, entry: Value, key_path: KeyPath) -> tup
         return None
     start, stop = numbers
     if not 0 <= start <= stop:
-        reader.refuse("recipe.value", at, f"[{start}, {stop}] holds no layer", hint)
+        reader.refuse("recipe.value", at, f"[{start}, {stop}] contains no layer", hint)
         return None
     if start == stop:
         meaning = "a first or last slice still says which models the tensors around the layers are of"
-        reader.notice("recipe.no-effect", at, f"[{start}, {stop}] holds no layer", meaning)
+        reader.notice("recipe.no-effect", at, f"[{start}, {stop}] contains no layer", meaning)
     return start, stop
 
 
@@ -411,7 +415,7 @@ def _check_lengths(reader: DocumentReader, sources: tuple[LayerSource, ...], key
                 f"{source.n_layers} layers of '{shortened(source.model.text)}' cannot be merged with "
                 f"{first.n_layers} of '{shortened(first.model.text)}'"
             )
-            hint = "give all sources of a slice equally many layers"
+            hint = "give all sources of a slice the same number of layers"
             reader.refuse("recipe.conflict", (*key_path, index, "layer_range"), message, hint)
             return
 

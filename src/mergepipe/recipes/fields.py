@@ -120,10 +120,10 @@ RECIPE_KEYS = (
     "merge_method", "base_model", *CONTENT_KEYS, "parameters", "dtype", "out_dtype",
     "tokenizer_source", "tokenizer", "adapter_tokenizer", "chat_template", "name", "post",
 )  # fmt: skip
-_PAST = "mergekit does not use it either: an option of its past, or of a fork"
+_PAST = "mergekit does not use it either: an option of older versions, or of a fork"
 _OTHER_KEYS = {
-    "revision": "a version of a Hub model is written `model: NAME@REVISION`",
-    "merge_method": "the one at the top level holds for the whole recipe",
+    "revision": "write the version of a Hub model as `model: NAME@REVISION`",
+    "merge_method": "the one at the top level applies to the whole recipe",
     "layer_range": "layers are chosen under 'slices:'",
     "residual_weight": _PAST,
     "allow_negative_weights": _PAST,
@@ -135,7 +135,7 @@ def key_elsewhere(key: str) -> str:
     """Return what a key means at another place of a recipe; empty for a key of no meaning."""
     if key in _OTHER_KEYS:
         return _OTHER_KEYS[key]
-    return "it counts at the top level of the recipe" if key in RECIPE_KEYS else ""
+    return "it belongs at the top level of the recipe" if key in RECIPE_KEYS else ""
 
 
 def parameter_elsewhere(name: str) -> str:

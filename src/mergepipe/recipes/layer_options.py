@@ -229,7 +229,7 @@ def _restated(
     message = (
         f"{' and '.join(rule.options)} cannot say that of the output's layers {layers or 'none'} are what it names"
     )
-    hint = "choose slices in which its rule still holds"
+    hint = "choose slices for which its rule still holds"
     raise UnsupportedError.of("model.unsupported", where, message, hint)
 
 

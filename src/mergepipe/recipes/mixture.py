@@ -31,8 +31,8 @@ _BIAS: Final = re.compile(r"model\.layers\.\d{1,6}\.self_attn\.(?P<role>[qkv])_p
 _BIASED: Final = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 _ROLES: Final = ("gate_proj", "up_proj", "down_proj")
 _NOTHING: Final = TensorParameters({}, {}, ())
-REASON_NOT_MLP: Final = "an expert of a mixture gives its MLPs alone"
-REASON_REPLACED: Final = "the experts' MLPs stand in its place"
+REASON_NOT_MLP: Final = "only the MLPs of an expert are used in a mixture"
+REASON_REPLACED: Final = "the experts' MLPs replace it"
 _LLAMAS: Final = ("llama", "mistral")
 # What the source's loader takes where its configuration says nothing, and the output's would take as something else.
 _DEFAULTS: Final[Json] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
@@ -263,14 +263,14 @@ _ONLY_MIXTURES: Final = re.compile(
 )
 _OF_DENSE: Final = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _ROUTED: Final = re.compile(r".*\.(?:mlp|block_sparse_moe|feed_forward)\.(?:gate|router)\..+")
-REASON_NOT_CHOSEN: Final = "of no expert that the recipe chooses"
+REASON_NOT_CHOSEN: Final = "of an expert that the recipe does not choose"
 
 
 def _count_of(config: Json, where: object) -> tuple[str, int]:
     """Return the key of a configuration that counts experts, and the count."""
     key = next((key for key in _COUNTS if type(config.get(key)) is int), None)
     if key is None:
-        message = "its configuration does not count experts, so it is no mixture of which some could be chosen"
+        message = "its configuration does not count experts, so it is not a mixture of experts to choose from"
         raise MismatchError.of("model.mismatch", where, message, "name a mixture of experts as base_model")
     return key, config[key]
 
@@ -320,11 +320,11 @@ def _of_chosen(
     is_routed = _ROUTED.fullmatch(name) is not None
     if not pieces or is_routed:
         if is_dense and "expert" in name:
-            message = "is not of one expert alone (a shared expert?), so that no expert is a dense model"
+            message = "does not belong to one expert (a shared expert?), so no expert is a dense model"
             raise UnsupportedError.of("recipe.unsupported", name, message, "write experts: [N]")
         is_experts, is_stacked = ".experts." in name, tensor.shape[:1] == (n_experts,)
         if is_experts and not is_stacked:
-            message = "is of experts, and not in a form of which some are chosen"
+            message = "holds experts in a layout from which single experts cannot be taken"
             raise UnsupportedError.of("recipe.unsupported", name, message, "write the model out with transformers")
         if is_stacked and (is_routed or is_experts or len(tensor.shape) == 3):
             tensor = gathered_rows(tensor, np.array(chosen, np.int64))
@@ -340,7 +340,7 @@ def _of_chosen(
     else:
         entry, n_roles = tensor.entry(), len(pieces) // n_experts
         if entry is None:
-            message = "is worked out while it is read (an adapter, a quantised weight), and no part of it is taken"
+            message = "is computed while it is read (an adapter, a quantised weight), so no part of it can be taken"
             hint = "write the model out in bfloat16 first"
             raise UnsupportedError.of("model.unsupported", tensor.name, message, hint)
         nbytes, shape = entry.nbytes // len(pieces), (tensor.shape[1] // n_roles, tensor.shape[2])

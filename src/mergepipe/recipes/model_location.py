@@ -147,7 +147,7 @@ def missing_path(store: Store, text: str, path: Location, where: str = "") -> Me
 def no_path_and_no_hub_model(text: str, error: MergePipeError, where: str = "") -> MergePipeError:
     """Make the error for a name that is no path, and no model that the Hub gives."""
     problem = error.problems[0]
-    message = f"there is no folder '{shortened(text)}', and as a model of the Hub: {problem.message}"
+    message = f"there is no folder '{shortened(text)}', and on the Hub: {problem.message}"
     return NotFoundError.of(problem.code, where, message, problem.hint)
 
 
@@ -174,7 +174,7 @@ def _siblings(store: Store, text: str, path: Location) -> str:
     neighbours = f"{_shown(folder)}/ holds {listed or 'no models'}"
     if near or not _hub_id(text)[0]:
         return neighbours
-    return f"{neighbours}; a model of the Hub is written {HUB_SCHEME}://{text.replace(':', '/')}"
+    return f"{neighbours}; a model on the Hub is written {HUB_SCHEME}://{text.replace(':', '/')}"
 
 
 def _shown(path: Location) -> str:

@@ -347,7 +347,7 @@ class OutputListing:
                         f"'{model.input.text}' has {member_layers.n_layers} layers, "
                         f"{layers.n_layers} has '{anchor.input.text}' ({layers})"
                     )
-                    hint = "merge equally many of each with slices"
+                    hint = "merge the same number of layers of each with slices"
                     self._findings.add(MismatchError, "model.mismatch", model.input.where, message, hint)
 
     def _may_drop(self, model: OpenModel, layers: LayerList) -> bool:
@@ -383,15 +383,15 @@ class OutputListing:
         parts = {part_of(prefix + _ANY_LAYER) for prefix in candidates}
         if len(lists) == 1 and not parts.issuperset(_SIDES):
             return lists[0]
-        hint = "name the one that is meant with 'modules:'"
+        hint = "choose one with 'modules:'"
         if not lists:
-            message, hint = f"'{text}' has no numbered layers to take slices of", "use 'models:' instead"
+            message, hint = f"'{text}' has no numbered layers to slice", "use 'models:' instead"
         elif len(lists) == 1:
             message = (
                 f"'{text}' has layers of an encoder and of a decoder: {' and '.join(map(str, candidates.values()))}"
             )
         else:
-            message = f"'{text}' has several lists of layers equally long: {' and '.join(map(str, lists))}"
+            message = f"'{text}' has several lists of layers of the same length: {' and '.join(map(str, lists))}"
         self._findings.add(RecipeError, "recipe.conflict", where, message, hint)
         return None
 

@@ -261,7 +261,7 @@ class Pairing:
         for index, (rows, base_rows) in sorted(self._short.items()):
             model = self._models[index].input
             what = f"{rows} of the base's {base_rows} embedding rows"
-            message = f"'{model.text}' has {what}: the base's own stand in for the others"
+            message = f"'{model.text}' has {what}: the base's rows are used for the others"
             meaning = "mergekit refuses such models; `tokenizer_source` in the recipe matches rows by token"
             self._findings.add_notice("recipe.unclear", model.where, message, meaning, changes_result=True)
 
@@ -306,7 +306,7 @@ class Pairing:
             return self._did_you_mean(model, name)
         shared = " and ".join(f"'{part}'" for part in sorted(parts))
         rest = f"the rest of '{self._models[base].input.text}' is kept"
-        return f"it has no {part_of(name)} tensors: list the models under `modules:` for {shared} alone, and {rest}"
+        return f"it has no {part_of(name)} tensors: list the models under `modules:` for {shared} only, and {rest}"
 
     def _did_you_mean(self, model: int, name: str) -> str:
         """Suggest a name for a missing tensor, among names with the same layer numbers that the first model lacks."""

@@ -50,7 +50,7 @@ def read_parameters(
             if value not in _WITHOUT_MEANING:
                 reader.notice("recipe.no-effect", at, f"{name} has no effect here", spec.help)
         elif scope is Scope.MODEL and spec.scope is Scope.GLOBAL:
-            message = f"{name} holds for the whole merge: under a model it has no effect"
+            message = f"{name} applies to the whole merge: under a model it has no effect"
             place = "of the slice or at the top level" if "slices" in key_path else "at the top level"
             reader.warning("recipe.unclear", at, message, f"under the parameters {place} it is: {spec.help}")
         else:
@@ -140,7 +140,7 @@ def _cases(reader: DocumentReader, entries: Sequence[Value], key_path: KeyPath, 
         return REFUSED
     final = next((index for index, case in enumerate(cases) if case.filter in EVERY_TENSOR), len(cases))
     for index in range(final + 1, len(cases)):
-        message = f"is never reached: entry [{final}] before it holds for every tensor"
+        message = f"is never reached: entry [{final}] before it applies to every tensor"
         reader.notice("recipe.no-effect", (*key_path, index), message, "the entry without filter goes last")
     return Cases(cases, reader.source.where(*key_path))
 
@@ -208,8 +208,8 @@ def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: Param
         return BY_NORM
     value = unquoted(value)
     if isinstance(value, bool):
-        message = f"{describe(value)} is taken as {int(value)}"
-        reader.warning("recipe.unclear", key_path, message, "mergekit takes it so; write the number")
+        message = f"{describe(value)} is read as {int(value)}"
+        reader.warning("recipe.unclear", key_path, message, "as in mergekit; write the number")
         value = int(value)
     if not isinstance(value, int | float):
         reader.refuse("recipe.value", key_path, f"needs a number, found {describe(value)}")
@@ -228,11 +228,11 @@ def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: Param
         return float(value)
     is_percentage = SMALLEST_PERCENTAGE <= value <= 100 and spec.low <= value / 100 <= spec.high <= 1
     if spec.clamps and (reader.findings.strictness.lenient or not is_percentage):
-        message = f"{spec.name} is {value:g}, taken as {spec.clamped(float(value)):g}"
+        message = f"{spec.name} is {value:g}, read as {spec.clamped(float(value)):g}"
         reader.warning("recipe.unclear", key_path, message, f"it is in {spec.range_text()}")
         return float(value)
     message = f"{spec.name} is {value:g}, must be in {spec.range_text()}"
     meant = f"did you mean {value / 100:g}?" if is_percentage else ""
-    as_mergekit = f"--lenient takes it as {spec.clamped(value):g}, as mergekit does" if spec.clamps else ""
+    as_mergekit = f"--lenient reads it as {spec.clamped(value):g}, as mergekit does" if spec.clamps else ""
     reader.refuse("recipe.value", key_path, message, "; ".join(filter(None, (meant, as_mergekit))))
     return REFUSED

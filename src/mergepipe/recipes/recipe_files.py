@@ -56,7 +56,7 @@ def document_names(sources: Sequence[YamlSource], findings: Findings) -> frozens
         if not isinstance(name, str) or not name.strip():
             continue
         if name in first:
-            message = f"the name '{shortened(name)}' is taken, by {first[name]}"
+            message = f"the name '{shortened(name)}' is already used, by {first[name]}"
             findings.add(RecipeError, "recipe.conflict", source.where("name"), message, "choose another name")
         first.setdefault(name, source.where("name").split(" ")[0])
     return frozenset(first)
@@ -74,7 +74,10 @@ def sort_documents(readers: Sequence[DocumentReader], recipes: Sequence[Recipe])
     except CycleError as error:
         cycle: list[int] = error.args[1][::-1]
         names = " -> ".join(f"'{recipes[index].name}'" for index in cycle)
-        message, hint = f"documents wait for each other: {names}", "a document merges models made before it"
+        message, hint = (
+            f"documents depend on each other: {names}",
+            "a document can only merge documents that do not depend on it",
+        )
         readers[cycle[0]].refuse("recipe.conflict", ("name",), message, hint)
         return ()
     used = {index for need in needs.values() for index in need}
@@ -83,8 +86,8 @@ def sort_documents(readers: Sequence[DocumentReader], recipes: Sequence[Recipe])
     # Of the documents that nothing merges, the one without a name is the output's, else the last.
     _visit(next((index for index in free if recipes[index].name is None), free[-1]), needs, order)
     for index in sorted(set(range(len(recipes))) - set(order)):
-        message = "nothing merges the result of this document"
-        hint = "name it as a model of the output, or keep it in a file of its own"
+        message = "no other document uses the result of this one"
+        hint = "name it as a model of the output, or move it to its own file"
         readers[index].refuse("recipe.no-effect", ("name",) if recipes[index].name else (), message, hint)
     return tuple(recipes[index] for index in order)
 
@@ -131,7 +134,7 @@ def reload_recipe(text: str, store: Store, model_paths: Mapping[str, str]) -> Re
     recipes = reload_recipes(text, store, model_paths)
     if len(recipes) > 1:
         where, message = recipes[-1].path.name, f"one recipe is expected here, found {len(recipes)} documents"
-        raise RecipeError(Problem("recipe.syntax", where, message, "keep one recipe a file"))
+        raise RecipeError(Problem("recipe.syntax", where, message, "keep one recipe per file"))
     return recipes[0]
 
 
@@ -185,7 +188,7 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
         step = read_parameters(reader, root["post"], ("post",), POST, Scope.GLOBAL)
         shared = shared | {f"{POST.name}.{name}": setting for name, setting in step.items()}
         if root.get("base_model") is None:
-            message = "the recipe has no base_model, and the step is one of the delta from it"
+            message = "the recipe has no base_model, and the step works on the delta from it"
             reader.refuse("recipe.incomplete", ("post",), message, "name the base_model")
     template = None if (text := root.get("chat_template")) in (None, "") else reader.text(text, ("chat_template",))
     adapter_tokenizer = _adapter_tokenizer(reader, root.get("adapter_tokenizer"))
@@ -242,7 +245,7 @@ def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | 
     per_token = reader.whole(root.get("experts_per_token"), ("experts_per_token",), 1) or 2
     seed = reader.whole(root.get("seed"), ("seed",), 0) or 0
     if experts and len(experts) < per_token:
-        message = f"{len(experts)} experts, and {per_token} answer each token"
+        message = f"{len(experts)} experts, and {per_token} are used per token"
         reader.refuse("recipe.value", ("experts",), message, "name more experts, or lower experts_per_token")
     if experts and mode not in RANDOM_MODES:
         _check_prompts(reader, [expert for _, expert in experts], [expert for _, expert in shared or ()])
@@ -310,11 +313,11 @@ def _check_prompts(reader: DocumentReader, experts: Sequence[MixtureExpert], sha
     """Report experts that a router made from prompts could not tell apart."""
     for index, expert in enumerate(experts):
         if not expert.positive:
-            message = "the expert has no positive_prompts, which its router is made from"
+            message = "the expert has no positive_prompts, from which its router is computed"
             reader.refuse("recipe.incomplete", ("experts", index), message, "write some, or gate_mode: random")
     if len(experts) > 1 and experts[0].positive and len(set(experts)) == 1:
-        message = "the prompts of all experts are the same, so that the router cannot tell them apart"
-        reader.refuse("recipe.value", ("experts",), message, "write prompts that each expert is for")
+        message = "the prompts of all experts are the same, so the router cannot distinguish them"
+        reader.refuse("recipe.value", ("experts",), message, "write prompts that are typical of each expert")
     if len({bool(expert.positive) for expert in shared}) > 1:
         reader.refuse("recipe.value", ("shared_experts",), "some have prompts and others have none")
 
@@ -327,7 +330,7 @@ def _check_keys(reader: DocumentReader, root: dict[str, Value]) -> None:
         )
     content = [key for key in CONTENT_KEYS if root.get(key)]
     if len(content) > 1:
-        message = f"is there together with '{content[0]}'"
+        message = f"cannot be combined with '{content[0]}'"
         reader.refuse("recipe.conflict", (content[1],), message, "a recipe has one of models, slices and modules")
 
 

@@ -46,7 +46,7 @@ def read_reference(reader: DocumentReader, value: Value, key_path: KeyPath) -> M
     model, adapter = _parts(reader, target)
     if adapter is None and "+" in text and "+" not in target:
         message = f"the location of the adapter of '{shortened(text)}' is not recorded"
-        hint = "merge again by the recipe"
+        hint = "merge again with the recipe"
         where = reader.source.where(*key_path)
         reader.findings.add(NotFoundError, "model.not-found", where, message, hint)
     path = _path(reader, model, key_path)
@@ -128,7 +128,7 @@ def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
             name = _name(reader, text)
             if name.ignored_revision:
                 message = f"the revision '{shortened(name.ignored_revision)}' of a local path has no effect"
-                elsewhere = "it names a version of a model on the Hub; a local folder is read as it is"
+                elsewhere = "a revision is a version of a model on the Hub; a local folder has none"
                 reader.warning("recipe.unclear", key_path, message, elsewhere)
             path = name.remote or _absolute(name.path, folder)
             if not _is_there(reader, name, text, path, key_path):
@@ -154,7 +154,7 @@ def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPat
     entry = {key: item for key, item in value.items() if item is not None}
     if "override_architecture" in entry:
         message = "'override_architecture' has no effect: names and shapes of tensors decide what is merged"
-        elsewhere = "in mergekit it chooses the names that are looked for, and stands in the output's config.json"
+        elsewhere = "in mergekit it chooses the expected names, and is written to the output's config.json"
         reader.notice("recipe.no-effect", (*key_path, "override_architecture"), message, elsewhere)
     if isinstance(entry.get("path"), str) and isinstance(entry.get("revision"), str):
         entry["path"] = f"{entry['path']}@{entry.pop('revision')}"
@@ -182,7 +182,7 @@ def _as_delta(reader: DocumentReader, model: ModelInput, value: Value, key_path:
         reader.wrong_kind(value, (*key_path, "delta"), "true or false")
         return None
     if value and (model.adapter is not None or model.intermediate is not None):
-        message = f"'{shortened(model.text)}' is no checkpoint of differences"
+        message = f"'{shortened(model.text)}' is not a checkpoint of differences"
         reader.refuse("recipe.value", (*key_path, "delta"), message, "remove 'delta'")
         return None
     return replace(model, is_delta=value)

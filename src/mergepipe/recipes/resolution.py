@@ -283,7 +283,9 @@ class _Resolver:
             }  # it lends its tensors' names, shapes and dtypes, and has no part in the average
         if values.get("weight") is BY_NORM:
             model = self._inputs[group.anchor.model]
-            message = f"'{model.text}' has the weight nan, but no norm: it is what the others are compared with"
+            message = (
+                f"'{model.text}' has the weight nan, but no norm: it is the model that the others are compared with"
+            )
             self._findings.add(RecipeError, "recipe.value", model.where, message, "give it a number, or a base_model")
         return values  # with a weight for every model it is one of them, as in mergekit
 
@@ -370,12 +372,12 @@ def _report_idle_filters(recipe: Recipe, outputs: Sequence[OutputTensor], findin
     for text, where in sorted(filters, key=lambda pair: (pair[1], pair[0])):
         if any(text in name for name in names):
             continue
-        message, real_name = f"the filter '{text}' is in no tensor's name", near_miss(text, *parts)
+        message, real_name = f"the filter '{text}' matches no tensor's name", near_miss(text, *parts)
         if real_name is not None:
             findings.add_misspelt("recipe.unknown-name", where, message, f"did you mean '{real_name}'?")
         else:
             shown_parts = ", ".join(parts[:_SHOWN_PARTS]) + (", ..." if len(parts) > _SHOWN_PARTS else "")
-            findings.add_notice("recipe.no-effect", where, message, f"names are made of {shown_parts}")
+            findings.add_notice("recipe.no-effect", where, message, f"the names contain {shown_parts}")
 
 
 def _settings(recipe: Recipe) -> Iterator[Setting]:

@@ -25,7 +25,7 @@ def read_tokenizer(
     """Parse the requested tokenizer, given the recipe's models `inputs`; None if none is requested."""
     whole, short = root.get("tokenizer"), root.get("tokenizer_source")
     if whole is not None and short is not None:
-        message, hint = "is there together with 'tokenizer'", "write it as 'source:' under 'tokenizer:'"
+        message, hint = "cannot be combined with 'tokenizer'", "write it as 'source:' under 'tokenizer:'"
         reader.refuse("recipe.conflict", ("tokenizer_source",), message, hint)
     if whole is None and short is None:
         return None
@@ -67,7 +67,7 @@ class _Tokenizer:
         value = entry.get("new_tokens")
         if value in (None, SUBWORD, OMP):
             if entry.get("k") is not None and value != OMP:
-                self._reading.refuse("recipe.conflict", (*at, "k"), "has no meaning without 'new_tokens: omp'")
+                self._reading.refuse("recipe.conflict", (*at, "k"), "only works together with 'new_tokens: omp'")
             return str(value or "")
         hint = did_you_mean(shortened(str(value)), [SUBWORD, OMP])
         self._reading.refuse("recipe.unknown-name", (*at, "new_tokens"), f"'{shortened(str(value))}' is unknown", hint)

@@ -78,7 +78,7 @@ class Alignment:
         ]
         if self.words:
             text = f"the union adds {plural(len(self.words), 'ordinary token')} of other models"
-            effect = "which are found in a text before the base's own rules split it, so that it splits otherwise"
+            effect = "which are matched before the base's own rules split a text, so texts are split differently"
             notices.append(f"{text} ({examples_of(self.words)}), {effect}")
         return tuple(notices)
 

@@ -138,7 +138,7 @@ def parse_yaml(path: Location, text: str) -> YamlSource:
     first, *further = parse_documents(path, text)
     if further:
         message = "several YAML documents where one is expected"
-        raise _refusal("recipe.syntax", further[0].where(), message, "keep one recipe a file")
+        raise _refusal("recipe.syntax", further[0].where(), message, "keep one recipe per file")
     return first
 
 

@@ -268,7 +268,7 @@ def _header(rows: Mapping[str, _Row]) -> bytes:
 def apply_recipe(base: str, adapters: Sequence[str], weights: Sequence[float], dtype: str | None) -> dict[str, object]:
     """Return the recipe of `base` with `adapters` added, each times its weight; relative paths stay relative."""
     if not adapters:
-        raise RecipeError.of("option.missing", "ADAPTER", "no adapter is given", "name one or more behind the base")
+        raise RecipeError.of("option.missing", "ADAPTER", "no adapter is given", "name one or more after the base")
     if weights and len(weights) != len(adapters):
         message = f"{len(weights)} for {len(adapters)} adapters"
         raise RecipeError.of("option.conflict", "--weight", message, "give one for each, in order, or none")

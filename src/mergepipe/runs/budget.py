@@ -179,7 +179,7 @@ _PAGE = "https://github.com/mergepipe/mergepipe/blob/main/docs/benchmarks/rules.
 MEASURED_SAMPLES = f"34 % to 72 % at 10 % of the bytes of raw experts ({_PAGE})"
 MEASURED_ORDERS = f"-33 % to 42 % at 10 % of the bytes of raw experts ({_PAGE})"
 """What merges under a budget kept of a gain in the measurements of a page: samples, and blocks in an order."""
-_ADVISED = {REASON_MISSING: "nothing is known of tensors, and what is read of them is spread evenly"}
+_ADVISED = {REASON_MISSING: "some tensors have no statistics, and their reads are spread evenly"}
 
 
 def verdict_of(plan: Plan) -> BudgetVerdict:

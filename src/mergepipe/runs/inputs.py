@@ -94,7 +94,7 @@ def _open(store: Store, path: Location, base: Checkpoint | None, *, is_delta: bo
             message = (
                 f"is packed, and its base {base.path} is quantised ({base.quantisation}), so it is read as numbers"
             )
-            raise UnsupportedError.of("model.unsupported", path, message, "unpack it, and name what comes out")
+            raise UnsupportedError.of("model.unsupported", path, message, "unpack it, and name the unpacked model")
         packed = open_packed_expert(store, path, base)
         return packed if base is None else in_layout_of(base, packed)
     if is_folder(store, path):
@@ -134,7 +134,7 @@ def _required(base: Checkpoint | None, path: Location, what: str) -> Checkpoint:
     if base is None:
         raise UnsupportedError.of(
             "model.unsupported", path, f"is {what}, but full weights are needed here",
-            "name its base here, and it as an expert",
+            "name its base here, and the model as an expert",
         )  # fmt: skip
     return base
 
@@ -397,8 +397,8 @@ def _opened(
                 named[models[i].key] = numbers[1]
                 return numbers[0]
             if not recipe.operator.takes_numbers:
-                message = f"{recipe.operator.name} takes one weight for a tensor, no file with one for each element"
-                hint = "merge_method: fisher takes it; without normalize it adds the weighted deltas"
+                message = f"{recipe.operator.name} accepts one weight per tensor, not a file with one per element"
+                hint = "merge_method: fisher accepts one; without normalize it adds the weighted deltas"
                 raise UnsupportedError.of("recipe.unsupported", models[i].where, message, hint)
             if (moments := open_moments(store, models[i].path)) is not None:
                 return moments
@@ -433,7 +433,7 @@ def _opened(
     coded = [
         notice_at(
             "recipe.unclear", f"'{model.text}' is quantised ({checkpoint.quantisation})",
-            "it is read as the numbers that its codes and scales stand for; the output is "
+            "it is dequantised when it is read; the output is "
             + ("stored like the base" if recipe.is_like_base else "not quantised"),
         )
         for model, checkpoint in zip(recipe.inputs(), checkpoints, strict=True) if checkpoint.quantisation

@@ -191,7 +191,7 @@ class PartsWorker:
         if claim is not None:
             return claim
         reader = self._claimant.reader_of(shard) or "another process"
-        message = f"is being made by {reader}, and the budget does not allow to read for it twice"
+        message = f"is being made by {reader}, and the budget does not allow reading its inputs twice"
         raise ConflictError.of("parts.busy", name, message, "wait for it, then run this part again")
 
     @contextlib.contextmanager

@@ -39,7 +39,7 @@ from mergepipe.storage.output import sync_directory
 
 READ_AHEAD_BYTES = 16 << 20
 """How far a record of reads is ahead of them: what a run that is killed may be charged too much."""
-NOTHING_KEPT: Final = "the same command begins again: nothing was durable yet"
+NOTHING_KEPT: Final = "the same command starts again: nothing was safely on disk yet"
 READS_KEPT: Final = (
     "expert bytes that were read count when this output is made again; `--no-resume` or `mergepipe gc` forget them"
 )
@@ -163,7 +163,7 @@ class MergeProgress:
         if not digests or [digest.name for digest in digests] != names:
             return "it was stopped before any of its tensors was durable"
         if logged.content is None or work_log.content_identity(directory) != logged.content:
-            return "its output is gone"
+            return "its output no longer exists"
         for name, nbytes in self._durable_files(len(digests)).items():
             path = directory / CONTENT_NAME / name
             if not path.is_file() or path.stat().st_size < nbytes:
@@ -197,7 +197,7 @@ class MergeProgress:
         left_bytes, read = max(0, limit_bytes - earlier_bytes), format_bytes(earlier_bytes)
         message = f"earlier runs may have read {read} of {format_bytes(limit_bytes)} for this output, which leaves"
         message += f" {format_bytes(left_bytes)}; {format_bytes(needed_bytes)} are needed"
-        hint = "leave out --strict, which lets it be finished beyond the budget"
+        hint = "leave out --strict to let it exceed the budget"
         raise LimitError.of("resume.budget", directory, message, hint)
 
     @property

@@ -246,20 +246,20 @@ _MOST_DEPTH = 3
 _REASONS = (
     ((CARD_NAME,), "the snapshot has a card of its own"),
     ((".gitattributes", ".gitignore", ".git/*", ".cache/*", ".huggingface/*"), "belongs to the Hub's or git's tools"),
-    (("*.py", "*.so", "*.sh", "*.ipynb"), "code is never copied; take it from the base where loading needs it"),
+    (("*.py", "*.so", "*.sh", "*.ipynb"), "code is never copied; copy it from the base if loading needs it"),
     (("*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "onnx/*", "openvino/*", "*.h5", "*.msgpack", "*.tflite", "*.ot",
       "*.mlmodel", "*.mlpackage/*", "coreml/*", "*.pth", "consolidated.*", "original/*", "flax_model*"),
-     "weights in another form, which this merge does not make"),
+     "weights in another format, which this merge does not write"),
     (("optimizer*", "scheduler*", "training_args.bin", "trainer_state.json", "rng_state*", "global_step*/*", "latest",
       "zero_to_fp32.py", "runs/*", "events.out.*", "checkpoint-*/*"), "belongs to a training run"),
     (("mergepipe.*", MANIFEST_NAME, "mergekit_config.yml"), "describes the base, not this merge"),
-    ((*ADAPTER_NAMES, ADAPTER_CONFIG_NAME), "an adapter, which is merged by itself"),
+    ((*ADAPTER_NAMES, ADAPTER_CONFIG_NAME), "an adapter, which is merged separately"),
     (("*.safetensors", "*.bin", "*.index*.json", "*.pt"),
      "weights that are not among the base's tensors; copy them yourself if loading needs them"),
     ((MODELOPT_NAME, "quantize_config.json", "quant_config.json"), "describes codes of the base; the output has none"),
     (("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.mp4"), "illustrates the base's card"),
 )  # fmt: skip
-_TOKENIZER = "the output has another tokenizer, or is made without one"
+_TOKENIZER = "the output has another tokenizer, or none"
 _UNKNOWN = "not known to belong to the model; copy it yourself if loading needs it"
 
 

@@ -322,8 +322,8 @@ def check_apart(destination: Location, inputs: Iterable[Location]) -> None:
 def check_replaceable(destination: Location, *, force: bool) -> None:
     """Refuse to replace what is in a bucket; an output of the Hub is replaced by a commit."""
     if force and destination.scheme != HUB_SCHEME:
-        message = f"a snapshot in a bucket is never replaced ({destination}): who reads it would get parts of two"
-        hint = "choose another prefix, and delete the old one when nobody reads it"
+        message = f"a snapshot in a bucket is never replaced ({destination}): a reader would get parts of two"
+        hint = "choose another prefix, and delete the old one when it is no longer read"
         raise RecipeError.of("option.conflict", "--force", message, hint)
 
 
@@ -362,7 +362,7 @@ def check_unused(folder: BucketFolder, own_starts: tuple[str, ...], record_name:
     if MARKER_NAME in strangers:
         raise _busy(folder, "another process")
     if strangers:
-        message = f"holds {len(strangers)} objects that are not of this output, {strangers[0]} among them"
+        message = f"holds {len(strangers)} objects that do not belong to this output, {strangers[0]} among them"
         raise OutputError.of("output.not-ours", folder.location, message, "choose another prefix")
 
 
@@ -504,7 +504,7 @@ class HubUpload:
             listed |= self._packed_names(store, place)
         weights = sorted(name for name in names - listed if "/" not in name and name.endswith(_WEIGHTS))
         if weights:
-            message = f"holds weights that are no output of mergepipe: {weights[0]}"
+            message = f"holds weights that MergePipe did not make: {weights[0]}"
             hint = "use another repository, folder or branch"
             raise OutputError.of("output.not-ours", place, message, hint)
         return listed & names

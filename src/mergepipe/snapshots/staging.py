@@ -67,7 +67,9 @@ def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -
             raise OutputError.of("output.place", out, f"overlaps the input {path}", hint)
     for folder in out.absolute().parents:
         if folder.is_file():
-            raise OutputError.of("output.place", folder, f"is a file; {out} cannot be in it", "choose another place")
+            raise OutputError.of(
+                "output.place", folder, f"is a file, so {out} cannot be created in it", "choose another place"
+            )
     record = record_folder(out)
     with contextlib.suppress(FileNotFoundError):  # of a working folder that is gone
         if resolved in (here := Path.cwd(), *here.parents):
@@ -124,7 +126,7 @@ def _check_replaceable(out: Path) -> None:
         if not _is_there(record):  # which an interrupted replacement left aside
             record = staging_directory(out.absolute()) / ASIDE_NAME
         if BESIDE + out.name not in _recorded_files(record / MANIFEST_NAME):
-            message = f"has no record in {record_folder(out).name}: --force replaces only what mergepipe made"
+            message = f"has no record in {record_folder(out).name}: --force replaces only outputs of MergePipe"
             raise OutputError.of("output.not-ours", out, message, "remove it yourself, or choose another name")
         out = record
     if out.is_symlink() or not out.is_dir():
@@ -136,7 +138,7 @@ def _check_replaceable(out: Path) -> None:
         raise OutputError.of(
             "output.not-ours",
             out,
-            f"holds files but no {MANIFEST_NAME}: --force replaces only what mergepipe made",
+            f"holds files but no {MANIFEST_NAME}: --force replaces only outputs of MergePipe",
             "remove it yourself, or choose another name",
         )
     listed = {MANIFEST_NAME, *_recorded_files(out / MANIFEST_NAME)}

@@ -27,9 +27,9 @@ _HUB_PAGE = re.compile(
     r"(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)(?:/(?:tree|blob)/([^/]+)(/.*)?)?", re.IGNORECASE
 )
 _OTHER_REPOSITORIES = {
-    "buckets": ("a bucket", "copy it into a folder, or into a model of the Hub: hf://org/name"),
-    "datasets": ("a dataset", "a model of the Hub is hf://org/name"),
-    "spaces": ("a space", "a model of the Hub is hf://org/name"),
+    "buckets": ("a bucket", "copy it into a folder, or into a model on the Hub: hf://org/name"),
+    "datasets": ("a dataset", "a model on the Hub is hf://org/name"),
+    "spaces": ("a space", "a model on the Hub is hf://org/name"),
 }
 """First parts of addresses of the Hub that name no model: the kind of repository, and what to do."""
 _HUB_REFERENCE = re.compile(r"refs/(?:pr|convert)/[^/]+")
@@ -79,7 +79,9 @@ class Location(WrittenAsText):
         page = _HUB_PAGE.fullmatch(rest.rstrip("/")) if scheme in WEB_SCHEMES else None
         if page is not None:
             hint = f"write hf://{page[1]}{f'@{page[2]}' if page[2] else ''}{page[3] or ''}"
-            raise RecipeError.of("location.invalid", text, "is a page of the Hub, which holds no model's files", hint)
+            raise RecipeError.of(
+                "location.invalid", text, "is a page of the Hub, which does not contain model files", hint
+            )
         return cls(scheme, root, _below_root(text, unquote(path) if scheme in WEB_SCHEMES else path))
 
     @classmethod
@@ -88,7 +90,7 @@ class Location(WrittenAsText):
         if isinstance(place, Location):
             return place
         if not place or not isinstance(place, str | os.PathLike):
-            raise _malformed(repr(place), "it names no place")
+            raise _malformed(repr(place), "it is empty")
         return cls.parse(place) if isinstance(place, str) else cls.local(Path(place))
 
     @property
@@ -214,13 +216,13 @@ def _parse_hub(text: str, rest: str) -> Location:
     """`org/name[@revision][/folder]`; a revision with slashes is `refs/pr/N`, `refs/convert/NAME` or quoted."""
     parts = rest.split("/", 2)
     if len(parts) < 2:
-        raise _malformed(text, "a model of the Hub is hf://org/name")
+        raise _malformed(text, "a model on the Hub is hf://org/name")
     if parts[0] in _OTHER_REPOSITORIES:
         kind, hint = _OTHER_REPOSITORIES[parts[0]]
         raise RecipeError.of("location.invalid", text, f"is {kind} of the Hub, which is not read here", hint)
     organisation, (name, at, revision) = parts[0], parts[1].partition("@")
     if not _HUB_NAME.fullmatch(organisation) or not _HUB_NAME.fullmatch(name) or (at and not revision):
-        raise _malformed(text, "a model of the Hub is hf://org/name[@revision][/folder]")
+        raise _malformed(text, "a model on the Hub is hf://org/name[@revision][/folder]")
     folder = parts[2] if len(parts) == 3 else ""
     reference = _HUB_REFERENCE.match(f"{revision}/{folder}") if revision == "refs" else None
     if reference is not None:

@@ -36,9 +36,9 @@ def output_place(place: str | os.PathLike[str] | Location, schemes: Collection[s
     if location.scheme in schemes:
         return location
     if location.scheme in WEB_SCHEMES:
-        kind = "a web server, which takes no outputs"
+        kind = "a web server, to which outputs cannot be written"
     elif location.scheme in _KINDS:
-        kind = f"{_KINDS[location.scheme]}, which does not take this output"
+        kind = f"{_KINDS[location.scheme]}, where this output cannot be written"
     else:
         kind = f"no place that is known: {location.scheme}:// takes no outputs"
     allowed = list(dict.fromkeys(_KINDS[scheme] for scheme in schemes))

@@ -154,7 +154,7 @@ def _refuse_two_sources(unit: str, name: str, alias: str | None, where: str, fir
     """Report that a unit, or a parameter of it, is taken from two checkpoints."""
     if alias is None:
         what = f"{name!r}" if unit == name else f"{name!r}, of {unit!r},"
-        message = f"{what} is taken from another checkpoint already, at {first}"
+        message = f"{what} is already taken from another checkpoint, at {first}"
         findings.add(RecipeError, "recipe.conflict", where, message, "name every unit once")
         return
     message = f"{alias!r} is tied to {name!r}, and the two are taken from different checkpoints (see {first})"
@@ -195,7 +195,7 @@ def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequen
     if problems:
         more = f", and {len(problems) - 1} more states" if len(problems) > 1 else ""
         lacking = f" (it lacks {source.missing[0]})" if source.missing and not source.is_partial else ""
-        hint = "take them from a checkpoint that holds them"
+        hint = "take them from a checkpoint that has them"
         findings.add(MismatchError, "checkpoint.mismatch", str(source.path), f"{problems[0]}{more}{lacking}", hint)
 
 

@@ -95,7 +95,7 @@ def _without_composites(store: Store, request: AverageRequest) -> tuple[AverageR
     if not composites or len(composites) == len(request.checkpoints):
         return request, ()
     if not isinstance(request.weights, str):
-        message = "is a composite made by `mergepipe tailor`, and each checkpoint has a weight"
+        message = "is a composite made by `mergepipe tailor`, and every checkpoint needs a weight"
         raise mismatched(composites[0], message, "leave it out, with its weight")
     checkpoints = tuple(path for path in request.checkpoints if path not in composites)
     return replace(request, checkpoints=checkpoints), composites
@@ -166,7 +166,7 @@ def _prepared(
         adapter = find_adapter(source)
         if adapter is None:
             if request.is_adapter:
-                raise unsupported(source.path, "holds no adapter of PEFT", "leave out --adapter")
+                raise unsupported(source.path, "has no adapter of PEFT", "leave out --adapter")
             prepared.append(source)
             continue
         if not request.is_model:
@@ -192,8 +192,8 @@ def check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
     """Refuse a checkpoint that lacks something needed: of a model, all weights; to resume from, everything."""
     if not averaging.request.is_model:
         if source.missing:
-            hint = "an average takes complete checkpoints"
-            hint += "; without --optimizer it takes weights alone" if source.format == WEIGHTS_FORMAT else ""
+            hint = "an average needs complete checkpoints"
+            hint += "; without --optimizer weights alone are enough" if source.format == WEIGHTS_FORMAT else ""
             raise mismatched(source.path, f"lacks {source.missing[0]}", hint)
         return
     weights = {name: averaging.stored_value(source, name, WEIGHT) for name in averaging.newest.weight_shapes}
@@ -203,7 +203,7 @@ def check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
     gone = next((file for file in files if not is_file(averaging.store, file)), None)
     if cut is not None or gone is not None:
         lacking = f"file {gone.name}" if gone is not None else (*source.missing, f"weights of {cut}")[0]
-        raise mismatched(source.path, f"lacks {lacking}", "a model takes all weights of its checkpoint")
+        raise mismatched(source.path, f"lacks {lacking}", "a model needs all weights of its checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class Averaging:
         """Plan all files; reads structure only."""
         files = self._model_files() if self.request.is_model else self._checkpoint_files()
         steps = () if self.request.is_model else choose_steps(self.assignment)
-        notices = [f"{path} is left out: it is a composite made by `mergepipe tailor`" for path in self.left_out]
+        notices = [f"{path} is skipped: it is a composite made by `mergepipe tailor`" for path in self.left_out]
         if self.notice and self.request.is_model:
             notices.append(self.notice)
         ordered = tuple(sorted(files, key=lambda plan: plan.name))

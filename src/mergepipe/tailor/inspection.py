@@ -390,7 +390,7 @@ def compose_from_log(
     base = next((record for record in reversed(records) if record.is_full), None)
     if base is None:
         message = f"no full save before the partial one at step {records[0].step}"
-        raise NotFoundError.of("save.not-found", run, message, "a composite needs one full checkpoint to stand on")
+        raise NotFoundError.of("save.not-found", run, message, "a composite needs one full checkpoint as its basis")
     used = {record.step: str(record.folder) for record in (base, *newest.values())}
     gone = [step for step, name in used.items() if folders is not None and name not in folders]
     if gone:
@@ -407,7 +407,7 @@ def compose_from_log(
         )
     dropped = [step for step in log.dropped_steps if step <= at]
     if dropped:
-        notes.append(f"saves at steps {', '.join(map(str, dropped))} belong to a branch that training went back from")
+        notes.append(f"saves at steps {', '.join(map(str, dropped))} belong to a branch that training abandoned")
     if log.cut_line:
         notes.append(f"line {log.cut_line} of the log was cut short by a crash")
     return LoggedComposition(newest_step, run / used[base.step], run / used[state], sources, tuple(notes))

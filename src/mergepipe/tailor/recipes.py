@@ -80,7 +80,7 @@ def _read_short(reader: DocumentReader, root: dict[str, Value]) -> CompositionRe
     takes = [take for index, entry in enumerate(entries) if (take := _take(reader, entry, ("take", index)))]
     if default is None and not entries and "default" not in root:
         reader.refuse(
-            "recipe.incomplete", ("default",), "the recipe takes no units from any checkpoint", "write 'default: PATH'"
+            "recipe.incomplete", ("default",), "the recipe names no checkpoint for any unit", "write 'default: PATH'"
         )
     return _recipe(reader, root, default, takes)
 
@@ -102,7 +102,7 @@ def _source(reader: DocumentReader, value: Value, key_path: KeyPath) -> Location
     if reference is None:
         return None
     if reference.adapter is not None:
-        reader.refuse("recipe.value", key_path, "a training checkpoint is taken without an adapter")
+        reader.refuse("recipe.value", key_path, "a training checkpoint cannot have an adapter")
     return reference.path.normal()
 
 
@@ -188,7 +188,7 @@ def _slice(reader: DocumentReader, value: Value, at: KeyPath) -> list[Take]:
         return []
     sources = entry.get("sources")
     if not isinstance(sources, list) or len(sources) != 1:
-        reader.refuse("recipe.value", (*at, "sources"), "a slice is taken from exactly one source")
+        reader.refuse("recipe.value", (*at, "sources"), "a slice needs exactly one source")
         return []
     place = (*at, "sources", 0)
     taken = _mapping(reader, sources[0], place, _SOURCE_KEYS, "keys 'model' and 'layer_range'")

@@ -62,7 +62,7 @@ class UnmergedAdapter:
     @property
     def text(self) -> str:
         """Say in words what the checkpoint holds."""
-        held = "beside its base" if self.has_base else "without its base"
+        held = "next to its base" if self.has_base else "without its base"
         if len(self.names) > 1:
             return f"several adapters of PEFT, {first_names(list(map(shown, self.names)))}, {held}"
         of_name = "".join(f" {shown(name)}" for name in self.names if name)
@@ -110,11 +110,11 @@ def read_settings(store: Store, adapter: UnmergedAdapter, request: AverageReques
         UnsupportedError: `checkpoint.unsupported`: there is none, or there are several adapters.
     """
     if len(adapter.names) > 1:
-        hint = "load it with peft, and save the adapter that is meant"
+        hint = "load it with peft, and save the right adapter"
         raise unsupported(adapter.source.path, f"holds {adapter.text}", hint)
     if request.adapter_config is not None and request.lora_alpha is not None:
         message = "the configuration states it"
-        raise RecipeError.of("option.conflict", "--lora-alpha", message, "leave it or --adapter-config out")
+        raise RecipeError.of("option.conflict", "--lora-alpha", message, "leave out --lora-alpha or --adapter-config")
     if request.lora_alpha is not None:
         return _settings_of_alpha(adapter, request.lora_alpha), "--lora-alpha"
     if request.adapter_config is not None:

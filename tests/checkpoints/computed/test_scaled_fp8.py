@@ -267,17 +267,17 @@ def test_like_base__rounds_scales_up_to_powers_of_two_where_the_base_has_such(tm
 @pytest.mark.parametrize(
     ("stored", "more", "options", "text"),
     [
-        ({"l.weight": np.ones(SHAPE, np.float32)}, {}, {}, "is stored as plain numbers, and only FP8 with scales"),
+        ({"l.weight": np.ones(SHAPE, np.float32)}, {}, {}, "is stored as plain numbers; only FP8 with"),
         (
             {"l.weight": codes(0), "l.weight_scale": np.full((SHAPE[0], 3), 120, np.uint8)},
-            {}, {}, "that are powers of two, and only FP8 with scales of floating point is written",
+            {}, {}, "that are powers of two; only FP8 with floating-point scales can be written",
         ),
         (
             {"l.weight_packed": np.zeros((8, 16), np.uint8), "l.weight_scale": np.ones((8, 1), np.uint8)},
-            {}, {}, "is stored as MXFP4, and only FP8 with scales",
+            {}, {}, "is stored as MXFP4; only FP8 with",
         ),
         ({}, {"base_model": None}, {}, "needs a base_model that is a stored model"),
-        ({}, {}, {"budget": "50%"}, "a budget does not reach into what .* is stored like the base afterwards"),
+        ({}, {}, {"budget": "50%"}, "a budget cannot be used with .* like_base"),
     ],
 )  # fmt: skip
 def test_like_base__refuses_what_it_cannot_store(

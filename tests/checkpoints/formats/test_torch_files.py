@@ -168,9 +168,9 @@ def test_read_torch_weights__digests_places_and_checksums(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("value", "error", "words"),
     [
-        ([1, 2], UnsupportedError, "holds no mapping of names to tensors"),
-        ({"optimizer": {"state": {}}}, UnsupportedError, "holds no mapping of names to tensors"),
-        ({**STATE, "step": 3}, UnsupportedError, "'step' holds a 'int', which is no tensor"),
+        ([1, 2], UnsupportedError, "has no mapping of names to tensors"),
+        ({"optimizer": {"state": {}}}, UnsupportedError, "has no mapping of names to tensors"),
+        ({**STATE, "step": 3}, UnsupportedError, "'step' holds a 'int', which is not a tensor"),
         ({**STATE, 7: View(A, 0, (2,))}, CorruptError, "7 cannot be a tensor's name"),
         ({"a": View(A, 0, (4, 6), (1, 4))}, UnsupportedError, "is not contiguous; call "),
     ],

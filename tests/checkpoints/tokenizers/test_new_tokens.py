@@ -115,7 +115,7 @@ def test_pursued__is_exact_where_atoms_span_the_target_and_ignores_those_that_ad
     ("tokenizer", "text"),
     [
         ({"source": "./donor", "new_tokens": "opm"}, "'opm' is unknown; did you mean 'omp'"),
-        ({"source": "./donor", "new_tokens": "subword", "k": 3}, "has no meaning without 'new_tokens: omp'"),
+        ({"source": "./donor", "new_tokens": "subword", "k": 3}, "only works together with 'new_tokens: omp'"),
         ({"source": "./donor", "new_tokens": "omp", "k": 0}, "k: .*a whole number of at least 1"),
         ({"source": "./donor"}, "is not one of the models that are merged"),
         (
@@ -135,5 +135,5 @@ def test_plan__of_pursued_rows_is_refused(place: Path) -> None:
     models = [{"model": str(place / "expert"), "parameters": {"weight": 1}}]
     tokenizer = {"source": str(place / "donor"), "new_tokens": "omp"}
     base = {"merge_method": "task_arithmetic", "base_model": str(place / "model")}
-    with pytest.raises(MergePipeError, match="a budget does not reach into rows that are made of all others"):
+    with pytest.raises(MergePipeError, match="a budget cannot be used with rows that are computed from all others"):
         mergepipe.merge({**base, "models": models, "tokenizer": tokenizer}, place / "out", budget="50%")

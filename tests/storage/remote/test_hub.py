@@ -257,11 +257,11 @@ def test_read__gives_up_where_new_locations_are_refused_and_shows_no_secret(hub:
     ("model", "token", "kind", "expected"),
     [
         ("hf://org/none", "", NotFoundError,
-         "model.not-found | hf://org/none: the Hub knows no public model 'org/none' (401); check the name at "
+         "model.not-found | hf://org/none: the Hub has no public model 'org/none' (401); check the name at "
          "hf.co/org/none; "
          "a folder of this machine is written with ./ or / before it; for a private model, `hf auth login`"),
         ("hf://org/none", "hf_right", NotFoundError,
-         "model.not-found | hf://org/none: the Hub knows no model 'org/none' that this token may see (404); "
+         "model.not-found | hf://org/none: the Hub has no model 'org/none' that this token may see (404); "
          "check the name "
          "at hf.co/org/none; a folder of this machine is written with ./ or / before it"),
         ("hf://org/name@v9", "", NotFoundError,
@@ -318,7 +318,7 @@ def test_rate_limit__is_waited_for_and_told(hub: HubServer, store: HubStore) -> 
     hub.fault = status(429, Retry_After="7")
     error = refusal(lambda: read(store, FILE, 0, 10))
     assert isinstance(error, StorageError)
-    assert all(part in str(error) for part in ("429", "the Hub's rate limit is used up", "asks to wait 7 s"))
+    assert all(part in str(error) for part in ("429", "the Hub's rate limit is reached", "asks to wait 7 s"))
     assert store.ledger.total_bytes() == 0
 
 
@@ -387,7 +387,7 @@ def test_offline__pins_and_reads_from_the_cache(running: HubServer, tmp_path: Pa
 def test_offline__says_how_to_get_what_the_cache_lacks(hub: HubServer, tmp_path: Path) -> None:
     error = refusal(lambda: store_of(hub, tmp_path, is_offline=True).pin(MODEL.with_revision("v1")))
     assert f"{error.code} | {error}" == (
-        "hub.offline | hf://org/name@v1: HF_HUB_OFFLINE is set, and the local cache of the Hub does not hold it; where "
+        "hub.offline | hf://org/name@v1: HF_HUB_OFFLINE is set, and it is not in the local cache of the Hub; where "
         "there is a network, run `hf download org/name --revision v1 --local-dir name`, and name that folder"
     )
     ledger = Ledger()

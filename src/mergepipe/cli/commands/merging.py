@@ -102,7 +102,7 @@ def _checked_output(recipe: str, out: str | None, plan: str | None) -> str:
     """Return where the output goes; with a plan it is the only argument."""
     if plan is not None:
         if out is not None:
-            raise RecipeError.of("option.conflict", "--plan", f"the plan takes the place of {recipe}", "give OUT alone")
+            raise RecipeError.of("option.conflict", "--plan", f"the plan replaces {recipe}", "give only OUT")
         return recipe
     if out is None:
         raise RecipeError.of(

@@ -171,7 +171,7 @@ class HubApi:
         except RequestFailed as error:
             if error.status != TOO_MANY_REQUESTS:
                 raise
-            detail = f"{error.detail} (the Hub's rate limit is used up, which is higher with a token)"
+            detail = f"{error.detail} (the Hub's rate limit is reached; it is higher with a token)"
             raise replace(error, detail=detail) from None
 
     def _refusal(self, location: Location, answer: Exchange) -> MergePipeError:
@@ -301,16 +301,16 @@ def offline(location: Location, why: str) -> MergePipeError:
     model, name = location.root, location.root.rpartition("/")[2]
     revision = f" --revision {location.revision}" if location.revision else ""
     hint = f"where there is a network, run `hf download {model}{revision} --local-dir {name}`, and name that folder"
-    return NotFoundError.of("hub.offline", location, f"{why}, and the local cache of the Hub does not hold it", hint)
+    return NotFoundError.of("hub.offline", location, f"{why}, and it is not in the local cache of the Hub", hint)
 
 
 def _no_model(location: Location, status: int, has_token: bool) -> MergePipeError:
     hint = f"check the name at hf.co/{location.root}; a folder of this machine is written with ./ or / before it"
     if not has_token:
         hint = f"{hint}; for a private model, {_LOG_IN}"
-    message = f"the Hub knows no model '{location.root}' that this token may see ({status})"
+    message = f"the Hub has no model '{location.root}' that this token may see ({status})"
     if not has_token:
-        message = f"the Hub knows no public model '{location.root}' ({status})"
+        message = f"the Hub has no public model '{location.root}' ({status})"
     return NotFoundError.of("model.not-found", location, message, hint)
 
 

@@ -135,7 +135,7 @@ class HubRepository:
             message, hint = f"the model has no branch '{self.branch}'", "create it on the Hub, or name another"
             return NotFoundError.of("model.not-found", self.location, message, hint)
         if name in ("RepositoryNotFoundError", "GatedRepoError") or status == 404:
-            message = f"the Hub knows no model '{model}' that this token may see ({status})"
+            message = f"the Hub has no model '{model}' that this token may see ({status})"
             hint = f"check the name and `hf auth login`, or create it: `hf repos create {model} --private`"
             return NotFoundError.of("model.not-found", self.location, message, hint)
         if status in _MOVED:
@@ -146,11 +146,13 @@ class HubRepository:
             message = f"the Hub does not let this token write ({status})"
             return StorageError.of("storage.credentials", self.location, message, hint)
         message = f"{self._host_of(error)} answers {status}"
-        return StorageError.of("storage.unavailable", self.location, message, "run again later: what is uploaded stays")
+        return StorageError.of(
+            "storage.unavailable", self.location, message, "run again later: uploaded files are kept"
+        )
 
     def _unreachable(self, error: Exception) -> MergePipeError:
         message = f"could not be written: {self._host_of(error)}: {_cause_of(error)}"
-        hint = "check the network, then run again: what is uploaded stays"
+        hint = "check the network, then run again: uploaded files are kept"
         return StorageError.of("storage.unreachable", self.location, message, hint)
 
     def _host_of(self, error: Exception) -> str:

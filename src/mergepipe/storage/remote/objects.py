@@ -366,7 +366,7 @@ class BucketFolder:
         if failure.refuses_credentials or failure.status == 403:
             return error_of(failure, place, 1, 0.0)
         message = f"could not be written: {detail}"
-        return StorageError.of("storage.unavailable", place, message, "run again: what is uploaded already stays")
+        return StorageError.of("storage.unavailable", place, message, "run again: uploaded files are kept")
 
 
 def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> ObjectClient:

@@ -134,7 +134,7 @@ def error_of(failure: RequestFailed, location: Location, n_failures: int, elapse
         return StorageError.of("storage.answer", location, message, "copy the files to a server that does, or here")
     if failure.kind is FailureKind.WRONG_RANGE:
         message = f"its server sent another range than was asked for: {failure.detail}"
-        return StorageError.of("storage.answer", location, message, "report this to whoever runs the server")
+        return StorageError.of("storage.answer", location, message, "report this to the operator of the server")
     if failure.kind is FailureKind.UNUSABLE:
         return StorageError.of("storage.answer", location, failure.detail, "check the address and the settings")
     text = f"could not be read: {failure.detail} ({_tries(n_failures, elapsed_seconds)})"
@@ -149,7 +149,7 @@ def _status_error(
         return NotFoundError.of("storage.not-found", location, f"no such file: {answer}", "check the location")
     if failure.refuses_credentials:
         message = f"credentials are needed, or those in use are not valid: {answer}"
-        return StorageError.of("storage.credentials", location, message, "log in as the store's own tools ask for")
+        return StorageError.of("storage.credentials", location, message, "log in with the store's own tools")
     if status == 403:
         message = f"access to it is not allowed: {answer}"
         return StorageError.of("storage.permission", location, message, "check the credentials and their permissions")

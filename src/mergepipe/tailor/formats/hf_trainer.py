@@ -352,7 +352,7 @@ def _step_of_folder(store: Store, path: Location, home: Location) -> int:
         return read_global_step(store, path)
     step = step_of_name(home.name)
     if step is None:
-        message = f"holds weights alone, and neither {TRAINER_STATE_NAME} nor its name says of which step"
+        message = f"has only weights, and neither {TRAINER_STATE_NAME} nor its name gives the step"
         raise unsupported(path, message, "name it by its step, as checkpoint-400")
     return step
 

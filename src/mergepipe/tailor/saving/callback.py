@@ -80,7 +80,7 @@ def save_partial(
     own = dict(state or {})
     reserved = [key for key in _OWN_KEYS if key in own]
     if reserved:
-        message = f"has the key {reserved[0]!r}, which is taken"
+        message = f"has the key {reserved[0]!r}, which is reserved"
         raise RecipeError.of("option.conflict", "state", message, "rename it")
     ranks = current_ranks()
     inner = unwrapped(model)
@@ -132,7 +132,7 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
         self, every_steps: int, strategy: Strategy, *, tracker: ChangeTracker | None = None, background: bool = False
     ) -> None:
         if every_steps < 1:
-            raise invalid_option("every_steps", f"{every_steps} is no number of steps")
+            raise invalid_option("every_steps", f"{every_steps} is not a number of steps")
         self._every_steps = every_steps
         self._strategy = strategy
         self._tracker = tracker or (ChangeTracker() if isinstance(strategy, LatestChanged) else None)
@@ -141,7 +141,7 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse settings that cannot be composed later, and log the step at which training resumes."""
         if args.save_total_limit is not None:
-            message = "would delete the full checkpoint that partial ones stand on"
+            message = "would delete the full checkpoint that the partial ones depend on"
             raise unsupported_training("save_total_limit", message, "unset it")
         if args.save_only_model:
             raise unsupported_training("save_only_model", "leaves no full checkpoint to resume from")
