@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
 import mergepipe
 from mergepipe.options import MergeOptions, VerifyOptions
@@ -92,3 +93,18 @@ def test_merge__takes_a_model_with_an_adapter_from_any_places(
     out = merged("out", base, expert, models.put(root / "first", other))
     assert weights_of(out) == weights_of(local)
     assert mergepipe.explain(out).path == out
+
+
+def test_merge_lora__on_the_hub_names_the_file_of_kohya_as_the_model(models: PlacedModels, tmp_path: Path) -> None:
+    random = np.random.default_rng(4)
+    adapters = []
+    for name in ("first", "second"):
+        factors = {
+            "lora_unet_a.lora_down.weight": random.standard_normal((2, 8)).astype(np.float32),
+            "lora_unet_a.lora_up.weight": random.standard_normal((8, 2)).astype(np.float32),
+        }
+        adapters.append(tmp_path / f"{name}.safetensors")
+        save_file(factors, adapters[-1])
+    models.hub.commit("user/kohya", {"README.md": b"mine"})
+    mergepipe.merge_lora(adapters, "hf://user/kohya")
+    assert "kohya.safetensors" in models.hub.model_files("user/kohya")

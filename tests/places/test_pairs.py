@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,7 @@ from mergepipe.snapshots.staging import Staging
 from mergepipe.snapshots.whole_output import WholeOutput
 from support.all_pairs import Pair, Row, all_pairs, covering_rows, pair, pairs_of
 from support.bucket_outputs import objects_below
+from support.crashes import Death, count_operations, run_killed
 from support.place_cells import (
     MODEL_VERBS,
     OWN_SUBJECTS,
@@ -389,6 +391,36 @@ def test_row__has_the_bytes_of_the_plain_local_run(work: Work, row: Row) -> None
 @pytest.mark.parametrize("row", rows_of_verbs(), ids=name_of)
 def test_row_of_a_verb__has_the_bytes_of_the_plain_local_run(work: Work, row: Row) -> None:
     check_row(row, work)
+
+
+KILLED: Final = [
+    row
+    for row in (*ROWS, *rows_of_verbs())
+    if row["interruption"] == "stopped" and row["place"] == "folder" and row["output"] == "folder"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", KILLED, ids=name_of)
+def test_row__that_was_killed_is_made_by_the_same_command(work: Work, row: Row, tmp_path: Path) -> None:
+    """`kill -9` half-way through what the command changes on the disk."""
+    uninterrupted = {**row, "interruption": "none"}
+    counted = Work(work.models, tmp_path / "counted")
+    counted.folder.mkdir()
+    *before, command = _first_commands(uninterrupted, counted)
+    for earlier in before:
+        expect(run_in(counted.folder, earlier))
+    n_operations = len(count_operations(partial(run_in, counted.folder, command)))
+    *before, command = _first_commands(uninterrupted, work)
+    for earlier in before:
+        expect(run_in(work.folder, earlier))
+    assert run_killed(partial(run_in, work.folder, command), n_operations // 2, Death.BEFORE)
+    check_row(uninterrupted, work)
+
+
+def _first_commands(row: Row, work: Work) -> list[list[str]]:
+    """Return the commands of a row up to the first that writes its output."""
+    return commands_of(row, work, output_of(row, work))[: 2 if row["verb"] == "run" else 1]
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.second[1])
