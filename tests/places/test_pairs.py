@@ -167,7 +167,7 @@ def write_variants(root: Path) -> None:
     wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
     save_file(wide, root / "float32" / "model.safetensors", {"format": "pt"})
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in ((1, names[::2]), (2, names[1::2])):
         file = f"model-0000{number}-of-00002.safetensors"
         save_file({name: tensors[name] for name in part}, root / "sharded" / file, {"format": "pt"})

@@ -52,7 +52,12 @@ from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState, Train
 from mergepipe.tailor.composition import CompositionReport, Job, check_same_run, publish
 from mergepipe.tailor.composition_plan import CompositionPlan, SkeletonChanges, unpacked
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, joined, patch_states
-from mergepipe.tailor.formats import open_source_checkpoint, open_source_checkpoints, open_training_checkpoint
+from mergepipe.tailor.formats import (
+    open_source_checkpoint,
+    open_source_checkpoints,
+    open_training_checkpoint,
+    refuse_unlisted,
+)
 from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT, read_config
 from mergepipe.tailor.model_names import TensorView, Views, tensor_views
 from mergepipe.tailor.recipes import (
@@ -91,6 +96,8 @@ def average(
 
 def _without_composites(store: Store, request: AverageRequest) -> tuple[AverageRequest, tuple[Location, ...]]:
     """Leave out composites that stand among checkpoints of the run, as `run/checkpoint-*` matches them; return them."""
+    for path in request.checkpoints:
+        refuse_unlisted(path)
     composites = tuple(path for path in request.checkpoints if is_composite(store, path))
     if not composites or len(composites) == len(request.checkpoints):
         return request, ()
