@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +60,7 @@ from mergepipe.storage.ranges import PAGE_BYTES
 
 _FEWEST_PARTS = 2  # what is left of a name after its prefix is gone must still say something
 _MOST_CANDIDATES = 500
+_TASK_HEAD = re.compile(r"(?:^|\.)(?:score|classifier|classification_head|qa_outputs|v_head|reward_head)\.")
 _TIED_KEY = "tie_word_embeddings"
 
 
@@ -83,6 +85,14 @@ def base_names(
         if fitting:
             renamed[name] = fitting[0]
             taken.add(fitting[0])
+        elif name not in optional and _TASK_HEAD.search(name):
+            module = name.rpartition(".")[0]
+            message = f"{shown(name)} is the head of another task, and the base has none"
+            hint = (
+                "apply it to the base saved by the class that was trained, e.g. AutoModelForSequenceClassification; "
+                f"to leave the head out: --allow-unapplied '{module}'"
+            )
+            raise _mismatch(where, message, hint)
         elif name not in optional:
             candidates = [base_name for base_name in base if base_name.rpartition(".")[2] == name.rpartition(".")[2]]
             message = f"{shown(name)} has no counterpart in the base"

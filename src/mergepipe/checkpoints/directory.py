@@ -662,8 +662,10 @@ def _checkpoint(path: Location, root: Location, files: list[WeightFile], sidecar
         if plain in tensors:
             message = f"{shown(name)} and another tensor are both {shown(plain)}, without the wrappers of training"
             raise damaged(path, message, "save the model again, unwrapped")
-        is_wrapped = plain != name and isinstance(tensor, TensorEntry | ShardedTensor)
-        tensors[plain] = replace(tensor, name=plain) if is_wrapped else tensor
+        if plain != name and isinstance(tensor, TensorEntry | ShardedTensor):
+            tensors[plain] = replace(tensor, name=plain)
+        else:
+            tensors[plain] = tensor
     return Checkpoint(path, root, MappingProxyType(tensors), tuple(file.source for file in files), sidecars)
 
 
