@@ -37,6 +37,7 @@ KEYWORD_OF_OPTION = {
     **{f"--{name}": name.replace("-", "_") for name in _VALUES.split()},
     **{f"--{name}": f"{name.replace('-', '_')}=True" for name in _SWITCHES.split()},
     "--all": "everything=True",
+    "--allow-unapplied": "allow_unapplied",
     "--deep": "deep_fraction",
     "--density": "densities",
     "--finish": "part=None",
