@@ -46,3 +46,19 @@ def test_apply_lora__names_the_adapters_in_a_folder(base: Path, tmp_path: Path) 
 def test_apply_lora__ignores_an_option_of_the_first_releases_of_peft(base: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path / "adapter", FACTORS, merge_weights=True)
     mergepipe.apply_lora(base, [tmp_path / "adapter"], tmp_path / "out", catalog=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model_type", "n_notices"), [("llama", 0), ("unheard-of", 1)])
+def test_apply_lora__says_so_where_it_guesses_the_name_of_a_head(
+    tmp_path: Path, model_type: str, n_notices: int
+) -> None:
+    name = "LlamaForCausalLM" if model_type == "llama" else "UnheardOfForCausalLM"
+    config = {"model_type": model_type, "architectures": [name], "tie_word_embeddings": True, "vocab_size": 12}
+    base = write_model(tmp_path / "base", {"model.embed_tokens.weight": drawn(12, 8)}, config)
+    factors = {"lora_embedding_A": drawn(4, 12), "lora_embedding_B": drawn(8, 4)}
+    named = {f"model.embed_tokens.{part}": values for part, values in factors.items()}
+    write_adapter(tmp_path / "adapter", named)
+    report = mergepipe.apply_lora(base, [tmp_path / "adapter"], tmp_path / "out", catalog=False)
+    texts = [str(notice) for notice in report.recipe_notices if "its architecture is not known" in str(notice)]
+    assert len(texts) == n_notices

@@ -12,7 +12,8 @@ from blake3 import blake3
 
 import mergepipe
 from mergepipe.checkpoints.adapted_tensors import Adapted
-from mergepipe.checkpoints.adapters import apply_adapter, count_scaled_by_0, open_adapter, with_own_head
+from mergepipe.checkpoints.adapters import TIED_HEAD, apply_adapter, count_scaled_by_0, open_adapter, with_own_head
+from mergepipe.checkpoints.architectures import architecture_of
 from mergepipe.checkpoints.codes import CodedTensor
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
 from mergepipe.checkpoints.directory import (
@@ -29,6 +30,7 @@ from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_not
 from mergepipe.checkpoints.quantised import dequantised, stored_like
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.checkpoints.stacked_experts import in_layout_of
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.blocks import DTypeKind, element_count
 from mergepipe.core.outcome import DroppedTensor, Notice, notice_at, told_once
 from mergepipe.core.units import plural
@@ -449,8 +451,17 @@ def _opened(
         notice_at("recipe.unclear", f"'{model.text}'", f"weights next to its own are not read: {names_shown(names)}")
         for model, checkpoint in zip(models, checkpoints, strict=True) if (names := checkpoint.ignored)
     ]  # fmt: skip
+    guessed = [
+        notice_at(
+            "recipe.unclear", f"'{model.text}'",
+            f"its architecture is not known: its own head is written as '{TIED_HEAD}', as most models call it",
+            changes_result=True,
+        )
+        for model, checkpoint in zip(models, checkpoints, strict=True)
+        if checkpoint.is_untied and architecture_of(TokenizerFiles(checkpoint, store).document(CONFIG_NAME)) is None
+    ]  # fmt: skip
     tokenizer, of_tokenizer = choose_tokenizer(recipe, base, resolution.tasks, store)
-    of_models = (*coded, *idle, *ignored, *of_tokenizer)
+    of_models = (*coded, *idle, *ignored, *guessed, *of_tokenizer)
     notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens, *of_models)))
     if strictness.strict:
         refuse_notices(notices)
