@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from mergepipe.checkpoints.vocabulary import read_pieces, read_vocabulary
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.deltastore.pieces import BANDED_DTYPES, Codec, Piece
 from mergepipe.errors import CorruptError
+from mergepipe.jobs.load import load_file
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.planning.plan import parse_plan
 from mergepipe.snapshots.manifest import parse_manifest
@@ -49,6 +51,7 @@ from mergepipe.tailor.recipes import load_composition
 from mergepipe.tailor.saving.unit_choice import read_log
 from support import fuzz_seals as seals
 from support import fuzz_seeds as seeds
+from support.coded_weights import model
 from support.fuzz_seals import seal_log
 from support.fuzz_stores import block_cases
 from support.fuzzing import Failure, Limits, Target, check_input, fuzz
@@ -74,6 +77,7 @@ def all_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
         *recipe_targets(folder),
         *training_targets(folder),
         *store_targets(folder, golden / "delta-store-7"),
+        *code_targets(folder / "codes"),
     )
 
 
@@ -115,6 +119,38 @@ def weight_targets(folder: Path) -> tuple[Target, ...]:
         Target("torch-pickle", in_memory(read_torch_weights, "x.bin"), zipped),
         Target("torch-zip", in_memory(read_torch_weights, "x.bin"), archives),
     )  # fmt: skip
+
+
+def code_targets(folder: Path) -> tuple[Target, ...]:
+    """Weights stored as codes, of every scheme: their headers, and how the configuration says that they are read."""
+    targets = []
+    for scheme, (tensors, stated) in seeds.coded_weights().items():
+        place = model(folder / scheme, dict(tensors), **stated)
+        configured = model(folder / f"{scheme}, configured", dict(tensors), **stated)
+        weights = place / "model.safetensors"
+        config = configured / "config.json"
+        raw = weights.read_bytes()
+        start = 8 + int.from_bytes(raw[:8], "little")
+        rejoined = partial(with_body, body=raw[start:])
+        words = (b'"F32"', b'"F16"', b'"I32"', b'"I64"', b'"U8"', b'"shape"', b"[1,8]", b"[8]", b"[]")
+        headers = Shape((raw[8:start],), rejoined, words=words, is_json=True)
+        configs = Shape((config.read_bytes(),), words=(b'"bits"', b'"group_size"', b"3", b"null", b"[]"), is_json=True)
+        targets += [
+            Target(f"codes of {scheme}", on_disk(weights, partial(read_all, place)), headers),
+            Target(f"configuration of {scheme}", on_disk(config, partial(read_all, configured)), configs),
+        ]
+    return tuple(targets)
+
+
+def with_body(header: bytes, body: bytes) -> bytes:
+    """A safetensors file of a header and the bytes of its tensors."""
+    return len(header).to_bytes(8, "little") + header + body
+
+
+def read_all(place: Path) -> object:
+    """Read every tensor of a model, numbers of codes among them."""
+    tensors = load_file(place, threads=1)
+    return [tensors[name].shape for name in tensors]
 
 
 def record_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
@@ -268,6 +304,7 @@ NAMES = (
     "tokenizer.model", "sentencepiece", "recipe", "recipe-tree", "adapter-config", "adapter", "partial-manifest",
     "save-log", "composition", "composition-tree", "trainer", "dcp", "zero", "store-header", "store-index",
     "store-block",
+    *(f"{kind} of {scheme}" for scheme in seeds.coded_weights() for kind in ("codes", "configuration")),
 )  # fmt: skip
 N_INPUTS = int(os.environ.get("MERGEPIPE_FUZZ_INPUTS", "1800")) // len(NAMES)  # `make test-fuzz` asks for more
 SECONDS = 60 * float(os.environ.get("MERGEPIPE_FUZZ_MINUTES", "0.3")) / len(NAMES)

@@ -7,13 +7,17 @@ import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from mergepipe.planning.plan import parse_plan
 from mergepipe.tailor.saving.unit_choice import SaveRecord
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, layer
+from support.coded_weights import COLUMNS, GROUP, ROWS, SCHEMES
 from support.disk_families import write_sharded, write_single
 from support.torch_bytes import Call, Member, Named, View, zip_bytes
 
@@ -120,6 +124,24 @@ def write_recipe_models(folder: Path) -> Path:
     (folder / "lora" / "model.safetensors").rename(folder / "lora" / "adapter_model.safetensors")
     (folder / "lora" / "adapter_config.json").write_bytes(ADAPTER_CONFIGS[0])
     return folder
+
+
+def coded_weights() -> Mapping[str, tuple[Mapping[str, NDArray[Any]], Mapping[str, Any]]]:
+    """Weights of codes of every scheme, and what a configuration states of them."""
+    seeded: dict[str, tuple[Mapping[str, NDArray[Any]], Mapping[str, Any]]] = {}
+    for scheme, make in SCHEMES.items():
+        tensors, _ = make(0)
+        stated: dict[str, Any] = {}
+        if scheme.startswith("GPTQ"):
+            stated = {"bits": int(scheme[8]), "group_size": GROUP}
+        seeded[scheme] = tensors, stated
+    codes = np.zeros((ROWS, COLUMNS), ml_dtypes.float8_e4m3fn)
+    scales = np.ones((-(-ROWS // 128), COLUMNS // 128), np.float32)
+    blocks = {"weight_block_size": [128, 128], "method": "fp8"}
+    seeded["FP8"] = {"l.weight": codes, "l.weight_scale_inv": scales}, blocks
+    stacked = {"l.up_blocks": np.zeros((2, 32, 2, 16), np.uint8), "l.up_scales": np.full((2, 32, 2), 127, np.uint8)}
+    seeded["MXFP4, stacked"] = stacked, {"method": "mxfp4"}
+    return seeded
 
 
 def plans(folder: Path) -> tuple[bytes, ...]:
