@@ -107,7 +107,7 @@ class Evaluation:
         states = owned.file_states(folder)
         with temporary_folder("evaluate") as directory:
             link = directory / _READ_ONLY
-            link.symlink_to(folder.absolute(), target_is_directory=True)
+            owned.link_folder(link, folder)
             printed = self._run([word.replace(_FOLDER, str(link)) for word in self.words], timeout)
         changed = _changed_names(states, folder)
         if changed:

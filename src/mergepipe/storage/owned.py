@@ -292,6 +292,11 @@ def file_states(path: Path) -> dict[str, tuple[int, ...]]:
     return states
 
 
+def link_folder(path: Path, folder: Path) -> None:
+    """Make a symbolic link to a folder."""
+    path.symlink_to(folder.absolute(), target_is_directory=True)
+
+
 def remove_folder(path: Path) -> None:
     """Remove an empty folder."""
     path.rmdir()
