@@ -657,7 +657,7 @@ def search(
 
     Raises:
         RecipeError: nothing is to be searched, or options that do not fit together.
-        OutputError: there is a study of an earlier search, or of another recipe.
+        OutputError: a study of an earlier search exists, or of another recipe.
         LimitError: every trial fails.
         UnsupportedError: optuna is not installed.
     """

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mergepipe
+from mergepipe.core.display import shortened
 from mergepipe.errors import CorruptError, NotFoundError, OutputError, RecipeError, StorageError
 from mergepipe.recipes import yaml_source
-from mergepipe.recipes.yaml_source import MAX_DEPTH, MAX_NODES, Value, YamlSource, read_yaml, shortened
+from mergepipe.recipes.yaml_source import MAX_DEPTH, MAX_NODES, Value, YamlSource, read_yaml
 from mergepipe.storage.contract import RECIPE_BYTES
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

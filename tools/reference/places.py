@@ -120,7 +120,7 @@ VERBS: Final = (
     Verb(
         "unpack",
         "a packed expert",
-        dict.fromkeys(("file", "snapshot", "quantised", "adapted", "training"), _NO_PACK),
+        {**dict.fromkeys(("file", "snapshot", "quantised", "training"), _NO_PACK), "adapted": _IN_RECIPES},
         {**_PAGE, "safetensors": _NO_FILE, "gguf": _NO_FILE},
         absent_outputs=_NO_FORCE,
     ),
@@ -172,10 +172,9 @@ VERBS: Final = (
             "file": Refusal("adapter.unsupported", "a file is read if it holds a LoRA in the names of Kohya's scripts"),
             "adapted": Refusal("model.not-found", "name the adapter alone"),
         },
-        _PAGE,
-        absent_outputs=_NO_PAGE,
+        _CHECKPOINT_TO,
     ),
-    Verb("lora extract", "the fine-tuned model", {"adapted": _IN_RECIPES}, _PAGE, absent_outputs=_NO_PAGE),
+    Verb("lora extract", "the fine-tuned model", {"adapted": _IN_RECIPES}, _CHECKPOINT_TO),
     Verb("tailor inspect", "a training checkpoint", _TRAINING),
     Verb("tailor check", "a training checkpoint", _COMPOSED),
     Verb("tailor export", "a training checkpoint", _TRAINING, _CHECKPOINT_TO),
@@ -184,7 +183,7 @@ VERBS: Final = (
     Verb(
         "tailor recipe",
         "a run of checkpoints",
-        {"web": _NO_LIST, **dict.fromkeys(INPUT_KINDS, _NO_RUN)},
+        {"web": _NO_LIST, **dict.fromkeys(INPUT_KINDS, _NO_RUN), "adapted": _IN_RECIPES},
     ),
 )
 """All verbs that read models or write outputs."""

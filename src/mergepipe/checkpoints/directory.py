@@ -662,10 +662,13 @@ def _checkpoint(path: Location, root: Location, files: list[WeightFile], sidecar
         if plain in tensors:
             message = f"{shown(name)} and another tensor are both {shown(plain)}, without the wrappers of training"
             raise damaged(path, message, "save the model again, unwrapped")
-        if plain != name and isinstance(tensor, TensorEntry | ShardedTensor):
-            tensors[plain] = replace(tensor, name=plain)
-        else:
-            tensors[plain] = tensor
+        match tensor:
+            case TensorEntry():
+                tensors[plain] = replace(tensor, name=plain)
+            case ShardedTensor():
+                tensors[plain] = replace(tensor, name=plain)
+            case _:
+                tensors[name] = tensor
     return Checkpoint(path, root, MappingProxyType(tensors), tuple(file.source for file in files), sidecars)
 
 

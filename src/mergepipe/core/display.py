@@ -41,6 +41,12 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def shortened(text: str, limit: int = 60) -> str:
+    """Return `text` on one line: cut to `limit` characters with an ellipsis, unprintable characters escaped."""
+    cut = text if len(text) <= limit else text[: limit - 3] + "..."
+    return printable(cut)
+
+
 def printable_lines(text: str) -> str:
     """Return text of several lines with all but line feeds escaped as by `printable`."""
     return "\n".join(printable(line) for line in text.split("\n"))

@@ -16,6 +16,7 @@ from mergepipe.checkpoints.directory import parse_config, stored_name
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, DTypeKind
+from mergepipe.core.display import shortened
 from mergepipe.core.flags import public_call
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import (
@@ -34,7 +35,6 @@ from mergepipe.jobs.snapshots import find_published, read_manifest_value, refuse
 from mergepipe.options import MergeOptions, RunOptions, VerifyOptions, catalog_home, engine_options
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.recipes.output_tensors import shape_contradictions
-from mergepipe.recipes.yaml_source import shortened
 from mergepipe.reports import ByteProgress, Damage, ProgressCallback, RepairReport, VerifyReport
 from mergepipe.runs.small_files import plan_small_files, sidecar_contents
 from mergepipe.runs.stored_plan import plan_of

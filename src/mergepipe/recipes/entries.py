@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mergepipe.core.display import shortened
 from mergepipe.operators.spec import BaseRole, OperatorSpec, Scope
 from mergepipe.recipes.fields import (
     DocumentReader,
@@ -19,7 +20,7 @@ from mergepipe.recipes.fields import (
 from mergepipe.recipes.parameters import BY_NORM_TEXT, global_values, is_constant, model_values, read_parameters
 from mergepipe.recipes.recipe import LayerSource, ModelInput, ModelKey, OutputModule, OutputSlice, Setting
 from mergepipe.recipes.references import read_model, read_reference
-from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
+from mergepipe.recipes.yaml_source import KeyPath, Value
 
 # --- check an operator's requirements on the models it merges: base, number, parameters, weights ---
 

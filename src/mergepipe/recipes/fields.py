@@ -9,10 +9,11 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import TypeVar
 
+from mergepipe.core.display import shortened
 from mergepipe.core.outcome import Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError, Problem, RecipeError, did_you_mean
 from mergepipe.operators.registry import operator_specs
-from mergepipe.recipes.yaml_source import KeyPath, Value, YamlSource, shortened
+from mergepipe.recipes.yaml_source import KeyPath, Value, YamlSource
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
 
+from mergepipe.core.display import shortened
 from mergepipe.core.units import first_names
 from mergepipe.errors import MergePipeError, NotFoundError, StorageError
-from mergepipe.recipes.yaml_source import shortened
 from mergepipe.storage.contract import FileKind, Store
 from mergepipe.storage.location import HUB_SCHEME, MODELS_BY_BARE_NAME, Location, is_remote
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite, nan
 
+from mergepipe.core.display import shortened
 from mergepipe.operators.spec import BY_NORM, OperatorSpec, ParameterSpec, Scope
 from mergepipe.recipes.fields import (
     DocumentReader,
@@ -18,7 +19,7 @@ from mergepipe.recipes.fields import (
     unquoted,
 )
 from mergepipe.recipes.recipe import EVERY_TENSOR, Case, Cases, Scalar, Setting, value_at
-from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
+from mergepipe.recipes.yaml_source import KeyPath, Value
 
 FLOAT32_MAX = 3.4028234663852886e38
 SMALLEST_PERCENTAGE = 5  # that a share is taken to be written as: published recipes have shares of 1.3, 2 and 3

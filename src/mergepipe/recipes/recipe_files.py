@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mergepipe.checkpoints.routers import GATE_MODES, RANDOM_MODES
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
+from mergepipe.core.display import shortened
 from mergepipe.errors import NotFoundError, Problem, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.custom import load_entry_points
 from mergepipe.operators.registry import COPY, has_operator, operator_named, operator_specs
@@ -31,15 +32,7 @@ from mergepipe.recipes.parameters import read_parameters
 from mergepipe.recipes.recipe import Mixture, MixtureExpert, ModelInput, OutputModule, OutputSlice, Recipe
 from mergepipe.recipes.references import read_model
 from mergepipe.recipes.tokenizer_source import read_tokenizer
-from mergepipe.recipes.yaml_source import (
-    KeyPath,
-    RecipeText,
-    Value,
-    YamlSource,
-    parse_documents,
-    read_documents,
-    shortened,
-)
+from mergepipe.recipes.yaml_source import KeyPath, RecipeText, Value, YamlSource, parse_documents, read_documents
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import yaml
 
-from mergepipe.core.display import yaml_scalar
+from mergepipe.core.display import shortened, yaml_scalar
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
 from mergepipe.recipes.fields import DocumentReader
 from mergepipe.recipes.model_location import (
@@ -22,7 +22,7 @@ from mergepipe.recipes.model_location import (
     resolve_model_name,
 )
 from mergepipe.recipes.recipe import ModelInput, Recipe, Setting, with_changed_models
-from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
+from mergepipe.recipes.yaml_source import KeyPath, Value
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location, is_remote
 

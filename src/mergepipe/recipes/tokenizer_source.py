@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mergepipe.checkpoints.embedding_rows import TokenRule
+from mergepipe.core.display import shortened
 from mergepipe.errors import NotFoundError, RecipeError, did_you_mean
 from mergepipe.recipes.fields import DocumentReader, Findings
 from mergepipe.recipes.parameters import read_flag
 from mergepipe.recipes.recipe import MOST_ATOMS, ModelInput, TokenizerRequest
 from mergepipe.recipes.references import read_model, read_reference
-from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
+from mergepipe.recipes.yaml_source import KeyPath, Value
 
 TOKENIZER_KEYS = ("source", "tokens", "pad_to_multiple_of", "new_tokens", "k")
 SUBWORD, OMP = "subword", "omp"

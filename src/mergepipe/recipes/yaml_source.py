@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import yaml
 
-from mergepipe.core.display import printable
+from mergepipe.core.display import shortened
 from mergepipe.errors import NotFoundError, Problem, RecipeError, StorageError
 from mergepipe.storage.contract import RECIPE_BYTES, Store, is_folder
 from mergepipe.storage.location import Location
@@ -108,12 +108,6 @@ def key_path_text(key_path: KeyPath) -> str:
         else:
             text += ("." if text else "") + (shortened(key) if _PLAIN_NAME.fullmatch(key) else f"'{shortened(key)}'")
     return text
-
-
-def shortened(text: str, limit: int = 60) -> str:
-    """Return `text` on one line: cut to `limit` characters with an ellipsis, unprintable characters escaped."""
-    cut = text if len(text) <= limit else text[: limit - 3] + "..."
-    return printable(cut)
 
 
 def read_yaml(path: Location, store: Store) -> YamlSource:

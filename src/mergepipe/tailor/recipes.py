@@ -10,11 +10,11 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from mergepipe.core.blocks import BF16, DTYPES_BY_RECIPE_NAME, F16, F32, DType
-from mergepipe.core.display import yaml_document
+from mergepipe.core.display import shortened, yaml_document
 from mergepipe.errors import NotFoundError, Problem, RecipeError, did_you_mean, invalid_option
 from mergepipe.recipes.fields import DocumentReader, Findings, describe
 from mergepipe.recipes.references import read_reference
-from mergepipe.recipes.yaml_source import KeyPath, Value, read_yaml, shortened
+from mergepipe.recipes.yaml_source import KeyPath, Value, read_yaml
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.selection import Choice, exact_name, layer_selector, numbered_unit, parse_selector
