@@ -219,7 +219,7 @@ def _text_kind(option: Option) -> Any:
 
 def _value(option: Option, text: Any) -> Any:
     """Return the value of an option as click has read it."""
-    if text is None:
+    if text is None or text == ():
         return option.default
     if isinstance(text, str):
         return option.read(text)
