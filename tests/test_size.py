@@ -93,19 +93,19 @@ class Figure:
 
 
 FIGURES = (
-    Figure("tokens of src", house_figures.n_tokens, 425_000, 425_000),
+    Figure("tokens of src", house_figures.n_tokens, 454_500, 425_000),
     Figure("statements that assign several values at once", house_figures.n_pair_assignments, 734, 150),
     Figure("conditional expressions per 10,000 tokens", house_figures.conditionals_per_10k_tokens, 37.0, 22),
     Figure("comprehensions per 10,000 tokens", house_figures.comprehensions_per_10k_tokens, 58.6, 38),
     Figure("comprehensions with another inside", house_figures.n_nested_comprehensions, 82, 25),
     Figure("section rulers", house_figures.n_rulers, 286, 120),
-    Figure("distinct names", house_figures.n_names, 9_100, 9_100),
+    Figure("distinct names", house_figures.n_names, 9_550, 9_100),
     Figure("nodes of a function, 99th percentile", house_figures.nodes_of_a_function_p99, 494, 420),
     Figure("modules in import circles", lambda: len(house_figures.modules_in_circles()), 20, 0),
     Figure("percent of the lines that jobs.merge reaches", house_figures.reach_of_merge_percent, 80.5, 60),
-    Figure("imports of inner modules in tests", inner_imports_of_tests, 865, 400),
+    Figure("imports of inner modules in tests", inner_imports_of_tests, 880, 400),
     Figure("error codes", error_codes, 115, 115),
-    Figure("options of all commands", option_rows, 149, 149),
+    Figure("options of all commands", option_rows, 158, 149),
     Figure("commands on the first help screen", commands_on_the_first_screen, 14, 14),
     Figure("words of the README", words_of_the_readme, 700, 700),
     Figure("functions with more than 6 parameters", long_signatures, 18, 18),
