@@ -108,13 +108,18 @@ def check_all(
                     path.rename(aside)
                 KINDS[kind](path)
                 exit_code, printed = run(capsys, command)
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)  # `catalog rebuild` has removed it
                 if aside.exists():
                     aside.rename(path)
                 shutil.rmtree(root / "again", ignore_errors=True)
                 case = (path.name, kind, command, exit_code, printed)
                 if command == "repair out" and exit_code == 0:  # another file takes its place
                     assert "sound" in printed, case
+                elif path.parent.name == "snapshots":  # other records stand: this one is named and passed over
+                    assert exit_code == 0, case
                 else:
                     assert 2 <= exit_code <= 10, case
                     assert (path.parent.name if path.name in MARKS else path.name) in printed, case
