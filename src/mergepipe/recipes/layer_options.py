@@ -67,22 +67,35 @@ class LayerRule:
 
     def values(self, section: Mapping[str, JsonValue], defaults: Mapping[str, int]) -> tuple[int, ...] | None:
         """Return the options' values; None where the configuration does not use the rule."""
-        stated = [section.get(name, defaults.get(name)) for name in self.options]
-        numbers = tuple(value for value in stated if type(value) is int)
-        if len(numbers) != len(self.options) or (self.switch and not section.get(self.switch)):
+        if self.switch and not section.get(self.switch):
             return None
-        return numbers
+        numbers = []
+        for name in self.options:
+            value = section.get(name, defaults.get(name))
+            if type(value) is not int:
+                return None
+            numbers.append(value)
+        return tuple(numbers)
 
     def kinds(self, values: Sequence[int], n_layers: int, exceptions: Sequence[int] = ()) -> Kinds:
         """Say of every layer whether the rule holds."""
-        return tuple(self.holds(i, n_layers, values) and i not in exceptions for i in range(n_layers))
+        kinds = []
+        for layer in range(n_layers):
+            kinds.append(self.holds(layer, n_layers, values) and layer not in exceptions)
+        return tuple(kinds)
 
     def exceptions(self, section: Mapping[str, JsonValue]) -> list[int]:
         """Return the layers that a list takes out of the rule."""
         if not isinstance(self.replacement, NumberList) or not self.replacement.lists_exceptions:
             return []
         listed = section.get(self.replacement.name)
-        return [number for number in listed if type(number) is int] if isinstance(listed, list) else []
+        numbers: list[int] = []
+        if not isinstance(listed, list):
+            return numbers
+        for number in listed:
+            if type(number) is int:
+                numbers.append(number)
+        return numbers
 
     def is_replaced(self, section: Mapping[str, JsonValue], n_layers: int) -> bool:
         """Whether the configuration says layer by layer what the rule says, so that nothing reads the rule."""
@@ -166,10 +179,10 @@ def follow_slices(
             outside the layers have columns for each layer.
     """
     after = len(origins)
-    stacked = next((name for name in _STACKED if section.get(name)), None)
-    if stacked is not None:
-        message = f"by {stacked} its embeddings have columns for each layer, which slices do not move"
-        raise UnsupportedError.of("model.unsupported", where, message, "merge it without slices")
+    for stacked in _STACKED:
+        if section.get(stacked):
+            message = f"by {stacked} its embeddings have columns for each layer, which slices do not move"
+            raise UnsupportedError.of("model.unsupported", where, message, "merge it without slices")
     stated = dict(section)
     for name, value in stated.items():
         section[name] = _followed(name, value, origins, before)
@@ -186,25 +199,38 @@ def follow_slices(
 def _followed(name: str, value: JsonValue, origins: Sequence[int], before: int) -> JsonValue:
     """Return the value of an option for the layers at `origins`: unchanged if it says nothing of single layers."""
     if isinstance(value, list) and _is_numbers(name, value, before):
-        return [layer for layer, origin in enumerate(origins) if origin in value]
+        numbers: list[JsonValue] = []
+        for layer, origin in enumerate(origins):
+            if origin in value:
+                numbers.append(layer)
+        return numbers
     if isinstance(value, list) and _is_per_layer(name, value, before):
         return [value[origin] for origin in origins]
     if isinstance(value, str) and name in _PER_LAYER_TEXTS and len(value) == before:
         return "".join(value[origin] for origin in origins)
     if isinstance(value, dict) and name in _PER_LAYER_DICTS:
-        return {str(layer): value[str(origin)] for layer, origin in enumerate(origins) if str(origin) in value}
+        by_layer: Json = {}
+        for layer, origin in enumerate(origins):
+            if str(origin) in value:
+                by_layer[str(layer)] = value[str(origin)]
+        return by_layer
     if isinstance(value, list) and name in _CYCLES and value:
         entries = [value[origin % len(value)] for origin in origins]
-        is_kept = all(entry == value[layer % len(value)] for layer, entry in enumerate(entries))
-        return value if is_kept else entries
+        for layer, entry in enumerate(entries):
+            if entry != value[layer % len(value)]:
+                return entries
     return value
 
 
 def _is_numbers(name: str, value: Sequence[JsonValue], n_layers: int) -> bool:
     if name not in _NUMBERS:
         return False
-    numbers = [number for number in value if type(number) is int]
-    return len(numbers) == len(value) and all(0 <= number < n_layers for number in numbers)
+    for number in value:
+        if type(number) is not int:
+            return False
+        if not 0 <= number < n_layers:
+            return False
+    return True
 
 
 def _is_per_layer(name: str, value: Sequence[JsonValue], n_layers: int) -> bool:
@@ -221,10 +247,17 @@ def _restated(
             return dict(zip(rule.options, values, strict=True))
     replacement = rule.replacement
     if isinstance(replacement, NumberList):
-        numbers = [layer for layer, holds in enumerate(wanted) if holds is not replacement.lists_exceptions]
-        return {**dict(zip(rule.options, replacement.options, strict=False)), replacement.name: [*numbers]}
+        numbers: list[JsonValue] = []
+        for layer, holds in enumerate(wanted):
+            if holds is not replacement.lists_exceptions:
+                numbers.append(layer)
+        options = dict(zip(rule.options, replacement.options, strict=False))
+        return {**options, replacement.name: numbers}
     if replacement is not None and (replacement.name in defaults.lists or replacement.name in section):
-        return {replacement.name: [replacement.where_it_holds if holds else replacement.elsewhere for holds in wanted]}
+        entries = []
+        for holds in wanted:
+            entries.append(replacement.where_it_holds if holds else replacement.elsewhere)
+        return {replacement.name: entries}
     layers = ", ".join(str(layer) for layer, holds in enumerate(wanted) if holds)
     message = (
         f"{' and '.join(rule.options)} cannot say that of the output's layers {layers or 'none'} are what it names"
