@@ -35,10 +35,12 @@ class ShardedTensor(ComputedTensor):
     is_delta: bool = False  # the stored values are differences from the base
 
     def __post_init__(self) -> None:
-        stored = self.stored
-        if any(entry.dtype != self.dtype for entry in stored):
-            raise ValueError(f"{self.name}: shards of different dtypes")
-        if sum(entry.n_elements for entry in stored) != self.n_elements:
+        n_stored = 0
+        for entry in self.stored:
+            if entry.dtype != self.dtype:
+                raise ValueError(f"{self.name}: shards of different dtypes")
+            n_stored += entry.n_elements
+        if n_stored != self.n_elements:
             raise ValueError(f"{self.name}: the shards do not make {self.shape}")
 
     @property
@@ -64,7 +66,9 @@ class ShardedTensor(ComputedTensor):
                 cost += band[0].cost_bytes(inside)
                 continue
             top, bottom = _rows(band, inside)
-            cost += sum(entry.cost_bytes(Span(top * entry.shape[1], bottom * entry.shape[1])) for entry in band)
+            for entry in band:
+                rows = Span(top * entry.shape[1], bottom * entry.shape[1])
+                cost += entry.cost_bytes(rows)
         return cost
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
@@ -95,9 +99,12 @@ def joined_shards(name: str, shards: Sequence[tuple[tuple[int, ...], TensorEntry
     """
     placed = sorted(shards, key=lambda shard: shard[0])
     _, first = placed[0]
-    if any(entry.dtype != first.dtype or len(entry.shape) != len(first.shape) for _, entry in placed):
-        raise damaged(where, f"the shards of {shown(name)} differ in dtype or number of dimensions")
-    ends = [tuple(map(sum, zip(offsets, entry.shape, strict=True))) for offsets, entry in placed]
+    for _, entry in placed:
+        if entry.dtype != first.dtype or len(entry.shape) != len(first.shape):
+            raise damaged(where, f"the shards of {shown(name)} differ in dtype or number of dimensions")
+    ends = []
+    for offsets, entry in placed:
+        ends.append(tuple(map(sum, zip(offsets, entry.shape, strict=True))))
     shape = tuple(map(max, zip(*ends, strict=True)))
     rows: dict[int, list[tuple[tuple[int, ...], TensorEntry]]] = {}
     for offsets, entry in placed:
@@ -153,10 +160,10 @@ def _read_band(
     if len(band) == 1:
         return read_span(band[0], span, files, purpose)
     top, bottom = _rows(band, span)
-    columns = [
-        read_span(entry, Span(top * entry.shape[1], bottom * entry.shape[1]), files, purpose).reshape(bottom - top, -1)
-        for entry in band
-    ]
+    columns = []
+    for entry in band:
+        inside = Span(top * entry.shape[1], bottom * entry.shape[1])
+        columns.append(read_span(entry, inside, files, purpose).reshape(bottom - top, -1))
     rows = np.concatenate(columns, axis=1)
     itemsize = band[0].dtype.itemsize
     start = span.start * itemsize - top * rows.shape[1]
