@@ -60,7 +60,10 @@ def adapters_by_tensor(adapters: Sequence[Location], tasks: Iterable[MergeTask])
 def folded_summary(sources: Sequence[Source], weights: Sequence[float], n_changed: int, n_tensors: int) -> str:
     """Say in one line which adapters were folded into which base, and how many tensors that changed."""
     base = next(model.text for role, model, _ in sources if role == BASE_ROLE)
-    names = [model.text for role, model, _ in sources if role == ADAPTER_ROLE]
+    names = []
+    for role, model, _ in sources:
+        if role == ADAPTER_ROLE:
+            names.append(model.text)
     if any(weight != 1.0 for weight in weights):
         names = [f"{name} (weight {weight:g})" for name, weight in zip(names, weights, strict=True)]
     return f"LoRA {' and '.join(names)} folded into {base}: {n_changed} of {n_tensors} tensors changed"
@@ -84,10 +87,14 @@ def _files_of(
 
 def _names_of(model: ModelInput, adapter: Location) -> tuple[str, str]:
     """Cut `base+adapter` into the two names; a name may hold a plus itself."""
-    pluses = [index for index, character in enumerate(model.text) if character == "+"]
-    cuts = [(model.text[:index], model.text[index + 1 :]) for index in pluses]
-    fitting = (cut for cut in cuts if _is_name_of(cut[0], model.path) and _is_name_of(cut[1], adapter))
-    return next(fitting, cuts[0])
+    cuts = []
+    for index, character in enumerate(model.text):
+        if character == "+":
+            cuts.append((model.text[:index], model.text[index + 1 :]))
+    for base_name, adapter_name in cuts:
+        if _is_name_of(base_name, model.path) and _is_name_of(adapter_name, adapter):
+            return base_name, adapter_name
+    return cuts[0]
 
 
 def _is_name_of(text: str, place: Location) -> bool:
