@@ -53,14 +53,19 @@ class Architecture:
 
     def stored_name(self, name: str, tensors: Collection[str]) -> str | None:
         """Return the name that a weight has among `tensors`: its own, or the one that loading changes to it."""
-        candidates = (name, self.name_in_files(name))
-        return next((candidate for candidate in candidates if candidate in tensors), None)
+        for candidate in (name, self.name_in_files(name)):
+            if candidate in tensors:
+                return candidate
+        return None
 
     def name_in_files(self, name: str) -> str:
         """Return the name that files have for a weight of a loaded model."""
         numbers = iter(_NUMBER.findall(name))
         pattern = with_beginning(_NUMBER.sub("*", name), self.renamed)
-        return "".join(next(numbers, sign) if sign == "*" else sign for sign in pattern)
+        stored = ""
+        for sign in pattern:
+            stored += next(numbers, sign) if sign == "*" else sign
+        return stored
 
 
 def architecture_of(config: Mapping[str, JsonValue]) -> Architecture | None:
@@ -69,7 +74,12 @@ def architecture_of(config: Mapping[str, JsonValue]) -> Architecture | None:
     The class of a repository's own code counts as that of transformers for the same type and task.
     """
     named = config.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    if not isinstance(named, list):
+        return None
+    names = []
+    for name in named:
+        if isinstance(name, str):
+            names.append(name)
     if len(names) != 1:
         return None
     keys_of_type = _keys_by_type().get(str(config.get("model_type")), [])
