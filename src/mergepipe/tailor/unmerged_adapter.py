@@ -65,8 +65,10 @@ class UnmergedAdapter:
         held = "next to its base" if self.has_base else "without its base"
         if len(self.names) > 1:
             return f"several adapters of PEFT, {first_names(list(map(shown, self.names)))}, {held}"
-        of_name = "".join(f" {shown(name)}" for name in self.names if name)
-        return f"an adapter of PEFT{of_name}, {plural(len(self.factors), 'tensor')}, {held}"
+        adapter = "an adapter of PEFT"
+        for name in filter(None, self.names):
+            adapter += f" {shown(name)}"
+        return f"{adapter}, {plural(len(self.factors), 'tensor')}, {held}"
 
 
 def find_adapter(source: TrainingCheckpoint) -> UnmergedAdapter | None:
@@ -90,10 +92,15 @@ def find_adapter(source: TrainingCheckpoint) -> UnmergedAdapter | None:
 
 def _names_in_model(stored: list[str]) -> dict[str, str]:
     """Map the names that tensors have in the model that PEFT has wrapped to the stored ones."""
-    inner = {without_wrappers(name).rpartition(PREFIX)[2]: name for name in stored}
+    inner = {}
+    for name in stored:
+        inner[without_wrappers(name).rpartition(PREFIX)[2]] = name
     if len(inner) < len(stored):
-        inner = {name: name for name in stored}
-    return {name: inner[other] for name, other in names_without_wrappers([*inner]).items()}
+        inner = dict(zip(stored, stored, strict=True))
+    names = {}
+    for name, wrapped in names_without_wrappers([*inner]).items():
+        names[name] = inner[wrapped]
+    return names
 
 
 def _is_wrapped(stored: str) -> bool:
@@ -159,11 +166,15 @@ def _settings_of_alpha(adapter: UnmergedAdapter, alpha: float) -> bytes:
         message = "holds an adapter of PEFT that is no LoRA"
         raise unsupported(adapter.source.path, message, "give --adapter-config FILE")
     rank = max(ranks.values())
+    rank_pattern = {}
+    for module, own_rank in ranks.items():
+        if own_rank != rank:
+            rank_pattern[module] = own_rank
     settings = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": alpha,
-        "rank_pattern": {module: own for module, own in ranks.items() if own != rank},
+        "rank_pattern": rank_pattern,
         "target_modules": sorted(ranks),
         "modules_to_save": sorted({*saved}) or None,
         "use_dora": any(".lora_magnitude_vector" in name for name in adapter.factors),
@@ -185,14 +196,17 @@ def folded(
     """
     source = adapter.source
     _check_folding(adapter)
-    values = {name: _value(source, stored) for name, stored in adapter.base.items()}
-    wrapped = [name for name, stored in adapter.base.items() if _is_wrapped(stored)]
+    values: dict[str, StoredState] = {}
+    tensors: dict[str, Readable] = {}
+    wrapped = []
+    for name, stored in adapter.base.items():
+        state = _value(source, stored)
+        values[name] = state
+        tensors[name] = StoredState.planned(name, WEIGHT, state.dtype, state.shape).tensor(name)
+        if _is_wrapped(stored):
+            wrapped.append(name)
     located = map_at_once(store, [source.path], lambda name: _tensor(store, values[name], name), wrapped)
-    raw = dict(zip(wrapped, located, strict=True))
-    tensors: dict[str, Readable] = {
-        name: raw.get(name) or StoredState.planned(name, WEIGHT, state.dtype, state.shape).tensor(name)
-        for name, state in values.items()
-    }
+    tensors.update(zip(wrapped, located, strict=True))
     base = Checkpoint(source.path, source.root, MappingProxyType(tensors), (), ())
     of_peft = sorted_out(source.path, _config(adapter, settings), _factors(store, adapter), ())
     _check_tied(source, of_peft, config)
@@ -223,14 +237,17 @@ def _check_folding(adapter: UnmergedAdapter) -> None:
 
 def _check_tied(source: TrainingCheckpoint, adapter: StoredAdapter, config: Mapping[str, JsonValue]) -> None:
     """Refuse an adapter of one of embedding and head where the model has one tensor for both."""
-    changed = [*(f"{module}.weight" for module in adapter.modules), *adapter.full]
-    ends = [name for name in changed if embedding_ending(name)]
     is_tied = any(is_head(alias) for alias in source.units.tied)
     if config:
         is_tied |= config.get("tie_word_embeddings", True) is not False
-    if ends and is_tied and not adapter.config.keeps_tied:
-        message = f"its adapter changes {shown(ends[0])}, and embedding and head are tied"
-        raise unsupported(source.path, message, _ALONE_HINT)
+    if not is_tied or adapter.config.keeps_tied:
+        return
+    changed = [f"{module}.weight" for module in adapter.modules]
+    changed += adapter.full
+    for name in changed:
+        if embedding_ending(name):
+            message = f"its adapter changes {shown(name)}, and embedding and head are tied"
+            raise unsupported(source.path, message, _ALONE_HINT)
 
 
 def alone(adapter: UnmergedAdapter) -> TrainingCheckpoint:
@@ -244,7 +261,9 @@ def alone(adapter: UnmergedAdapter) -> TrainingCheckpoint:
 
 def _with_states(source: TrainingCheckpoint, states: Mapping[tuple[str, str], StoredState]) -> TrainingCheckpoint:
     """Return the checkpoint with other weights, and without an optimizer."""
-    parameters = {name: state.shape for (name, _), state in states.items()}
+    parameters = {}
+    for (name, _), state in states.items():
+        parameters[name] = state.shape
     return replace(
         source, units=model_units(parameters), parameters=parameters, states=states, steps=(), flat_groups=(),
         untrained={},
