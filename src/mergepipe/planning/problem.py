@@ -334,6 +334,12 @@ class Steps:
     rate_S: NDArray[np.float64]
 
 
+def _gain_per_byte(gain_KB: NDArray[np.float64], cost_KB: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the rate of every level; a gain that costs nothing has the highest."""
+    free_KB = np.where(gain_KB > 0, _FOR_NOTHING, 0.0)
+    return np.divide(gain_KB, cost_KB, out=free_KB, where=cost_KB > 0)
+
+
 def ladder_steps(ladder: Ladder) -> Steps:
     """Compute the lower hull of cost and remaining error: each step goes to the level with the most gain per byte."""
     n_levels, n_blocks = ladder.cost_KB.shape
@@ -344,9 +350,7 @@ def ladder_steps(ladder: Ladder) -> Steps:
     for _ in range(n_levels):
         gain_KB = np.maximum(left_B - ladder.left_KB, 0.0)
         more_KB = np.maximum(ladder.cost_KB - cost_B, 0)
-        free_KB = np.where(gain_KB > 0, _FOR_NOTHING, 0.0)
-        rate_KB = np.divide(gain_KB, more_KB, out=free_KB, where=more_KB > 0)
-        rate_KB = np.where(rungs_K1 > at_B, rate_KB, -1.0)
+        rate_KB = np.where(rungs_K1 > at_B, _gain_per_byte(gain_KB, more_KB), -1.0)
         best_B = n_levels - 1 - rate_KB[::-1].argmax(axis=0)  # of equals the highest
         ceiling_B = np.minimum(ceiling_B, rate_KB[best_B, every])
         open_B = np.flatnonzero(at_B < n_levels - 1)
