@@ -141,13 +141,20 @@ def _claim_parameters(
                     conflicting.add((first.where, is_tied))
                     message = f"{choice.text!r} takes {name!r} once more, which {first_choice.text!r} takes"
                     findings.add(RecipeError, "recipe.conflict", take.where, message, "name every unit once")
-    lacking = [str(u) for u, names in units.parameters.items() if not claims.keys() >= set(names)]
+    lacking = [str(unit) for unit, names in units.parameters.items() if not claims.keys() >= set(names)]
     if recipe.default is None and lacking:
-        listed = ", ".join(lacking[:_MAX_LISTED_UNITS]) + (", ..." if len(lacking) > _MAX_LISTED_UNITS else "")
-        hint = "take them from one, or add 'default: PATH'"
-        findings.add(RecipeError, "recipe.incomplete", recipe.path.name, f"no checkpoint is named for {listed}", hint)
+        _refuse_unclaimed(recipe, lacking, findings)
     sources = ((name, claims[name][0].source if name in claims else recipe.default) for name in units.names)
     return {name: places[source] for name, source in sources if source is not None}
+
+
+def _refuse_unclaimed(recipe: CompositionRecipe, units: Sequence[str], findings: Findings) -> None:
+    """Report the units that no entry takes, in a recipe without a default."""
+    listed = ", ".join(units[:_MAX_LISTED_UNITS])
+    if len(units) > _MAX_LISTED_UNITS:
+        listed += ", ..."
+    hint = "take them from one, or add 'default: PATH'"
+    findings.add(RecipeError, "recipe.incomplete", recipe.path.name, f"no checkpoint is named for {listed}", hint)
 
 
 def _refuse_two_sources(unit: str, name: str, alias: str | None, where: str, first: str, findings: Findings) -> None:
