@@ -445,5 +445,5 @@ def test_open_model__no_link_leads_out_of_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_text('{"peft_type": "LORA"}')
     (tmp_path / "a" / "adapter_config.json").symlink_to(tmp_path / "secret.json")
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(file_bytes({}))
-    with pytest.raises(CorruptError, match="outside of the checkpoint"):
+    with pytest.raises(CorruptError, match="outside the checkpoint"):
         open_model(MetadataStore(), named(Location.local(tmp_path / "a")), base)

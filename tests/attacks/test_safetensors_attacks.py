@@ -87,7 +87,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "dtype twice": (file_bytes('{"w":{"dtype":"F32","dtype":"F16"}}'), "the key 'dtype' occurs twice in one JSON"),
     "lone surrogate": (file_bytes('{"\\ud800":1}'), "a string holds half of a surrogate pair,"),
     "surrogates swapped": (file_bytes('{"__metadata__":{"a":"\\ude00\\ud83d"}}'), "a string holds half of a"),
-    "metadata null": (file_bytes('{"__metadata__":null}'), "__metadata__ must be an object of strings,"),
+    "metadata a list": (file_bytes('{"__metadata__":[]}'), "__metadata__ must be an object of strings,"),
     "metadata list": (file_bytes('{"__metadata__":[]}'), "__metadata__ must be an object of strings,"),
     "metadata number": (file_bytes('{"__metadata__":{"a":1}}'), "__metadata__ 'a' must be a string, found 1"),
     "metadata nested": (file_bytes('{"__metadata__":{"a":{}}}'), "__metadata__ 'a' must be a string, found {}"),

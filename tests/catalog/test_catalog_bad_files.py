@@ -187,7 +187,7 @@ def without_privileges(place: Path) -> Iterator[None]:
 @pytest.fixture
 def reachable() -> Iterator[Path]:
     """A directory that any user can reach; pytest's own cannot be."""
-    place = Path(tempfile.mkdtemp()).resolve()
+    place = Path(tempfile.mkdtemp(dir="/tmp")).resolve()
     yield place
     for directory in (place, *(entry for entry in place.rglob("*") if entry.is_dir())):
         directory.chmod(0o755)

@@ -268,7 +268,7 @@ def test_open__refuses_a_component_that_is_a_link_to_elsewhere(tmp_path: Path) -
     base, one = sentence_model(tmp_path / "base", 0.0, 0.0), sentence_model(tmp_path / "one", 4.0, 8.0)
     (one / "2_Dense").rename(tmp_path / "elsewhere")
     (one / "2_Dense").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CorruptError, match="outside of the checkpoint"):
+    with pytest.raises(CorruptError, match="outside the checkpoint"):
         mergepipe.merge(recipe(tmp_path, base, one), tmp_path / "out", options=NO_CATALOG)
 
 

@@ -153,5 +153,5 @@ def test_read_partial__refuses_a_shard_that_is_a_link_elsewhere(folder: Path, tm
     shard = folder / "rank-00000.safetensors"
     shard.rename(tmp_path / "outside")
     shard.symlink_to(tmp_path / "outside")
-    with pytest.raises(CorruptError, match="outside of the checkpoint"):
+    with pytest.raises(CorruptError, match="outside the checkpoint"):
         checkpoint_at(folder)

@@ -275,7 +275,7 @@ def test_export__refuses_two_scales_and_an_adapter_that_is_not_there(tmp_path: P
     checkpoint = write_one_file(tmp_path, model)
     save_config(model, tmp_path)
     given = {"adapter_config": tmp_path / "adapter_config.json", "lora_alpha": 12}
-    assert "leave it or adapter_config out" in refused(checkpoint, tmp_path / "out", **given)
+    assert "leave out lora_alpha or adapter_config" in refused(checkpoint, tmp_path / "out", **given)
     torch.save(state_of(model.merge_and_unload()), tmp_path / "merged.pt")
     assert "has no adapter" in refused(tmp_path / "merged.pt", tmp_path / "out", adapter=True)
 
@@ -296,7 +296,7 @@ def test_export__refuses_an_adapter_of_one_of_tied_embedding_and_head(tmp_path: 
 def test_inspect__names_the_adapter(tmp_path: Path) -> None:
     checkpoint = write_dcp(tmp_path, adapted())
     (report,) = tailor.inspect(checkpoint).checkpoints
-    assert report.adapter == "an adapter of PEFT 'default', 12 tensors, beside its base"
+    assert report.adapter == "an adapter of PEFT 'default', 12 tensors, next to its base"
 
 
 @pytest.mark.parametrize("has_optimizer", [True, False])

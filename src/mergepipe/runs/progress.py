@@ -39,7 +39,7 @@ from mergepipe.storage.output import sync_directory
 
 READ_AHEAD_BYTES = 16 << 20
 """How far a record of reads is ahead of them: what a run that is killed may be charged too much."""
-NOTHING_KEPT: Final = "the same command starts again: nothing was safely on disk yet"
+NOTHING_KEPT: Final = "the same command starts from the beginning"
 READS_KEPT: Final = (
     "expert bytes that were read count when this output is made again; `--no-resume` or `mergepipe gc` forget them"
 )

@@ -200,7 +200,7 @@ def test_open_adapter__reads_pickled_weights(tmp_path: Path, base: Checkpoint) -
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"peft_type": "OFT"}, UnsupportedError, "'OFT', only 'LORA', 'LOHA', 'LOKR', 'IA3' are read"),
+        ({"peft_type": "OFT"}, UnsupportedError, "'OFT', only 'LORA', 'ADALORA', 'LOHA', 'LOKR', 'IA3' are read"),
         ({"peft_type": "LOKR"}, CorruptError, "has no counterpart"),
         ({"peft_type": "VERA"}, UnsupportedError, "the adapter is 'VERA'"),
         ({"use_dora": True}, CorruptError, f"is DoRA, and '{Q}' has no lora_magnitude_vector"),
@@ -252,7 +252,11 @@ def test_open_adapter__refuses_by_name_what_is_no_plain_lora(
         ({"c.lora_A.weight": random(4, 3, 2, 2)}, UnsupportedError, "has shape [4, 3, 2, 2]"),
         (lora(Q, 13, 12), MismatchError, "make [13, 12], the base has [12, 12]"),
         (lora("model.layers.7.self_attn.q_proj", 12, 12), MismatchError, "has no counterpart in the base"),
-        ({**lora(Q, 12, 12), "score.weight": random(2, 12)}, MismatchError, "'score.weight' has no counterpart"),
+        (
+            {**lora(Q, 12, 12), "score.weight": random(2, 12)},
+            MismatchError,
+            "'score.weight' is the head of another task",
+        ),
         ({f"{Q}.lora_A.weight": np.ones((4, 12), np.int32)}, UnsupportedError, "is I32"),
         ({**lora(Q, 12, 12), f"{UP}.weight": random(7, 12)}, MismatchError, "of shape [7, 12], the base has [20, 12]"),
     ],
