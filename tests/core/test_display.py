@@ -134,7 +134,7 @@ def test_errors__name_keyword_arguments_in_python_and_options_on_the_command_lin
     assert str(error) == "out: already exists; choose another name, or use force=True"
     assert str(error.problems[0]).endswith("--force")
     paired = OutputError.of("x", "--memory", "no size", "add --select norm, or --unknown, not /a/--force/b")
-    assert str(paired) == 'memory_bytes: no size; add select="norm", or --unknown, not /a/--force/b'
+    assert str(paired) == 'memory: no size; add select="norm", or --unknown, not /a/--force/b'
 
 
 # --- text of inputs in each medium, and JSON as JSON has it

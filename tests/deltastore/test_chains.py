@@ -139,7 +139,7 @@ def test_chain__with_a_damaged_store_below_is_refused(copy: Path) -> None:
         ({"base": "step-1"}, "is at depth 1 of a chain, 0 is needed"),  # itself: endless, if it were followed
         ({"base": "step-2"}, "is at depth 2 of a chain, 0 is needed"),
         ({"depth": 3}, "is at depth 0 of a chain, 2 is needed"),
-        ({"depth": 10**6}, "is at depth 1000000 of a chain, 32 is the most"),
+        ({"depth": 10**6}, "is at depth 1000000 of a chain, at most 32 is allowed"),
         ({"depth": -1}, "depth: an integer from 0 on is needed"),
         ({"depth": True}, "depth: an integer from 0 on is needed"),
     ],

@@ -73,7 +73,9 @@ def test_adapters__are_snapshots_that_are_listed_verified_and_explained(models: 
     assert mergepipe.verify(report.sid[:8]).is_sound
     newest = mergepipe.list_snapshots()[0]
     assert (newest.sid, newest.operator, newest.path) == (report.sid, f"lora {maker}", models / "made")
-    assert newest == mergepipe.show("made")
+    found = mergepipe.show("made")
+    assert (newest.sid, newest.path, newest.summary) == (found.sid, found.path, found.summary)
+    assert found.version == mergepipe.__version__
     explanation = mergepipe.explain("made")
     n_inputs = 2 if maker == "merge" else 1
     assert (len(explanation.experts), explanation.touched) == (n_inputs, explanation.blocks)

@@ -105,6 +105,11 @@ def _keys_by_type() -> dict[str, list[str]]:
     return keys
 
 
+def is_known_type(model_type: JsonValue) -> bool:
+    """Whether the table has a class of a model type."""
+    return isinstance(model_type, str) and model_type in _keys_by_type()
+
+
 def layer_defaults(model_type: JsonValue) -> LayerDefaults:
     """Return what a model type says of single layers; nothing for one that is not in the table."""
     entry = _table()["layers"].get(model_type) if isinstance(model_type, str) else None

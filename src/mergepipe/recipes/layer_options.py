@@ -285,7 +285,7 @@ def stated_kinds(section: Mapping[str, JsonValue], n_layers: int, defaults: Laye
         if values is not None and not rule.is_replaced(section, n_layers):
             facts.append([*rule.kinds(values, n_layers, rule.exceptions(section))])
     by_layer = zip(*facts, strict=True) if facts else [()] * n_layers
-    return [json.dumps(of_layer, sort_keys=True) for of_layer in by_layer]
+    return [json.dumps(of_layer, sort_keys=True, allow_nan=False) for of_layer in by_layer]
 
 
 Layer = frozenset[tuple[str, tuple[int, ...]]]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from mergepipe.checkpoints.architectures import layer_defaults
+from mergepipe.checkpoints.architectures import is_known_type, layer_defaults
 from mergepipe.checkpoints.contract import CheckpointKind, Readable
 from mergepipe.checkpoints.directory import Json, config_bytes, parse_config
 from mergepipe.core.blocks import DType
@@ -549,12 +549,16 @@ def check_layer_kinds(
         return
     kinds_before = [""] * layers.before
     kinds_after = [""] * layers.after
+    is_known = False
     for section, keys in _sections_with_layers(parsed_config(config) or {}, layers):
+        is_known = is_known or is_known_type(section.get("model_type"))
         defaults = layer_defaults(section.get("model_type"))
         kinds_before = [*map(operator.add, kinds_before, stated_kinds(section, layers.before, defaults))]
         section.update(dict.fromkeys(keys, layers.after))
         follow_slices(section, origins, layers.before, defaults, where=where)
         kinds_after = [*map(operator.add, kinds_after, stated_kinds(section, layers.after, defaults))]
+    if not is_known and len({*kinds_before}) == 1:
+        return  # nothing is known of how such a model builds its layers
     place = LayerList(layers.prefix, layers.before)
     check_layers(layers_of(before, place.split), layers_of(after, place.split), kinds_before, kinds_after, where)
 
