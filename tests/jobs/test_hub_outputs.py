@@ -91,7 +91,11 @@ def test_merge__to_the_hub_has_two_shards_on_the_disk_at_most_and_one_where_two_
     sizes = sorted(path.stat().st_blocks * 512 for path in (family / "local").glob("*.safetensors"))
     room = sum(sizes[-n_shards:]) + (16 << 10)  # of the small files
     free_bytes = SPARE_BYTES + room
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free_bytes - allocated_bytes(tmp_path)))
+
+    def disk_usage(_: object) -> SimpleNamespace:
+        return SimpleNamespace(total=1 << 40, free=free_bytes - allocated_bytes(tmp_path))
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
 
     def count() -> None:
         while not stop.wait(0.001):

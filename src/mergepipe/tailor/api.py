@@ -1,7 +1,7 @@
 """The Python API of tailor: inspect, check, compose, average, export, diff, and recipes of usual compositions.
 
 The fields of `options` are keywords, too. `on_progress` is called with a `Progress`, from the calling thread, as
-`mergepipe.progress_bar()` shows it. What fails raises a `MergePipeError`, with all problems that were found, and leaves
+The public `progress_bar` shows it. What fails raises a `MergePipeError`, with all problems that were found, and leaves
 nothing behind.
 """
 
