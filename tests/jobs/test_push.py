@@ -244,7 +244,7 @@ def test_push__takes_a_plain_name_for_the_hub_unless_there_is_such_a_path(
     assert (str(report.destination), hub.n_commits(MODEL)) == (f"hf://{MODEL}", 2)
     (tmp_path / MODEL).mkdir(parents=True)
     for place in (MODEL, "./other/name"):
-        with pytest.raises(OutputError, match=r"takes? (this|no) output|not take this output"):
+        with pytest.raises(OutputError, match="where this output cannot be written"):
             push(snapshot, place)
 
 

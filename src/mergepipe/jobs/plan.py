@@ -212,7 +212,7 @@ def _of_budget(plan: Plan, budget_bytes: int) -> Plan:
     reserve_bytes = budget_bytes - plan.budget_bytes
     if not reserve_bytes:
         return plan
-    decision = f"{format_bytes(reserve_bytes)} are reserved for retries of failed requests"
+    decision = f"{format_bytes(reserve_bytes)} are left for requests that fail and are repeated"
     told = Fallback("budget", decision, "experts lie on servers")
     return replace(plan, budget_bytes=budget_bytes, fallbacks=(told, *plan.fallbacks))
 
