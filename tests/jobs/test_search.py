@@ -90,7 +90,7 @@ def test_search__goes_on_with_its_study(family: Path) -> None:
     study = family / "best.study"
     mergepipe.search(recipe, family / "best", distance, trials=3)
     shutil.rmtree(family / "best")
-    with pytest.raises(OutputError, match="study of an earlier search; give resume=True"):
+    with pytest.raises(OutputError, match="a study of an earlier search exists; give resume=True"):
         mergepipe.search(recipe, family / "best", distance, trials=5)
     study.write_text(study.read_text() + '{"op_cod')  # as far as a disk had room
     report = mergepipe.search(recipe, family / "best", distance, trials=5, resume=True)

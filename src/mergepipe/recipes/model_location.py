@@ -96,7 +96,7 @@ def locate_model(store: Store, place: str | PathLike[str] | Location) -> Locatio
         return location
     try:
         if store.stat(name.remote) is None:
-            raise NotFoundError.of("model.not-found", "", f"there is no '{name.remote}'")
+            raise nothing_there(name.remote)
     except NotFoundError as error:
         raise no_path_and_no_hub_model(text, error) from error
     return name.remote
@@ -142,6 +142,11 @@ def missing_path(store: Store, text: str, path: Location, where: str = "") -> Me
     return NotFoundError.of(
         "model.not-found", where, message, _siblings(store, text, path) or f"looked for {_shown(path)}"
     )
+
+
+def nothing_there(place: Location) -> MergePipeError:
+    """Make the error for an address where there is no model."""
+    return NotFoundError.of("model.not-found", "", f"there is no '{place}'", "check the address")
 
 
 def no_path_and_no_hub_model(text: str, error: MergePipeError, where: str = "") -> MergePipeError:

@@ -18,6 +18,7 @@ from mergepipe.recipes.model_location import (
     ModelName,
     missing_path,
     no_path_and_no_hub_model,
+    nothing_there,
     path_exists,
     resolve_model_name,
 )
@@ -232,7 +233,7 @@ def _is_there(reader: DocumentReader, name: ModelName, text: str, path: Location
     try:
         if reader.store.stat(path) is not None:
             return True
-        error: MergePipeError = NotFoundError.of("model.not-found", "", f"there is no '{path}'")
+        error: MergePipeError = nothing_there(path)
     except NotFoundError as refusal:
         error = refusal
     except MergePipeError as refusal:  # access, or the network: nothing is known of the recipe
