@@ -214,11 +214,12 @@ def test_verdict__says_of_each_expert_what_is_missing_and_first_of_whom_nothing_
 
 def test_verdict__states_policy_share_and_where_gains_were_measured(family: Path, tmp_path: Path) -> None:
     verdict = merge(family, "sum", tmp_path / "out", "25%", select="norm").verdict
-    assert (verdict.policy, verdict.is_full, verdict.measured) == ("norm", False, "docs/benchmarks/trained.md")
+    assert (verdict.policy, verdict.is_full) == ("norm", False)
+    assert "at 10 % of the bytes of raw experts" in verdict.measured
     assert 0 < verdict.planned_bytes <= verdict.full_bytes / 4
     assert "This merge was not measured" in (tmp_path / "out/README.md").read_text()
     sample = merge(family, "sum", tmp_path / "sample", "25%").verdict
-    assert sample.measured == "docs/benchmarks/rules.md"
+    assert "/docs/benchmarks/rules.md" in sample.measured
     whole = merge(family, "sum", tmp_path / "whole", "100%").verdict
     assert whole.is_full
     assert "this is the full merge" in (tmp_path / "whole/README.md").read_text()
@@ -230,4 +231,4 @@ def test_sweep__names_experts_of_which_nothing_is_read(family: Path) -> None:
         home=family / "home", threads=2
     )  # fmt: skip
     for text in (report_text(report), sweep_page(report)):
-        assert "25%: nothing of expert-7 is in the merge" in text
+        assert "25%: nothing from expert-7 is in the merge" in text

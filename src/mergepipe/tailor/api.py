@@ -1,8 +1,8 @@
 """The Python API of tailor: inspect, check, compose, average, export, diff, and recipes of usual compositions.
 
-The fields of `options` are keywords, too. `on_progress` is called with a `Progress`, from the calling thread; the public
-`progress_bar` shows it. What fails raises a `MergePipeError`, with all problems that were found, and leaves nothing
-behind.
+The fields of `options` are keywords, too. `on_progress` is called with a `Progress`, from the calling thread; the
+public `progress_bar` shows it. What fails raises a `MergePipeError`, with all problems that were found, and leaves
+nothing behind.
 """
 
 from __future__ import annotations
