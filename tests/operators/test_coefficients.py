@@ -159,7 +159,7 @@ def test_weight_file__is_refused_where_it_does_not_fit(tmp_path: Path, family: P
     file = {"file": str(importances[1])}
     refused("ties", file, UnsupportedError, "ties accepts one weight per tensor")
     refused("fisher", {**file, "scale": 2}, RecipeError, "scale")
-    refused("fisher", {"file": str(tmp_path / "none.safetensors")}, NotFoundError, "none.safetensors")
+    refused("fisher", {"file": str(tmp_path / "none.safetensors")}, NotFoundError, "there is no file")
     refused("fisher", {"file": str(tmp_path / "lacking.safetensors")}, MismatchError, "has no weights of it")
     refused("fisher", {"file": str(tmp_path / "smaller.safetensors")}, MismatchError, "shape")
 

@@ -110,7 +110,7 @@ def test_random_routers__follow_the_seed_and_the_layer(tmp_path: Path) -> None:
     [
         ({"gate_mode": "randm"}, "recipe.unknown-name", "unknown gate mode 'randm'; did you mean 'random'?"),
         ({"gate_mode": "hidden"}, "recipe.incomplete", "the expert has no positive_prompts"),
-        ({"experts": [{"source_model": "./a"}]}, "recipe.value", "1 experts, and 2 answer each token"),
+        ({"experts": [{"source_model": "./a"}]}, "recipe.value", "1 experts, and 2 are used per token"),
         ({"experts": [{"source_model": "./a"}, {}]}, "recipe.incomplete", "the expert has no source_model"),
         ({"experts": [{"source_model": "./a"}, {"source_model": "./wide"}]}, "model.mismatch", "'./wide' has shape"),
         ({"base_model": "./gpt"}, "recipe.unsupported", "no mixture is made of gpt2, llama"),

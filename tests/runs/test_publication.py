@@ -190,7 +190,7 @@ def test_merge__the_card_tells_sizes_and_how_to_load_the_output(family: Path) ->
         card = (family / "out" / "README.md").read_text()
         assert f"```python\n{imports}" in card
         assert re.search(r"\d{5,} ?bytes|_bytes:", card) is None
-        assert re.search(r"reads [0-9.]+ [kM]B of the\n[0-9.]+ [kM]B that reading", card)
+        assert re.search(r"reads [0-9.]+ [kM]B of the\n[0-9.]+ [kM]B that a full read", card)
     (base / "config.json").write_text(json.dumps({"model_type": "odd", "auto_map": {"AutoModel": "modeling.Odd"}}))
     mergepipe.merge(recipe, family / "out", force=True, options=NO_CATALOG)
     assert "## Use" not in (family / "out" / "README.md").read_text()  # its code is not there

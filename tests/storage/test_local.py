@@ -210,7 +210,9 @@ _NAMES = PATH_METHODS | PATH_METHODS_WITH_PATTERN | OS_FUNCTIONS | OS_PATH_FUNCT
 
 OWN = "our own files: home, catalog, staging, outputs"
 ALLOWED = {
-    "catalog/catalog.py": ("is_file os.path.realpath regular.read_small stat", OWN),
+    "checkpoints/architectures.py": ("read_text", "a table of the package"),
+    "runs/model_card.py": ("exists", "whether a name that looks like one of the Hub is a folder here"),
+    "catalog/catalog.py": ("is_dir is_file is_symlink lstat os.path.realpath regular.read_small stat", OWN),
     "catalog/snapshots.py": ("is_dir os.path.realpath os.walk", OWN),
     "cli/__init__.py": ("os.open", "/dev/null"),
     "cli/commands/budgets.py": ("exists is_dir is_file is_symlink", OWN),
@@ -222,7 +224,7 @@ ALLOWED = {
     "jobs/verify.py": ("is_file is_symlink open os.fstat resolve stat", "a snapshot that is repaired"),
     "jobs/search.py": ("is_dir", OWN),
     "checkpoints/gguf_files.py": ("stat", OWN),
-    "jobs/evaluate.py": ("read_bytes read_text rglob", "what its own process measures a model on"),
+    "jobs/evaluate.py": ("os.read read_bytes read_text rglob", "what its own process measures, and what it prints"),
     "kernels/compiled.py": ("is_dir os.fstat os.listdir os.lstat os.open read_bytes rglob", "kernels and their source"),
     "planning/plan.py": ("exists is_file is_symlink regular.read_head", OWN),
     "runs/remote_output.py": ("read_bytes", OWN),
@@ -230,7 +232,7 @@ ALLOWED = {
     "recipes/references.py": ("os.path.realpath", "the folder that paths are written relative to"),
     "jobs/snapshots.py": ("exists glob is_dir is_file is_symlink os.walk stat", OWN),
     "snapshots/object_upload.py": ("stat", OWN),
-    "snapshots/parts_places.py": ("lstat", OWN),
+    "snapshots/parts_places.py": ("is_dir is_symlink lstat", OWN),
     "snapshots/manifest.py": ("os.path.realpath", "the folder that paths are written relative to"),
     "snapshots/staging.py": (
         "exists glob is_dir is_file is_symlink iterdir lstat os.fstat os.path.samestat os.walk resolve stat",
