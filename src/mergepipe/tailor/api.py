@@ -135,8 +135,8 @@ def _request(checkpoints: Sequence[str | Path], options: AverageOptions) -> Aver
         options.alpha,
         OptimizerState(options.optimizer),
         out_dtype(options.dtype, "--dtype"),
-        None if options.config is None else _checkpoint(store, options.config),
-        None if options.adapter_config is None else _checkpoint(store, options.adapter_config),
+        None if options.config is None else absolute(options.config),
+        None if options.adapter_config is None else absolute(options.adapter_config),
         options.lora_alpha,
     )
 
