@@ -187,7 +187,7 @@ def test_warnings__say_what_changes_the_result_once_a_call_and_name_the_callers_
     mergepipe.store_plan(mergepipe.plan(recipe, "100%"), stored)
     for finish in (
         lambda: mergepipe.run_part(stored, tmp_path / "parts", (1, 1)),
-        lambda: mergepipe.run(stored, "run"),
+        lambda: mergepipe.run(stored, tmp_path / "run"),
     ):
         with pytest.warns(MergePipeWarning, match="read as 1") as warned:
             finish()
