@@ -257,6 +257,6 @@ def test_search__refuses_a_damaged_study(family: Path, damage: Callable[[list[st
     damaged = damage(lines)
     assert damaged != lines
     study.write_text("\n".join(damaged) + "\n")
-    with pytest.raises(CorruptError, match="is no journal of optuna") as caught:
+    with pytest.raises(CorruptError, match="is not a journal of optuna") as caught:
         mergepipe.search(recipe, family / "best", lambda _: 1.0, trials=3, resume=True)
     assert caught.value.code == "work-log.damaged"

@@ -281,7 +281,7 @@ class _Search:
         return study
 
     def _damaged(self, reason: str) -> MergePipeError:
-        message = f"is no journal of optuna: {reason}"
+        message = f"is not a journal of optuna: {reason}"
         hint = "remove the line, or search under another name"
         return CorruptError.of("work-log.damaged", self._study_path, message, hint)
 
