@@ -662,14 +662,18 @@ def _checkpoint(path: Location, root: Location, files: list[WeightFile], sidecar
         if plain in tensors:
             message = f"{shown(name)} and another tensor are both {shown(plain)}, without the wrappers of training"
             raise damaged(path, message, "save the model again, unwrapped")
-        match tensor:
-            case TensorEntry():
-                tensors[plain] = replace(tensor, name=plain)
-            case ShardedTensor():
-                tensors[plain] = replace(tensor, name=plain)
-            case _:
-                tensors[name] = tensor
+        tensors[plain] = tensor if plain == name else _renamed(tensor, plain)
     return Checkpoint(path, root, MappingProxyType(tensors), tuple(file.source for file in files), sidecars)
+
+
+def _renamed(tensor: Readable, name: str) -> Readable:
+    """Return a stored tensor, or one that is put together of shards, under another name."""
+    match tensor:
+        case TensorEntry():
+            return replace(tensor, name=name)
+        case ShardedTensor():
+            return replace(tensor, name=name)
+    raise TypeError(f"{tensor.name} is not read as it is stored")
 
 
 def _joined(root: Location, files: Iterable[WeightFile]) -> dict[str, Readable]:

@@ -76,17 +76,10 @@ def referenced_paths(text: str, store: Store) -> tuple[Location, ...]:
         return Location.parse(before), Location.parse(adapter)
     pluses = [index for index, character in enumerate(text) if character == "+"]
     whole = Location.parse(text)
-    if not pluses or _is_at(store, whole):
+    if not pluses or path_exists(store, whole):
         return (whole,)
     cuts = [(Location.parse(text[:index]), Location.parse(text[index + 1 :])) for index in pluses]
-    return next((cut for cut in cuts if all(_is_at(store, path) for path in cut)), cuts[0])
-
-
-def _is_at(store: Store, location: Location) -> bool:
-    try:
-        return store.stat(location) is not None
-    except MergePipeError:  # what is wrong with it is said where it is opened
-        return False
+    return next((cut for cut in cuts if all(path_exists(store, path) for path in cut)), cuts[0])
 
 
 def _cut_at_address(text: str) -> tuple[str, str]:
