@@ -65,7 +65,9 @@ def test_merge__pairs_the_spellings_of_two_releases(
     assert_is_mean(merged, first, second)
 
 
-@pytest.mark.parametrize("wrapper", ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"])
+@pytest.mark.parametrize(
+    "wrapper", ["_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"]
+)
 def test_merge__takes_wrappers_of_training_out_of_names(tmp_path: Path, wrapper: str) -> None:
     names = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
     first = drawn(*names)

@@ -645,12 +645,12 @@ def find_sidecars(
     return tuple(sorted(sidecars))
 
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+_WRAPPERS = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 def without_wrappers(name: str) -> str:
-    """Return the name of a tensor without the modules that FSDP and `torch.compile` wrap around those of a model."""
-    return _WRAPPERS.sub("", name)
+    """Return the name of a tensor without the modules that torch.compile, FSDP and Lightning wrap around others."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _checkpoint(path: Location, root: Location, files: list[WeightFile], sidecars: tuple[str, ...]) -> Checkpoint:

@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
+from mergepipe.checkpoints.directory import without_wrappers
 from mergepipe.core.blocks import Span, element_count
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import mismatched
@@ -62,7 +63,6 @@ def tensor_views(
 # --- what wrappers add ---
 
 
-_WRAPPERS = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _ROOTS = ("model.", "transformer.", "lm_head.")
 
 
@@ -78,11 +78,6 @@ def names_without_wrappers(stored: Sequence[str]) -> dict[str, str]:
     if front == {"module"} or (len(front) == 1 and any(rest.startswith(_ROOTS) for rest in rests)):
         names = rests
     return names if len(names) == len(stored) else {name: name for name in stored}
-
-
-def without_wrappers(name: str) -> str:
-    """Leave out of a name the parts that torch.compile, FSDP and Lightning add anywhere."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 # --- torchtitan: dense Llama, Qwen3 and its mixture of experts ---

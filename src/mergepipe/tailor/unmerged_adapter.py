@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from mergepipe.checkpoints.adapters import apply_adapter, matched_adapter
 from mergepipe.checkpoints.contract import Checkpoint, Readable
-from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME
+from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, without_wrappers
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.checkpoints.stored_adapters import (
@@ -30,7 +30,7 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.assignment import state_to_copy
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition_plan import unpacked
-from mergepipe.tailor.model_names import names_without_wrappers, without_wrappers
+from mergepipe.tailor.model_names import names_without_wrappers
 from mergepipe.tailor.recipes import AverageRequest
 from mergepipe.tailor.selection import model_units
 
