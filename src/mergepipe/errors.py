@@ -205,11 +205,20 @@ def invalid_option(option: str, message: str, hint: str = "") -> MergePipeError:
     return RecipeError.of("option.invalid", option, message, hint)
 
 
-def library(name: str, where: object, package: str) -> Any:
+REPOSITORY = "https://github.com/mergepipe/mergepipe"
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs the libraries of an extra, in a clone and anywhere else."""
+    return f'pip install ".[{extra}]" in a clone, elsewhere pip install "mergepipe[{extra}] @ git+{REPOSITORY}"'
+
+
+def library(name: str, where: object, extra: str, *, instead: str = "") -> Any:
     """Import a library that is no dependency.
 
     Raises:
-        UnsupportedError: `extra.missing`, it is not installed; the hint names the `package` to install.
+        UnsupportedError: `extra.missing`, it is not installed; the hint says what to do `instead`, or how to install
+            the `extra`.
     """
     from importlib import import_module
 
@@ -217,7 +226,8 @@ def library(name: str, where: object, package: str) -> Any:
         return import_module(name)
     except ImportError as error:
         message = f"needs {error.name or name}, which is not installed"
-        raise UnsupportedError.of("extra.missing", where, message, f"install {package}") from error
+        hint = f"{instead}, or {how_to_install(extra)}" if instead else how_to_install(extra)
+        raise UnsupportedError.of("extra.missing", where, message, hint) from error
 
 
 def did_you_mean(name: object, candidates: Sequence[str]) -> str:

@@ -92,7 +92,7 @@ def test_text__analyze_writes_a_file_that_is_an_importance(family: Path) -> None
 def test_text__without_transformers_says_what_to_install(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
-        UnsupportedError, match=r"needs transformers, which is not installed; install mergepipe\[torch\]"
+        UnsupportedError, match=r'needs transformers, which is not installed; pip install "\.\[torch\]"'
     ):
         measured(family, "expert-1")
     assert not (family / "importance.json").exists()

@@ -257,7 +257,7 @@ def test_run__on_ray_refuses_what_it_cannot_do(recipe: Path, tmp_path: Path) -> 
 
 def test_merge__without_ray_says_what_to_install(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with refuses(UnsupportedError, "extra.missing", r"install mergepipe\[ray\]"):
+    with refuses(UnsupportedError, "extra.missing", r'pip install "\.\[ray\]"'):
         mergepipe.merge(recipe, tmp_path / "out", options=merge_options("ray"))
     with pytest.raises(UnsupportedError):
         RayCluster(None)

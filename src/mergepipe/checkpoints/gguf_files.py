@@ -61,7 +61,7 @@ _STRING, _ARRAY = 8, 9
 
 
 def _gguf(where: object) -> Any:
-    return library("gguf", where, "mergepipe[gguf]")
+    return library("gguf", where, "gguf")
 
 
 # --- reading ---

@@ -307,5 +307,5 @@ def token_rows(embedding: Readable, prompts: Sequence[tuple[Batch, Batch | None]
 
 
 def _extra(name: str) -> Any:
-    hint = "mergepipe[torch], or write gate_mode: random, or leave out new_tokens"
-    return library(name, "routers from prompts, rows of new tokens", hint)
+    instead = "write gate_mode: random, or leave out new_tokens"
+    return library(name, "routers from prompts, rows of new tokens", "torch", instead=instead)

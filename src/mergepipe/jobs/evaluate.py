@@ -307,7 +307,7 @@ def _gradients(base: Path, text: str) -> Mapping[str, Any]:
 
 def _model_and_windows(base: Path, text: str, most_windows: int | None = None) -> tuple[Any, Any, list[Any]]:
     """Load a model in float32, and cut a text into windows of its tokens."""
-    torch, transformers = (library(name, "a loss on a text", "mergepipe[torch]") for name in ("torch", "transformers"))
+    torch, transformers = (library(name, "a loss on a text", "torch") for name in ("torch", "transformers"))
     local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(base, **local)

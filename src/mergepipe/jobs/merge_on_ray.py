@@ -242,7 +242,7 @@ class RayCluster:
 
     def __init__(self, address: str | None) -> None:
         self._address = address
-        self._ray = library("ray", "--executor ray", "mergepipe[ray]")
+        self._ray = library("ray", "--executor ray", "ray")
         self._is_ours = False
 
     def __enter__(self) -> RayCluster:

@@ -15,6 +15,7 @@ from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.core.units import format_bytes
 from mergepipe.engine.segments import at_level
 from mergepipe.engine.work import FREE, OMITTED, level_of_blocks
+from mergepipe.errors import REPOSITORY
 from mergepipe.planning.budget import BudgetRequest
 from mergepipe.planning.candidates import REASON_MISSING
 from mergepipe.planning.plan import ALL, NOTHING_READ, UNSPENT, Access, Plan, PlannedTensor
@@ -175,7 +176,7 @@ def blocks_by_level(level_L: NDArray[np.int64]) -> tuple[tuple[str, int], ...]:
 # --- say of a budgeted merge what it reads and what is missing of each expert, and which command would tell more ---
 
 
-_PAGE = "https://github.com/mergepipe/mergepipe/blob/main/docs/benchmarks/rules.md"
+_PAGE = f"{REPOSITORY}/blob/main/docs/benchmarks/rules.md"
 MEASURED_SAMPLES = f"34 % to 72 % at 10 % of the bytes of raw experts ({_PAGE})"
 MEASURED_ORDERS = f"-33 % to 42 % at 10 % of the bytes of raw experts ({_PAGE})"
 """What merges under a budget kept of a gain in the measurements of a page: samples, and blocks in an order."""

@@ -388,7 +388,7 @@ def resolved(store: Store, location: Location) -> Location:
 
 CONNECTIONS: Final = 32
 MAX_CONNECTIONS: Final = 256
-EXTRA: Final = "mergepipe[remote]"  # what installs the libraries of remote stores
+EXTRA: Final = "remote"  # of the libraries that remote stores need
 
 X = TypeVar("X")
 Y = TypeVar("Y")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Final, TypeAlias
 
-from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError, did_you_mean, how_to_install
 from mergepipe.storage.contract import (
     CONNECTIONS,
     EXTRA,
@@ -123,4 +123,4 @@ def _opener(location: Location) -> OpenStore:
 def _missing(location: Location, error: ImportError) -> MergePipeError:
     needed = "support for it" if error.name is None or error.name.startswith("mergepipe.") else error.name
     message = f"reading {location.scheme}:// needs {needed}, which is not installed"
-    return UnsupportedError.of("extra.missing", location, message, f"install {EXTRA}")
+    return UnsupportedError.of("extra.missing", location, message, how_to_install(EXTRA))

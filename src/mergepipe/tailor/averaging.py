@@ -510,7 +510,7 @@ class Averager:
         training: a save may delete older checkpoints.
         """
         averager = self
-        base: Any = library("transformers", "Averager.callback", "mergepipe[train]").TrainerCallback
+        base: Any = library("transformers", "Averager.callback", "train").TrainerCallback
 
         class FoldCheckpoints(base):  # type: ignore[misc]
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

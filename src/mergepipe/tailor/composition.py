@@ -17,7 +17,7 @@ from mergepipe.core.display import Displayed, Fact, Table, told, yaml_document
 from mergepipe.core.records import encode
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import format_bytes, format_seconds, plural
-from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, mismatched
+from mergepipe.errors import REPOSITORY, ConflictError, CorruptError, MergePipeError, NotFoundError, mismatched
 from mergepipe.options import ComposeOptions, TailorOptions, home_of
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.recipes.references import real_location, text_with_relative_paths
@@ -61,8 +61,7 @@ _TAIL_BYTES = 64 << 10
 
 
 _STALE_NOTE = (
-    "Old weights raise the loss after resuming: "
-    "https://github.com/mergepipe/mergepipe/blob/main/docs/guide/tailor.md#what-do-old-units-cost"
+    f"Old weights raise the loss after resuming: {REPOSITORY}/blob/main/docs/guide/tailor.md#what-do-old-units-cost"
 )
 _MADE = {"none": "a model, without optimizer state", "last": "a checkpoint, with the newest moments"}
 

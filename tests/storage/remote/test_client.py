@@ -119,7 +119,7 @@ def test_settings__that_cannot_be_used_are_refused_without_showing_them(
 
 def test_obstore__that_is_missing_is_named(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with refuses(UnsupportedError, "extra.missing", r"^s3://bucket.*install mergepipe\[remote\]"):
+    with refuses(UnsupportedError, "extra.missing", r'^s3://bucket.*pip install "\.\[remote\]"'):
         remote_store("s3").list(root_of("s3", server))
 
 

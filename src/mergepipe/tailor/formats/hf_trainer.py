@@ -25,7 +25,7 @@ from mergepipe.checkpoints.quantised import refuse_quantised
 from mergepipe.checkpoints.torch_file import SUFFIXES, TorchArchive, read_torch_weights, read_torch_zip
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.strict_json import JsonValue, parse_object
-from mergepipe.errors import MismatchError, UnsupportedError, damaged, mismatched, unsupported
+from mergepipe.errors import MismatchError, UnsupportedError, damaged, how_to_install, mismatched, unsupported
 from mergepipe.storage.contract import TRAINER_JSON_BYTES, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import WEIGHT, AdamStep, Framework, PicklePath, StoredState, TrainingCheckpoint
@@ -125,7 +125,7 @@ def ask_transformers(folder: Location, model_type: str) -> tuple[tuple[str, ...]
         torch: Any = import_module("torch")
         transformers: Any = import_module("transformers")
     except ImportError as error:
-        raise unsupported(folder, message, "install mergepipe[torch], which asks transformers") from error
+        raise unsupported(folder, message, f"transformers knows it: {how_to_install('torch')}") from error
     try:
         place = folder.local_path
         config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=True)

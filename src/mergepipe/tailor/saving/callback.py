@@ -114,7 +114,7 @@ def save_partial(
 # --- save partial checkpoints under the Hugging Face Trainer: plain, DDP, DeepSpeed ZeRO-1/2/3 ---
 
 
-_TrainerCallback: Any = library("transformers", "PartialCheckpointCallback", "mergepipe[train]").TrainerCallback
+_TrainerCallback: Any = library("transformers", "PartialCheckpointCallback", "train").TrainerCallback
 
 
 class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
