@@ -260,7 +260,12 @@ def test_run_part__refuses_what_it_cannot_do(cases: Cases, place: Place) -> None
     plan = cases(PLAIN).plan
     with pytest.raises(RecipeError, match="0/3"):
         place.part(plan, (0, 3))
-    place.part(plan, (1, 3))
+    for part in ("1", "1/2/3", "1/x", "", (1,), (1, 2, 3), 2):
+        with pytest.raises(RecipeError, match=r"^part: .*write the second of 7 parts as 2/7"):
+            mergepipe.run_part(plan, place.out, part)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"^part: .*give a whole number"):
+        mergepipe.run_part(plan, place.out, (1, "3"))  # type: ignore[arg-type]
+    assert mergepipe.run_part(plan, place.out, "1/3", options=replace(OPTIONS, home=place.home)).part == "1/3"
     with pytest.raises(ConflictError, match=f"{N_SHARDS} shards"):
         mergepipe.run_part(plan, place.out, (2, 3), options=replace(OPTIONS, shard_bytes=10 * SHARD_BYTES))
 

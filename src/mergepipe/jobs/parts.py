@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mergepipe.core.flags import public_call
+from mergepipe.core.flags import public_call, several
 from mergepipe.core.outcome import published_but, warn_of
-from mergepipe.core.units import positive
+from mergepipe.core.units import positive, whole
 from mergepipe.engine.work import Observer, split, split_sizes
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.jobs.merge import MergeRun
@@ -35,12 +35,17 @@ _PUBLISHED_ELSEWHERE = ("output.exists", "output.changed")
 _FINISHED_ELSEWHERE = ("parts.gone", "output.busy", "parts.missing")
 
 
-def parse_part(text: str) -> tuple[int, int]:
-    """Read `2/7` as a part."""
-    number, slash, count = text.partition("/")
+def parse_part(part: Any) -> tuple[int, int]:
+    """Read a part as callers write it: `2/7` as on the command line, or the two numbers."""
+    if not isinstance(part, str):
+        numbers = [whole("--part", number) for number in several(part)]
+        if len(numbers) != 2:
+            raise _not_a_part(str(part))
+        return check_part(*numbers)
+    number, slash, count = part.partition("/")
     if slash and all(word.isascii() and word.isdigit() and len(word) < 7 for word in (number, count)):
         return check_part(int(number), int(count))
-    raise _not_a_part(text)
+    raise _not_a_part(part)
 
 
 def check_part(number: int, n_parts: int) -> tuple[int, int]:
@@ -71,7 +76,7 @@ def _not_a_part(text: str) -> MergePipeError:
 def run_part(
     plan: Plan | str | Path,
     out: str | Path,
-    part: tuple[int, int] | None = None,
+    part: tuple[int, int] | str | None = None,
     *,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
@@ -83,7 +88,7 @@ def run_part(
     is read again. Whoever completes the last one publishes the output; the same bytes as `run`.
 
     Args:
-        part: (2, 7) is the second of seven parts: output files, dealt out by bytes. None only finishes.
+        part: (2, 7) or "2/7" is the second of seven parts: output files, dealt out by bytes. None only finishes.
         options: as of `run`, without `resume`. `shard_bytes` must be the same for all parts. What the output says of
             its inputs follows the call that publishes it.
 
@@ -97,7 +102,8 @@ def run_part(
     if made.resume is not None:
         message = "a part that is run again keeps finished files and reads again what was lost"
         raise RecipeError.of("option.conflict", "--resume" if made.resume else "--no-resume", message, "leave it out")
-    numbers, decided = None if part is None else check_part(*part), read_plan(plan)
+    numbers = None if part is None else parse_part(part)
+    decided = read_plan(plan)
     settings = merge_settings(made.common(MergeOptions, seed=decided.seed), out, on_progress)
     report = make_part_of(decided, numbers, settings)
     warn_of(decided.recipe_notices)

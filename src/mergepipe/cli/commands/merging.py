@@ -164,10 +164,7 @@ def run(
         raise RecipeError.of("option.conflict", "--finish", message, "leave out --finish, or --part")
     if part is None and not finish:
         return mergepipe.run(plan, out, options=options, on_progress=on_progress)
-    from mergepipe.jobs.parts import parse_part
-
-    numbers = None if part is None else parse_part(part)
-    return mergepipe.run_part(plan, out, numbers, options=options, on_progress=on_progress)
+    return mergepipe.run_part(plan, out, part, options=options, on_progress=on_progress)
 
 
 @command("mergepipe status plan.json merged/ --parts 7")
