@@ -22,7 +22,7 @@ import mergepipe
 from mergepipe import cli, errors, options, reports, tailor
 from mergepipe.catalog import snapshots as catalog_snapshots
 from mergepipe.core.flags import Options
-from mergepipe.errors import MergePipeError, MergePipeWarning
+from mergepipe.errors import MergePipeError, MergePipeWarning, OutputError, RecipeError
 from mergepipe.options import (
     AnalyzeOptions,
     ApplyLoraOptions,
@@ -240,6 +240,49 @@ def test_calls__take_one_model_where_several_may_stand() -> None:
     for call in (mergepipe.gc, partial(mergepipe.merge_lora, out="out"), partial(tailor.average, out="out")):
         with pytest.raises(MergePipeError, match="nowhere"):
             call("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [("force", "yes", "True or False"), ("threads", True, "a number"), ("budget", [1], "a text or a number"),
+     ("home", 3, "a text or a path"), ("allow_dropped", (3,), "a text"), ("card", 1, "True or False"),
+     ("importance", {}, "a text or a path"), ("select", 2, "a text"), ("min_density", "much", "a number")],
+)  # fmt: skip
+def test_options__of_another_type_are_refused_before_anything_is_opened(name: str, value: object, needed: str) -> None:
+    keywords: dict[str, Any] = {name: value}
+    with pytest.raises(RecipeError, match=f"^{name}: .* was given; give {needed}$"):
+        mergepipe.merge("nowhere.yml", "out", **keywords)
+
+
+def test_calls__refuse_options_that_are_no_options() -> None:
+    with pytest.raises(
+        TypeError, match=r"options: a dict was given; give MergeOptions\(\.\.\.\), or its fields as key"
+    ):
+        mergepipe.merge("recipe.yml", "out", options={"threads": 2})  # type: ignore[arg-type]
+
+
+def test_calls__refuse_places_that_are_none(tmp_path: Path) -> None:
+    recipe = recipe_with_a_warning(tmp_path)
+    needed = "it is of type {}, and a text or a path is needed"
+    places: tuple[Any, ...] = (None, 5)
+    for place in places:
+        for call in (
+            partial(mergepipe.merge, recipe),
+            partial(mergepipe.merge, out=tmp_path / "out"),
+            mergepipe.verify,
+        ):
+            with pytest.raises(RecipeError, match=needed.format(type(place).__name__)):
+                call(place)
+
+
+@pytest.mark.parametrize(
+    ("place", "hint"),
+    [("hf:/org/name", "write hf://org/name, or ./hf:/org/name for a folder"), ("s3:bucket/a", "write s3://bucket/a"),
+     ("GS:/bucket", "write GS://bucket"), ("merged.safetensor", "the name of a file, and the output is a folder")],
+)  # fmt: skip
+def test_merge__refuses_an_output_that_is_nearly_an_address_or_a_file(tmp_path: Path, place: str, hint: str) -> None:
+    with pytest.raises(OutputError, match=hint):
+        mergepipe.merge(recipe_with_a_warning(tmp_path), place)
 
 
 def test_calls__refuse_options_that_would_be_ignored() -> None:

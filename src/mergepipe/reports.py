@@ -1303,4 +1303,4 @@ class SnapshotDiff(Displayed):
         n_more = len(self.tensors) - _MOST_CHANGES
         if n_more <= 0:
             return ""
-        return f"{plural(n_more, 'tensor')} more with smaller differences: `mergepipe diff --json` lists all"
+        return f"{plural(n_more, 'more tensor')} with smaller differences: `mergepipe diff --json` lists all"

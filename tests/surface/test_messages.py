@@ -84,8 +84,8 @@ def test_export__of_a_run_names_its_checkpoints_and_the_newest(training_run: Pat
     with pytest.raises(NotFoundError) as raised:
         tailor.export(training_run, tmp_path / "model")
     assert str(raised.value) == (
-        f"{training_run}: is a folder of checkpoints: checkpoint-100, checkpoint-30, checkpoint-20; name one of them; "
-        f"the newest is {training_run}/checkpoint-100"
+        f"{training_run}: is a folder of checkpoints: checkpoint-100, checkpoint-30, checkpoint-20; name the "
+        f"checkpoints themselves; the newest is {training_run}/checkpoint-100"
     )
 
 
@@ -122,13 +122,29 @@ def test_show__prints_the_recipe_the_seed_the_dtype_and_the_version(work: Workpl
     assert run("show", work.root / "family").err.startswith(f"error: {work.root}/family: holds no mergepipe.json")
 
 
+def test_diff__of_a_file_that_is_no_snapshot_says_so_and_names_no_others(work: Workplace, run: Runner) -> None:
+    mergepipe.merge(work.recipe, work.out)
+    assert "is a file without the record of a snapshot; give a snapshot, or its sid" in run("show", work.recipe).err
+    assert run("show", "nowhere").err == (
+        "error: nowhere: no such snapshot in the catalog; `mergepipe ls` lists those on record [snapshot.not-found]\n"
+    )
+
+
+def test_diff__writes_bytes_as_every_report_does(work: Workplace) -> None:
+    mergepipe.merge(work.recipe, work.root / "full")
+    mergepipe.merge(work.recipe, work.root / "planned", budget="25%")
+    settings = mergepipe.diff(work.root / "full", work.root / "planned").settings
+    assert any(re.fullmatch(r"budget: none -> \S+ k?B", line) for line in settings)
+    assert [line for line in settings if "bytes" in line] == []
+
+
 def test_diff__says_how_many_tensors_it_leaves_out() -> None:
     changes = tuple(TensorChange(f"t{index}", "values", float(index), None) for index in range(43))
     report = SnapshotDiff(
         a=Path("a"), b=Path("b"), a_sid="1", b_sid="2", recipe="", settings=(), inputs=(), equal_tensors=0,
         tensors=changes, norm=1.0,
     )  # fmt: skip
-    assert report.left_out == "3 tensors more with smaller differences: `mergepipe diff --json` lists all"
+    assert report.left_out == "3 more tensors with smaller differences: `mergepipe diff --json` lists all"
 
 
 def test_kept__a_density_of_one_trims_nothing_and_says_so(work: Workplace) -> None:

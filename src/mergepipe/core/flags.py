@@ -6,6 +6,7 @@ from these declarations.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -15,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from mergepipe.core.outcome import warn_of
 from mergepipe.core.units import one_of, positive
-from mergepipe.errors import did_you_mean
+from mergepipe.errors import RecipeError, did_you_mean
 
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound="Options")
@@ -151,10 +152,13 @@ class Options:
             if declared.is_size and isinstance(value, str):
                 value = declared.read(value)
             object.__setattr__(self, declared.field, value)
-            declared.check(value)
+        for entry in fields(self):
+            _check_kind(entry.name, getattr(self, entry.name), str(entry.type))
+        for declared in declared_options(type(self)):
+            declared.check(getattr(self, declared.field))
 
     @classmethod
-    def of(cls, options: Options | None, changes: Mapping[str, object]) -> Self:
+    def of(cls, options: object, changes: Mapping[str, object]) -> Self:
         """Return the options of a call: the fields of `options` that this class has too, with `changes`.
 
         A size may be given under its name on the command line: `memory="4GiB"`.
@@ -162,6 +166,9 @@ class Options:
         Raises:
             TypeError: a change of a field that this class has not, or a field of `options` that would be ignored.
         """
+        if options is not None and not isinstance(options, Options):
+            hint = f"give {cls.__name__}(...), or its fields as keywords of the call"
+            raise TypeError(f"options: a {type(options).__name__} was given; {hint}")
         changes = _with_sizes(cls, changes)
         names = [declared.name for declared in fields(cls)]
         own = () if options is None else fields(options)
@@ -239,6 +246,31 @@ def public_call(kind: type[Options]) -> Callable[[F], F]:
 def several(values: Any) -> list[Any]:
     """Return the values as a list, one that stands by itself too: a text is many texts, which no caller means."""
     return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+
+
+_TYPES: dict[str, tuple[Any, str]] = {
+    "bool": (bool, "True or False"),
+    "int": (int | float, "a number"),
+    "float": (int | float, "a number"),
+    "str": (str, "a text"),
+    "Path": (os.PathLike, "a path"),
+}
+"""The types in annotations of fields: what their values are, and how errors call it."""
+
+
+def _check_kind(name: str, value: object, kind: str) -> None:
+    """Refuse a value of another type than the field's, which is written as its annotation; None stands for the default.
+
+    Raises:
+        RecipeError: `option.invalid`.
+    """
+    types = dict(_TYPES[word] for word in re.findall(r"[A-Za-z]+", kind) if word in _TYPES)
+    for part in value if isinstance(value, tuple) else (value,):
+        is_allowed = not isinstance(part, bool) and isinstance(part, tuple(types))
+        if part is None or is_allowed or (isinstance(part, bool) and bool in types):
+            continue
+        hint = f"give {' or '.join(types.values())}"
+        raise RecipeError.of("option.invalid", name, f"{str(part)[:40]!r} was given", hint)
 
 
 def _plain(value: Any, kind: str) -> Any:

@@ -14,6 +14,7 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files, read_elements
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
+from mergepipe.core.units import format_bytes
 from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value
 from mergepipe.reports import ByteProgress, ProgressCallback, SnapshotDiff, TensorChange
 from mergepipe.snapshots.manifest import InputRecord, Manifest, OutputTensor
@@ -79,14 +80,16 @@ def _settings(a: Manifest, b: Manifest) -> Iterator[str]:
 
 def _facts(manifest: Manifest) -> dict[str, str]:
     plan, coverage = manifest.plan or {}, manifest.coverage
+    budget_bytes = plan.get("budget_bytes")
+    budget = format_bytes(budget_bytes) if isinstance(budget_bytes, int) else "none"
     return {
         "version": manifest.version,
         "operator": manifest.operator,
         "seed": str(manifest.seed),
         "plan": manifest.plan_digest or "none: a full merge",
-        "budget": str(plan.get("budget_bytes", "none")),
+        "budget": budget,
         "policy": str(plan.get("policy", "none")),
-        "expert bytes read": str(manifest.realized.expert),
+        "read from experts": format_bytes(manifest.realized.expert),
         "blocks touched": "all" if coverage is None else f"{coverage.touched} of {coverage.blocks}",
         "blocks read by expert": "all" if coverage is None else ", ".join(map(str, coverage.read)),
     }

@@ -37,7 +37,7 @@ from mergepipe.recipes.tasks import MergeTask
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.runs.inputs import Inputs, open_inputs, open_path, recipe_of, with_known_digests, with_parameters
 from mergepipe.runs.small_files import planned_sidecars
-from mergepipe.runs.work import CatalogLink, merge_settings, merge_work, output_of
+from mergepipe.runs.work import CatalogLink, merge_work, output_of, settings_without_output
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
@@ -219,7 +219,7 @@ class OpenedMerge:
         if options.target_loss is not None:
             message = "evaluates merges in folders, but this one is not written"
             raise RecipeError.of("option.conflict", "target_loss", message, "leave it out, or call `merge`")
-        settings = merge_settings(options)
+        settings = settings_without_output(options)
         self._store = store = Stores(settings.engine.connections)
         with ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mergepipe-")))
@@ -315,7 +315,7 @@ def load_model(
 
 def loaded_model(merge: OpenedMerge, torch_dtype: Any = None, device_map: Any = None) -> Any:
     """Return the model of the merged configuration with the merged tensors."""
-    _, transformers = (library(name, "load_model", "mergepipe[torch]") for name in ("torch", "transformers"))
+    _, transformers = (library(name, "load_model", "torch") for name in ("torch", "transformers"))
     small_files = merge.small_files()
     for name, content in small_files.items():
         if "/" not in name and name.endswith(".json"):

@@ -102,12 +102,12 @@ def merge(
     on_progress: ProgressCallback | None = None,
     **fields: Any,
 ) -> MergeReport:
-    """Merge as the recipe says and publish the result at `out`, complete or not at all.
+    """Merge the models of a recipe and publish the result at `out`, complete or not at all.
 
-    `out` is a folder, one file (its name ends in .safetensors or .gguf, and its record is a folder beside it), a prefix
-    of a bucket (`s3://bucket/prefix`, `gs://`, `az://`), which must hold nothing yet, or a repository of the Hub
+    `out` is a folder, one file (its name ends in .safetensors or .gguf, and its record is a folder next to it), a
+    prefix of a bucket (`s3://bucket/prefix`, `gs://`, `az://`), which must hold nothing yet, or a repository of the Hub
     (`hf://org/name`). Without a `budget` all experts are read in full. With one, a plan is made and run. With a
-    `target_loss` budgets are tried until it is met; `tried` of the report tells what each read and gave.
+    `target_loss` budgets are tried until it is met; `tried` of the report has the bytes and the loss of each.
 
     Args:
         options: what is merged and how; the fields of `MergeOptions` are keywords, too: `budget="25%"`, `seed=7`.

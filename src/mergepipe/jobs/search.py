@@ -50,7 +50,7 @@ from mergepipe.reports import (
 )
 from mergepipe.runs.budget import blocks_by_level, counts_of, verdict_of
 from mergepipe.runs.inputs import open_inputs, recipe_of
-from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings
+from mergepipe.runs.work import CatalogLink, MergeSettings, settings_without_output
 from mergepipe.snapshots.staging import check_target, temporary_folder
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
@@ -202,7 +202,7 @@ class _Search:
         self._rungs = tuple(options.rungs)
         self._requests = {rung: plan_request(rung, options.common(PlanOptions)) for rung in self._rungs}
         trial_options = options.common(MergeOptions, catalog=False, resume=None, evaluate=None, seed=_SEED)
-        self._settings = merge_settings(trial_options, on_progress=self._report)
+        self._settings = settings_without_output(trial_options, self._report)
         self._objectives = tuple(map(parse_objective, options.objectives))
         self._evaluate, self._command = evaluate, self._parsed_command(evaluate)
         self._loads_models = loads_models
@@ -246,7 +246,7 @@ class _Search:
 
     def _opened_study(self) -> Any:
         """Begin a study, or go on with the one on the disk."""
-        optuna = library("optuna", "search", "mergepipe[search]")
+        optuna = library("optuna", "search", "search")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         exists = self._store.stat(Location.local(self._study_path)) is not None
         if exists and not self._options.resume:
@@ -406,7 +406,7 @@ class _Search:
         best = self._best()
         values = {searched.key_path: best.params[searched.name] for searched in self._searched}
         options = replace(self._settings.options, catalog=True)
-        self._settings = merge_settings(options, on_progress=self._report)
+        self._settings = settings_without_output(options, self._report)
         sid = self._published_sid(values)
         trials = self._study.get_trials(deepcopy=False)
         front = {trial.number for trial in self._study.best_trials} if len(self._objectives) > 1 else {best.number}
@@ -500,7 +500,7 @@ def _swept(
 ) -> SweepReport:
     """Merge in full, then under each budget (a text, and what it says); at most two outputs lie there at a time."""
     request = plan_request("100%", options)  # each budget takes the place of this one
-    settings = merge_settings(options.common(MergeOptions, catalog=False, evaluate=None))
+    settings = settings_without_output(options.common(MergeOptions, catalog=False, evaluate=None))
     evaluation = None if options.evaluate is None else parse_evaluation(options.evaluate)
     store, link = Stores(settings.engine.connections), CatalogLink(home_of(options.home), required=True)
 

@@ -177,11 +177,13 @@ def find_snapshot_path(reference: str | Path, home: Path) -> Path:
             hint = "rename it back to the name that it was made under, or merge again"
             raise NotFoundError.of("snapshot.not-found", path, f"{record.name} is the record of another file", hint)
         return record
-    if path.is_dir():
-        if not _has_manifest(path):
-            message = f"holds no {MANIFEST_NAME}: not a snapshot"
-            raise NotFoundError.of("snapshot.not-found", path, message, "give a snapshot, or its sid")
+    if _has_manifest(path):
         return path
+    if path.exists():
+        message = f"holds no {MANIFEST_NAME}: not a snapshot"
+        if path.is_file():
+            message = "is a file without the record of a snapshot"
+        raise NotFoundError.of("snapshot.not-found", path, message, "give a snapshot, or its sid")
     try:
         return Catalog(home).snapshot(str(reference)).path
     except NotFoundError:

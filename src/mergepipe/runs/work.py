@@ -94,17 +94,17 @@ class MergeSettings:
         return BESIDE if self.file else ""
 
 
+def settings_without_output(options: MergeOptions, on_progress: ProgressCallback | None = None) -> MergeSettings:
+    """Return the settings of a merge, which begins now, into a place that the caller adds."""
+    return MergeSettings(options, engine_options(options), parse_base_model_ids(options.base_model_ids), on_progress)
+
+
 def merge_settings(
-    options: MergeOptions, out: str | Path | None = None, on_progress: ProgressCallback | None = None
+    options: MergeOptions, out: str | Path, on_progress: ProgressCallback | None = None
 ) -> MergeSettings:
-    """Return the settings of a merge, which begins now; without `out` it is for the caller to say."""
-    ids = parse_base_model_ids(options.base_model_ids)
-    settings = MergeSettings(options, engine_options(options), ids, on_progress)
-    return settings if out is None else _placed(settings, output_place(out, ANYWHERE))
-
-
-def _placed(settings: MergeSettings, location: Location) -> MergeSettings:
-    """Return the settings of an output at a location; one in a bucket is staged on this machine."""
+    """Return the settings of a merge into `out`, which begins now; an output in a bucket is staged on this machine."""
+    settings = settings_without_output(options, on_progress)
+    location = output_place(out, ANYWHERE)
     is_file_name = location.suffix in FILE_SUFFIXES and location.is_local and not index_name(location.name)
     if not is_file_name:
         refuse_file_name(location)

@@ -89,7 +89,9 @@ class Location(WrittenAsText):
         """The location that a caller names: a text is parsed, a path is of this machine."""
         if isinstance(place, Location):
             return place
-        if not place or not isinstance(place, str | os.PathLike):
+        if not isinstance(place, str | os.PathLike):
+            raise _malformed(repr(place), f"it is of type {type(place).__name__}, and a text or a path is needed")
+        if not place:
             raise _malformed(repr(place), "it is empty")
         return cls.parse(place) if isinstance(place, str) else cls.local(Path(place))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection
 from typing import Final
 
@@ -15,7 +16,8 @@ HERE_OR_BUCKET: Final = (*HERE, *OBJECT_SCHEMES)
 ANYWHERE: Final = (*HERE_OR_BUCKET, HUB_SCHEME)
 ELSEWHERE: Final = (*OBJECT_SCHEMES, HUB_SCHEME)
 
-_FILE_SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
+_FILE_SUFFIXES: Final = (".safetensors", ".safetensor", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
+_ADDRESS: Final = re.compile(rf"({'|'.join((*OBJECT_SCHEMES, HUB_SCHEME))}):(?!//)/?", re.IGNORECASE)
 _KINDS: Final = {
     **dict.fromkeys(HERE, "a place of this machine"),
     **dict.fromkeys(OBJECT_SCHEMES, "a bucket (s3://, gs://, az://)"),
@@ -33,6 +35,9 @@ def output_place(place: str | os.PathLike[str] | Location, schemes: Collection[s
         RecipeError: `location.invalid`, it names no place.
     """
     location = Location.of(place)
+    if isinstance(place, str) and _ADDRESS.match(place):
+        address = _ADDRESS.sub(r"\1://", place)
+        raise OutputError.of("output.place", place, "is no address", f"write {address}, or ./{place} for a folder")
     if location.scheme in schemes:
         return location
     if location.scheme in WEB_SCHEMES:

@@ -63,7 +63,7 @@ def list_snapshots(
         (
             snapshot.sid[:SHORT_SID],
             text_of("created", snapshot.created),
-            snapshot.summary or snapshot.operator,
+            snapshot.summary.rpartition(": ")[0] or snapshot.summary or snapshot.operator,
             snapshot.place,
             str(sum(source.is_expert for source in snapshot.inputs)),
             format_bytes(snapshot.expert_bytes + snapshot.analysis_bytes),

@@ -69,7 +69,8 @@ def _no_checkpoint(store: Store, path: Location) -> MergePipeError:
     names = sorted((name for name in steps if steps[name] is not None), key=lambda name: (steps[name], name))
     if names:
         message = f"is a folder of checkpoints: {first_names(names[::-1], _MOST_NAMES)}"
-        return NotFoundError.of("model.not-found", path, message, f"name one of them; the newest is {path / names[-1]}")
+        hint = f"name the checkpoints themselves; the newest is {path / names[-1]}"
+        return NotFoundError.of("model.not-found", path, message, hint)
     hint = "name the folder that the Trainer, DeepSpeed, FSDP, torch DCP, Megatron-Core or verl saved"
     return NotFoundError.of("model.not-found", path, "no training checkpoint is here", hint)
 
