@@ -252,8 +252,8 @@ def _about(results: Results) -> str:
         "Synthetic ZeRO-3 checkpoints of Llama-3-8B's shapes, every width scaled down, which keeps its 35 units: 32"
         f" layers, embeddings, norm and head; {_RANKS} ranks. *consecutive* takes units in runs, *parity* and *in turn*"
         " one by one, *filter* all but the outer four layers from the older, *average* means weights and moments of"
-        " all, *export* makes a model of the float32 masters. The floor reads what has to be read while what is made is"
-        f" written. Loading one: {told}; without imports, while composing counts the whole process."
+        " all, *export* makes a model of the float32 masters. The floor reads and writes as many bytes at the same"
+        f" time. Loading one: {told}; without imports, while composing counts the whole process."
         f" {_memory(results)} {_not_run(results.size['name'])}"
     )
 

@@ -114,7 +114,7 @@ def _page(results: Results) -> Page:
     phases, total = merge["phases"], merge["seconds"]
     met = "met" if share <= _TARGET_CATALOG_SHARE else "not met"
     meaning = (
-        f"**Beside reading and merging, a merge under a budget of this size spends"
+        f"**Besides reading and merging, a merge under a budget of this size spends"
         f" {percent(phases['planning'] / total, 1)} of its time on planning and"
         f" {percent(phases['publish'] / total, 1)} on publishing.** The catalog takes {percent(share, 4)} of the"
         f" experts' bytes (target"

@@ -88,7 +88,7 @@ def _provenance(results: Results, command: str) -> str:
         else f"load average {median(loads):.1f} (largest {max(loads):.1f})"
     )
     warning = " The machine was busy: compare bytes, errors and processor seconds."
-    beginning = "" if results.is_complete else " **Not measured to its end**: the same command goes on."
+    beginning = "" if results.is_complete else " **Not completely measured**: the same command resumes it."
     numbers = f"results/{results.path.name}"
     rate = "" if results.floor_rate is None else f"; its floor reads and writes {results.floor_rate / 1e9:.1f} GB/s"
     return (

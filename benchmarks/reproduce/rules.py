@@ -167,8 +167,8 @@ _RULES_TEXT = (
 )
 _SEARCH_TEXT = (
     "Four weights of task arithmetic between 0 and 1, full fine-tunes, searched by every second window; the loss is of"
-    " the others. After a rung of 10 % a trial goes on that is among the best third so far; all that is read counts."
-    " Without, as many full merges as that is. Both propose the same first trials."
+    " the others. After a rung of 10 % the best third of the trials so far goes on; all bytes read are counted. Without"
+    " rungs, full merges are tried until they have read as much. Both searches propose the same first trials."
 )
 _CHAIN_TEXT = (
     "Full fine-tuning at a nearly constant rate; each checkpoint is packed on the one before (`pack --chain`),"
@@ -218,8 +218,8 @@ def _about(results: Results) -> str:
         f" each, text and source code that come with Python: {schedule['steps']} steps of"
         f" {schedule['batch']} windows of {schedule['window_tokens']} tokens, matrix products in bfloat16, masters in"
         f" float32, AdamW, peak rates {full:g} in full and {lora:g} by LoRA of rank 16{f', on a {gpu}' if gpu else ''}"
-        f"; {n_windows} held-out windows of each domain. Of larger models and other trainings nothing follows from"
-        " here."
+        f"; {n_windows} held-out windows of each domain. Nothing follows from this for larger models or"
+        " other kinds of training."
     )
 
 

@@ -75,8 +75,8 @@ def _page(results: Results) -> Page:
     met = all(ratio <= _TARGET_RATIO for ratio in ratios.values())
     errors = [results[f"ties/{k}/budget"]["error"] for k in (first, last)]
     meaning = (
-        f"**A budget in bytes keeps what a merge reads as it is, however many experts you add; knowing them takes some"
-        f" time, and what the budget keeps of the result gets less.** With"
+        f"**With a budget in bytes, a merge reads the same amount however many experts you add; opening more experts"
+        f" takes some time, and the result keeps less of the full merge.** With"
         f" {gb(budget)} GB of expert reads ({percent(PAPER_BUDGET_SHARE, 1)} of one expert,"
         f" the papers' share), a merge of {last} experts takes this many times the"
         f" {results.clock_name} of one of {first}: {times}"
@@ -118,8 +118,8 @@ def _growth_text(results: Results, ks: list[int]) -> str:
 
     told = ", ".join(f"{of_each_expert(operator):.0f} ms for {name}" for operator, name in PAPER_OPERATORS.items())
     return (
-        "What grows with the experts is what has to be known of them: files, statistics, plan and manifest. Each"
-        f" further expert takes this much processor time: {told}. TIES beside its expert bytes:"
+        "What grows with the number of experts is their files, statistics, plan and manifest. Each"
+        f" further expert takes this much processor time: {told}. Other bytes of TIES:"
         f" {_components(results, first)}; {_components(results, last)}."
     )
 

@@ -33,7 +33,7 @@ ORDERS = {
 _OPERATOR = "ties"
 _TIME_TEXT = (
     "Time falls less than bytes: base and output are read and written under any budget, and on a fast disk the"
-    " processor decides, which merges while more is read."
+    " processor limits the time, because it merges while more is read."
 )
 _BLOCKS, _TOY_BLOCKS, _BLOCK_SHARE = (16, 64, 256, 1024), (16, 256), 30  # Ki elements; % of the expert bytes
 
@@ -108,7 +108,7 @@ def _page(results: Results) -> Page:
         f" the bytes, TIES of {last} experts is off by these shares of what the full merge changes: "
         + ", ".join(f"{label} {half[order]:.3f}" for order, label in ORDERS.items())
         + f"; at 100 % by {everything:.3f}. A larger budget {'never' if never_grows else 'sometimes'} gave a worse"
-        " result by `norm`. A distance is no loss: [fine-tunes](trained.md) have what models keep."
+        " result by `norm`. A distance is not a loss: [fine-tunes](trained.md) measure what models keep."
     )
     body: list[str | Table | Figure] = [FITTED_TEXT]
     body.append(f"Bytes, blocks (of 256 Ki elements), times and relative l2 are those of `norm`. {ERROR_TEXT}")

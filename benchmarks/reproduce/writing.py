@@ -76,15 +76,15 @@ def _index(parts: Mapping[str, Part], pages: Mapping[str, tuple[Results, Page]])
     told = (f"{line}: {', '.join(processors)}" for line, processors in machines.items())
     lines = [
         "# Benchmarks",
-        "What to expect of MergePipe, measured. Each page begins with what it means for you. [Papers](../papers.md) has"
-        " the papers' figures beside ours; [more benchmarks](../internals/benchmarks.md) are those of single"
+        "What to expect of MergePipe, measured. Each page begins with what it means for you. [Papers](../papers.md)"
+        " compares the papers' figures with ours; [more benchmarks](../internals/benchmarks.md) measure single"
         " mechanisms.",
         Table(("page", "what"), tuple(rows)).markdown(),
         f"Machines of {'; '.join(told)}. A page names its own.",
         "`make reproduce PARTS=\"scaling sweep\" SIZE=0.6b` measures parts and writes their pages; `python -m"
-        " benchmarks.reproduce list --size 0.6b` says what disk and time each needs. A stopped run goes on where it"
-        " was. A page says how many processors other programs used meanwhile (the kernel's busy time less ours), and"
-        " seconds over those of the floor where it was at most a quarter.",
+        " benchmarks.reproduce list --size 0.6b` prints the disk space and time that each needs. The same command"
+        " resumes a stopped run. A page says how many processors other programs used meanwhile (the kernel's busy time"
+        " less ours), and seconds over those of the floor where it was at most a quarter.",
     ]  # fmt: skip
     return "\n\n".join(lines) + "\n"
 

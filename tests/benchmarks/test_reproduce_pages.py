@@ -227,7 +227,7 @@ def test_stored_pages__are_of_results_measured_to_the_end_but_for_parts_that_tel
         results.measure("a", lambda: {"value": 7})
     pages = stored_pages(parts, tmp_path)
     assert list(pages) == ["begun"]
-    assert "**Not measured to its end**" in page.markdown(pages["begun"][0], "make it")
+    assert "**Not completely measured**" in page.markdown(pages["begun"][0], "make it")
     results = Results.open(tmp_path, "whole", TOY)
     results.finish()
     assert set(stored_pages(parts, tmp_path)) == {"whole", "begun"}
