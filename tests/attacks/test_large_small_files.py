@@ -92,7 +92,7 @@ def test_merge__refuses_small_files_that_are_too_large_together_or_pointers(
     assert SIDECARS_BYTES >= TOKENIZER_BYTES
     (tmp_path / "base" / "vocab.txt").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     assert main(["merge", "plain.yml", "out", "--no-catalog"]) == 4
-    assert "base/vocab.txt: is a git LFS pointer in the place of the file" in capsys.readouterr().err
+    assert "base/vocab.txt: is a git LFS pointer instead of the file" in capsys.readouterr().err
 
 
 # --- odd in every way: refused by name, or the snapshot is whole and can be made again

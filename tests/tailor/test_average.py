@@ -275,7 +275,7 @@ def test_average__refuses_options_by_name(
     [
         ("alpha: fast", "recipe.value", "needs a number, found the text 'fast'"),
         ("alpha: '0.5'", "recipe.value", "needs a number"),
-        ("alpha: 0.5", "option.conflict", "only the weights 'ema' take it"),
+        ("alpha: 0.5", "option.conflict", "only the weights 'ema' use it"),
         ("weights: [true, false, 1]", "recipe.value", "needs the name of a scheme or a list of numbers"),
         ("weights: []", "recipe.value", "needs the name of a scheme or a list of numbers"),
         ("optimizer: [1]", "recipe.value", "needs text, found a list"),

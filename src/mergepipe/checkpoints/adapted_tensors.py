@@ -214,7 +214,7 @@ def read_finite(factor: Factor, files: Mapping[Location, RangeFile], purpose: Pu
 def _check_finite(tensor: StoredTensor, values: NDArray[np.float32]) -> None:
     if not np.isfinite(values).all():
         where = tensor.stored[0].file
-        raise CorruptError.of("tensor.not-finite", where, f"'{tensor.name}' holds infinities or no numbers")
+        raise CorruptError.of("tensor.not-finite", where, f"'{tensor.name}' holds infinities or NaN")
 
 
 @dataclass(frozen=True, slots=True)

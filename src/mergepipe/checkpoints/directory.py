@@ -68,7 +68,7 @@ def require_text_path(path: Location) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        message = "has bytes that are not UTF-8, which no record of ours can state"
+        message = "has bytes that are not UTF-8, and records are UTF-8"
         raise UnsupportedError.of("path.encoding", ascii(text), message, "rename it") from None
 
 
@@ -568,7 +568,7 @@ def _refuse_other(store: Store, path: Location) -> None:
 def refuse_pointer(path: Location, start: bytes) -> None:
     """Refuse a file that begins as a pointer of git LFS does."""
     if start.startswith(_LFS_POINTER):
-        raise damaged(path, "is a git LFS pointer in the place of the file", "fetch it with `git lfs pull`")
+        raise damaged(path, "is a git LFS pointer instead of the file", "fetch it with `git lfs pull`")
 
 
 def _weight_map(path: Location, raw: bytes) -> dict[str, str]:

@@ -162,7 +162,7 @@ class _Header:
         if magic != b"GGUF" or version not in (2, 3):
             raise self.damaged(f"is not GGUF of version 2 or 3: {shown(magic)}, {version}")
         if max(n_tensors, n_facts) > _MOST_TENSORS:
-            raise self.damaged(f"claims {n_tensors} tensors and {n_facts} facts")
+            raise self.damaged(f"claims {n_tensors} tensors and {n_facts} metadata values")
         facts = {self._text(): self._value(*self._take("<I")) for _ in range(n_facts)}
         infos = []
         for _ in range(n_tensors):
@@ -173,7 +173,7 @@ class _Header:
             infos.append((name, dims, *self._take("<IQ")))
         alignment = facts.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or len({info[0] for info in infos}) < n_tensors:
-            raise self.damaged("has a tensor twice, or an alignment that is none")
+            raise self.damaged("has a tensor twice, or an invalid alignment")
         self.digest = blake3(self._content[: self._at]).hexdigest(length=16)
         start = -(-self._at // alignment) * alignment
         return facts, [(name, dims, kind, start + offset) for name, dims, kind, offset in infos]
@@ -186,7 +186,7 @@ class _Header:
             yield self._tensor(gguf, name, info, heads)
             return
         if len(dims) != 3 or not all(dims):
-            raise self.damaged(f"{shown(stored)} of {list(reversed(dims))} is no stack of experts")
+            raise self.damaged(f"{shown(stored)} of {list(reversed(dims))} is not a stack of experts")
         for expert in range(dims[2]):
             of_expert = f"{match['experts']}.{expert}.{match['matrix']}"
             tensor = self._tensor(gguf, of_expert, (stored, dims[:2], kind, offset), heads)
@@ -501,7 +501,7 @@ class GGUFTarget:
                 return kind
         elif _PIECES in self.small_files:
             return ""
-        message = f"its tokenizer splits text as none of Llama 3, Qwen 2 and GPT-2, and there is no {_PIECES}"
+        message = f"its tokenizer splits text in another way than Llama 3, Qwen 2 and GPT-2, and there is no {_PIECES}"
         raise UnsupportedError.of("model.unsupported", self.name, message, _CONVERTER)
 
     def _tokens(self, gguf: Any, n_rows: int) -> list[tuple[str, float, int]]:

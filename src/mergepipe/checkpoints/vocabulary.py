@@ -250,7 +250,7 @@ def _read_slow_json(files: TokenizerFiles, name: str) -> Vocabulary:
 def _read_pieces(files: TokenizerFiles, name: str) -> Vocabulary:
     kind = files.document(SETTINGS_NAME).get("tokenizer_class")
     if isinstance(kind, str) and kind.startswith(_SHIFTED):
-        message = f"{shown(kind)} gives its pieces other ids than their places"
+        message = f"{shown(kind)} gives its pieces ids other than their positions"
         hint = f"save the tokenizer with a {FAST_NAME}"
         raise UnsupportedError.of("tokenizer.unsupported", files.path(name), message, hint)
     ids = _Ids(files, name)

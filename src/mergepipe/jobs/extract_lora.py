@@ -295,7 +295,7 @@ class _Extraction:
     def _decomposed(self, name: str, tensor: Readable, changed: Readable, span: Span) -> Factors:
         delta_MN = self._delta(tensor, changed, span).reshape(tensor.shape[-2:])
         if not np.all(np.isfinite(delta_MN)):
-            raise CorruptError.of("tensor.not-finite", self.model.path, f"'{name}' holds infinities or no numbers")
+            raise CorruptError.of("tensor.not-finite", self.model.path, f"'{name}' holds infinities or NaN")
         oriented_MN = delta_MN.T if self._is_transposed(name) else delta_MN
         seed = int.from_bytes(blake3(name.encode()).digest(8), "little")
         return truncated_svd(oriented_MN, self.options.rank, self.options.energy, seed)

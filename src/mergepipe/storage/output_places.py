@@ -37,7 +37,7 @@ def output_place(place: str | os.PathLike[str] | Location, schemes: Collection[s
     location = Location.of(place)
     if isinstance(place, str) and _ADDRESS.match(place):
         address = _ADDRESS.sub(r"\1://", place)
-        raise OutputError.of("output.place", place, "is no address", f"write {address}, or ./{place} for a folder")
+        raise OutputError.of("output.place", place, "is not an address", f"write {address}, or ./{place} for a folder")
     if location.scheme in schemes:
         return location
     if location.scheme in WEB_SCHEMES:
@@ -45,7 +45,7 @@ def output_place(place: str | os.PathLike[str] | Location, schemes: Collection[s
     elif location.scheme in _KINDS:
         kind = f"{_KINDS[location.scheme]}, where this output cannot be written"
     else:
-        kind = f"no place that is known: {location.scheme}:// takes no outputs"
+        kind = f"not a known place: outputs cannot be written to {location.scheme}://"
     allowed = list(dict.fromkeys(_KINDS[scheme] for scheme in schemes))
     raise OutputError.of("output.place", location, f"is {kind}", hint or f"name {' or '.join(allowed)}")
 

@@ -99,7 +99,7 @@ def open_file(path: Path, *, flags: int = os.O_WRONLY) -> int:
     descriptor = _open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        message = "is no regular file, where only files that MergePipe made can be written"
+        message = "is not a regular file, and only files that MergePipe made are replaced"
         raise OutputError.of("output.not-ours", path, message, "move it away, and run again")
     return descriptor
 

@@ -251,7 +251,7 @@ def regular_status(path: Path) -> os.stat_result:
         if isinstance(error, OSError):
             raise os_error(error, path, "looking it up") from error
         # A NUL or a lone surrogate in the path.
-        message = f"is no path: {error}"
+        message = f"is not a path: {error}"
         raise NotFoundError.of("storage.not-found", ascii(str(path)), message, "check the path") from error
     if not stat.S_ISREG(status.st_mode):
         raise not_a_file(path, status.st_mode)

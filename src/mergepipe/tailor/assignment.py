@@ -139,7 +139,7 @@ def _claim_parameters(
                     _refuse_two_sources(what, name, first_alias or alias, take.where, first.where, findings)
                 elif first_choice is not choice and first_choice.text and choice.text:
                     conflicting.add((first.where, is_tied))
-                    message = f"{choice.text!r} takes {name!r} once more, which {first_choice.text!r} takes"
+                    message = f"{choice.text!r} selects {name!r}, which {first_choice.text!r} selects too"
                     findings.add(RecipeError, "recipe.conflict", take.where, message, "name every unit once")
     lacking = [str(unit) for unit, names in units.parameters.items() if not claims.keys() >= set(names)]
     if recipe.default is None and lacking:

@@ -112,16 +112,16 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     """Open the checkpoints, oldest first, and give each its weight; reads no tensor data."""
     count = len(request.checkpoints)
     if count < (1 if request.is_model else 2):
-        hint = "an average to resume from takes two or more" if count else "name one or more"
+        hint = "an average to resume from needs two or more checkpoints" if count else "name one or more"
         raise invalid_option("checkpoints", f"{count} given", hint)
     if count > MOST_CHECKPOINTS:
         message = f"{count} given, at most {MOST_CHECKPOINTS} are averaged at once"
         raise LimitError.of("option.out-of-range", "checkpoints", message, "give every second one")
     if request.alpha is not None and request.weights != "ema":
-        raise RecipeError.of("option.conflict", "--alpha", "only the weights 'ema' take it", "leave it out")
+        raise RecipeError.of("option.conflict", "--alpha", "only the weights 'ema' use it", "leave it out")
     for option, value in (("--dtype", request.dtype), ("--config", request.config)):
         if value is not None and not request.is_model:
-            message = f"a checkpoint to resume from (optimizer: {request.optimizer.value}) is made as the newest is"
+            message = f"a checkpoint to resume from (optimizer: {request.optimizer.value}) has that of the newest"
             raise RecipeError.of("option.conflict", option, message, "leave it out, or give optimizer 'none'")
     if isinstance(request.weights, str):
         scheme = scheme_weights(request.weights, count, DEFAULT_ALPHA if request.alpha is None else request.alpha)
@@ -133,7 +133,7 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     sources, adapter = _prepared(store, request, ordered)
     for older, newer in pairwise(sources):
         if older.step == newer.step:
-            raise mismatched(newer.path, f"is of step {newer.step}, as {older.path} is", "give each step once")
+            raise mismatched(newer.path, f"is of step {newer.step}, and so is {older.path}", "give each step once")
         for reason in differences(sources[-1], older):
             raise mismatched(older.path, reason)
     check_same_run(store, sources)
@@ -460,7 +460,7 @@ class Averager:
         config: str | Path | None = None,
     ) -> None:
         if alpha is not None and shape != "ema":
-            raise RecipeError.of("option.conflict", "alpha", "only the shape 'ema' takes it", "leave it out")
+            raise RecipeError.of("option.conflict", "alpha", "only the shape 'ema' uses it", "leave it out")
         if count is None and shape.startswith("decay-"):
             raise invalid_option("count", f"'{shape}' needs it", "give the number of checkpoints")
         if count is not None and count < 1:
@@ -568,7 +568,7 @@ class Averager:
         record = read_composite(store, self._out)
         average = record.average
         if average is None or not average.steps or len(average.steps) != len(average.weights):
-            raise mismatched(self._out, "is no running average", "name another folder")
+            raise mismatched(self._out, "is not a running average", "name another folder")
         n_checkpoints = len(average.steps)
         wanted = self._weights(n_checkpoints) if self._count is None or n_checkpoints <= self._count else ()
         is_same = average.scheme == self._shape and len(wanted) == n_checkpoints
@@ -592,7 +592,7 @@ class Averager:
             if tensor is None or len(tensors) != len(averaging.views) or tensor.shape != shape:
                 held = f"shape {tensor.shape}" if tensor is not None else f"not among the {len(tensors)} averaged"
                 message = f"{name} has shape {shape}, in {self._out}: {held}"
-                raise mismatched(newest.path, message, "an average takes checkpoints of one model")
+                raise mismatched(newest.path, message, "an average needs checkpoints of one model")
             (entry,) = tensor.stored
             states[name, WEIGHT] = StoredState.whole(name, WEIGHT, entry)
         return replace(newest, path=self._out, root=self._out, format=WEIGHTS_FORMAT, step=step, states=states)

@@ -424,7 +424,7 @@ def check_same_run(store: Store, checkpoints: Sequence[TrainingCheckpoint]) -> N
             raise mismatched(
                 path,
                 f"its log of step {other_step} is not that of {newest_path}: they are of two "
-                "runs, or of two branches of one", "take checkpoints that follow one another",
+                "runs, or of two branches of one", "use checkpoints of one run that follow one another",
             )  # fmt: skip
 
 

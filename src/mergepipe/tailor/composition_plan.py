@@ -228,7 +228,7 @@ def take_state(changes: SkeletonChanges, assignment: Assignment) -> None:
     _check_state(changes.store, assignment)
     _take_state_files(changes, assignment.state.path)
     if assignment.skeleton.format not in _TAKERS:
-        message = f"is of format {assignment.skeleton.format}, which takes no state from a partial checkpoint"
+        message = f"is of format {assignment.skeleton.format}, which cannot use the state of a partial checkpoint"
         raise unsupported(assignment.skeleton.path, message, "name a complete checkpoint in state_from")
     _TAKERS[assignment.skeleton.format](changes, assignment)
 

@@ -163,7 +163,7 @@ def _settings_of_alpha(adapter: UnmergedAdapter, alpha: float) -> bytes:
         if ".modules_to_save." in stored:
             saved.append(module.rpartition(".")[0])
     if not ranks:
-        message = "holds an adapter of PEFT that is no LoRA"
+        message = "holds an adapter of PEFT that is not a LoRA"
         raise unsupported(adapter.source.path, message, "give --adapter-config FILE")
     rank = max(ranks.values())
     rank_pattern = {}
@@ -286,7 +286,7 @@ def _value(source: TrainingCheckpoint, stored: str) -> StoredState:
     """Return the state that holds a weight: of what is trained, the master."""
     state = source.untrained.get(stored) or source.states.get((stored, FP32)) or state_to_copy(source, stored, WEIGHT)
     if state is None or state.gaps:
-        raise mismatched(source.path, f"lacks weights of {stored}", "a model takes all weights of its checkpoint")
+        raise mismatched(source.path, f"lacks weights of {stored}", "a model needs all weights of its checkpoint")
     return state
 
 

@@ -166,7 +166,7 @@ def test_gguf__is_an_expert_like_the_numbers_it_stands_for(tmp_path: Path) -> No
     [
         (lambda w: w.add_string("general.architecture", "gemma3"), "architecture 'gemma3'"),
         (lambda w: w.add_tensor("blk.0.ssm_a", np.zeros(4, np.float32)), "llama models have no such tensor"),
-        (lambda w: w.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((4, 4), np.float32)), "is no stack of experts"),
+        (lambda w: w.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((4, 4), np.float32)), "is not a stack of experts"),
         (lambda w: w.add_uint16("split.count", 3), "is one of 3 files"),
         (lambda w: w.add_uint32("llama.attention.head_count_kv", 3), "128 rows for 3 heads"),
         (lambda w: w.add_string("llama.block_count", "many"), "does not say how many layers and heads"),
@@ -176,7 +176,7 @@ def test_gguf__is_an_expert_like_the_numbers_it_stands_for(tmp_path: Path) -> No
         ),
         (
             lambda w: w.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((500, 0, 4), np.float32)),
-            "is no stack of experts",
+            "is not a stack of experts",
         ),
     ],
 )

@@ -210,7 +210,7 @@ def test_choose_weights__says_what_it_found(names: list[str], error: type[MergeP
 def test_open_checkpoint__names_pointers_and_gguf_by_their_first_bytes(tmp_path: Path, name: str) -> None:
     path = Location.local(tmp_path / name)
     path.local_path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:")
-    with refuses(CorruptError, "checkpoint.damaged", "is a git LFS pointer in the place of the file; fetch it with"):
+    with refuses(CorruptError, "checkpoint.damaged", "is a git LFS pointer instead of the file; fetch it with"):
         open_checkpoint(MetadataStore(), path)
     if name != "m.gguf":
         path.local_path.write_bytes(b"GGUF" + bytes([3, 0, 0, 0]) * 8)

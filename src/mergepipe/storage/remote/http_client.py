@@ -246,7 +246,7 @@ class HttpClient:
         try:
             connection = self._new_connection(parts, proxy)
         except (ValueError, HTTPException):
-            raise RequestFailed(FailureKind.UNUSABLE, "no address of a web server") from None
+            raise RequestFailed(FailureKind.UNUSABLE, "not the address of a web server") from None
         try:
             connection.connect()
         except ssl.SSLCertVerificationError as error:
@@ -311,13 +311,13 @@ class _Answer:
         """The size of the body that a GET would have."""
         text = self._response.getheader("Content-Length", "")
         if not _NUMBER.fullmatch(text):
-            raise RequestFailed(FailureKind.UNUSABLE, "its server tells no size (Content-Length)")
+            raise RequestFailed(FailureKind.UNUSABLE, "its server sends no size (Content-Length)")
         return int(text)
 
     def pin(self, size_bytes: int) -> Pin:
         etag, date = (self._response.getheader(name, "") for name in ("ETag", "Last-Modified"))
         if not all(text.isprintable() and len(text) <= _MOST_TEXT for text in (etag, date)):
-            raise RequestFailed(FailureKind.UNUSABLE, "its ETag or Last-Modified is no such header")
+            raise RequestFailed(FailureKind.UNUSABLE, "its ETag or Last-Modified header is malformed")
         return Pin(size_bytes, etag, date)
 
     def check_status(self, *good: int) -> None:
@@ -452,7 +452,7 @@ class _Pace(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
         """Read as from a socket."""
         if self.left_bytes <= 0:
-            raise _TooLongError("the answer goes on where it should end")
+            raise _TooLongError("the answer continues past its end")
         seconds = self._patience_ends + self._received_bytes / SLOWEST_BYTES_PER_SECOND - self._clock()
         if seconds <= 0:
             raise TimeoutError(f"its server sends less than {SLOWEST_BYTES_PER_SECOND} bytes a second")
@@ -520,7 +520,7 @@ def _redirected(address: Address, target: str) -> Address:
         before, after = urlsplit(address.url), urlsplit(url)
         is_address = after.scheme in ("http", "https") and bool(after.hostname) and after.port != 0
     except ValueError:
-        raise RequestFailed(FailureKind.UNUSABLE, "redirected to what is no address") from None
+        raise RequestFailed(FailureKind.UNUSABLE, "redirected to something that is not an address") from None
     if not is_address or (before.scheme == "https" and after.scheme == "http"):
         raise RequestFailed(FailureKind.UNUSABLE, f"redirected from {before.scheme} to {_short(after.scheme)}")
     if (before.scheme, before.netloc) == (after.scheme, after.netloc):

@@ -89,7 +89,7 @@ def _endpoint(text: str) -> str:
         is_address = False
     if not is_address or parts.scheme not in ("http", "https"):
         hint = f"write it like {DEFAULT_ENDPOINT}, or unset it"
-        raise RecipeError.of("location.invalid", "HF_ENDPOINT", "is no address of a web server", hint)
+        raise RecipeError.of("location.invalid", "HF_ENDPOINT", "is not the address of a web server", hint)
     return text.rstrip("/")
 
 

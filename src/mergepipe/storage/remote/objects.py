@@ -549,7 +549,7 @@ def _endpoint(*names: str) -> str:
     name = next((name for name in names if os.environ.get(name)), "")
     if name and not _ADDRESS.fullmatch(os.environ[name]):
         hint = "write it like https://host:9000, or unset it"
-        raise StorageError.of("storage.settings", name, "is no address of a web server", hint)
+        raise StorageError.of("storage.settings", name, "is not the address of a web server", hint)
     return os.environ.get(name, "")
 
 

@@ -75,7 +75,7 @@ def merge_state(metadata: object, folder: Location, state: object, state_folder:
     plain = [k for k, v in described.items() if isinstance(v, Record) and v.kind.name == "BytesStorageMetadata"]
     lacking = [str(key) for key in plain if key not in added]
     if lacking:
-        hint = "save the same state with every partial checkpoint, or name a complete one in state_from"
+        hint = "save the same state in every partial checkpoint, or name a complete one in state_from"
         raise mismatched(state_folder, f"lacks {first_names(lacking)}, which {folder} holds", hint)
     described.update(added)
     keys, added_keys = metadata_root.find(_KEYS), new.find(_KEYS)
@@ -165,7 +165,7 @@ def read_tensors(store: Store, folder: Location) -> Iterator[DcpTensor]:
             offsets, sizes = place.get("offsets").shape(), place.get("sizes").shape()
             same = len(offsets) == len(sizes) == len(shape)
             if not same or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
-                raise chunk.error(f"a chunk of {sizes} at {offsets} lies outside of {shape}")
+                raise chunk.error(f"a chunk of {sizes} at {offsets} is outside the tensor's shape {shape}")
             if (key, offsets) not in stored:
                 raise chunk.error(f"tensor {key[:80]!r}: the chunk at {offsets} is in no file")
             chunks.append(_Chunk(offsets, sizes, *stored[(key, offsets)]))
@@ -268,7 +268,7 @@ def _storage(metadata: Node, folder: Location) -> dict[tuple[str, tuple[int, ...
         relative = place.get("relative_path").text()
         if relative not in files:
             if not all(is_plain_name(part) and len(part) < _NAME_LIMIT for part in relative.split("/")):
-                raise place.error(f"the file {shown(relative)} lies outside of the checkpoint")
+                raise place.error(f"the file {shown(relative)} is outside the checkpoint's folder")
             files[relative] = (folder.absolute() / relative).normal()
         pieces[name] = (files[relative], place.get("offset").integer(), place.get("length").integer())
     return pieces
@@ -385,7 +385,7 @@ def _pieces(tensor: DcpTensor) -> Iterator[Piece]:
             continue
         if sizes[long + 1 : cut] != shape[long + 1 : cut]:
             hint = "only grids of rows and columns are read (FSDP2, tensor parallelism)"
-            raise unsupported(tensor.key, f"a chunk of {sizes} of {shape} is no run of rows or columns", hint)
+            raise unsupported(tensor.key, f"a chunk of {sizes} of {shape} is not a range of rows or columns", hint)
         inner = element_count(shape[cut + 1 :])
         column, row = chunk.offsets[cut] * inner, shape[cut] * inner
         rows = Span(start - column, start - column + element_count(sizes[long:cut]) * row)

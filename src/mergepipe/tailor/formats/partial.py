@@ -181,7 +181,7 @@ def _entries(store: Store, folder: Location, shard: ShardFile) -> _Entries:
     held = {name: (entry.dtype, entry.n_elements) for name, entry in entries.items()}
     if held != listed:
         wrong = min(name for name in held.keys() | listed.keys() if held.get(name) != listed.get(name))
-        raise damaged(path, f"{shown(wrong)} is not as the manifest describes it")
+        raise damaged(path, f"{shown(wrong)} does not match the manifest")
     return entries
 
 

@@ -52,7 +52,7 @@ def module_tensors(model: Any) -> tuple[dict[str, Any], dict[str, str], Callable
 
     def name_of(parameter: Any) -> str:
         if id(parameter) not in names:
-            message = "has a parameter the model has not"
+            message = "has a parameter that the model lacks"
             raise unsupported_training("the optimizer", message, "build the optimizer from this model's parameters")
         return names[id(parameter)]
 

@@ -63,7 +63,7 @@ class ChangeTracker:
 
     def __init__(self, sample_elements: int = DEFAULT_SAMPLE_ELEMENTS) -> None:
         if sample_elements < 1:
-            raise invalid_option("sample_elements", f"{sample_elements} elements are no sample")
+            raise invalid_option("sample_elements", f"{sample_elements} elements are not a sample")
         self._sample_elements = sample_elements
         self._saved: Samples = {}
 
