@@ -149,7 +149,8 @@ def _page(results: Results) -> Page:
     merges = {strategy: _merge_number(paying[strategy]) for strategy in ("analyzed", "packed")}
     meaning = (
         f"**For one merge, prepare nothing; for many merges where reading is slow, pack the experts.** At"
-        f" {slow} a merge of packed experts takes {packed[slow]:.2f} times as long as the full one, on a local disk {packed[local]:.2f} times;"
+        f" {slow} a merge of packed experts takes {packed[slow]:.2f} times as long as the full one, on a local disk"
+        f" {packed[local]:.2f} times;"
         f" at {slow} packing has paid at {merges['packed']}, an analysis at {merges['analyzed']}."
         " Packed experts alone save bytes and give the full result, bit for bit."
     )

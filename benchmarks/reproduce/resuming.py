@@ -105,10 +105,10 @@ def _page(results: Results) -> Page:
     columns = (
         "SmolLM2-135M-Instruct, dequantized ([fine-tunes of a public language model](trained.md)), is fine-tuned by the"
         f" Trainer with AdamW at a peak rate of {setting.rate:g}, falling to nothing over {setting.last} steps, saved"
-        f" every {setting.every} steps, and interrupted at step {setting.at}. Of these saves, composites"
-        " contain what the paper's strategies would have saved; each is resumed to the end on the same batches. Columns *steps*: losses"
-        " above those of the run that was not interrupted, in nats; *recovered*: the step after which ten steps are"
-        f" within {RECOVERED_NATS} on average; *last losses*: the mean of the last ten. Means over seeds, with the"
+        f" every {setting.every} steps, and interrupted at step {setting.at}. Of these saves, composites contain what"
+        " the paper's strategies would have saved; each is resumed to the end on the same batches. Columns *steps*:"
+        " losses above those of the run that was not interrupted, in nats; *recovered*: the step after which ten steps"
+        f" are within {RECOVERED_NATS} on average; *last losses*: the mean of the last ten. Means over seeds, with the"
         " lowest and highest."
     )
     return Page("Resuming a fine-tune from composites", meaning, (columns, *tables))

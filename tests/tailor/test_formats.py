@@ -208,7 +208,7 @@ def test_read_dcp__refuses_files_outside_of_the_checkpoint(tmp_path: Path, known
     old = b"X" + len("__0_0.distcp").to_bytes(4, "little") + b"__0_0.distcp"
     new = b"X" + len(name).to_bytes(4, "little") + name.encode()
     metadata.write_bytes(metadata.read_bytes().replace(old, new))
-    with pytest.raises(CorruptError, match="outside of the checkpoint"):
+    with pytest.raises(CorruptError, match="outside the checkpoint"):
         checkpoint_at(tmp_path / "run" / "a")
 
 
