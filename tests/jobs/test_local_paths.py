@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mergepipe
@@ -15,6 +17,7 @@ from mergepipe.options import RunOptions
 from mergepipe.snapshots.manifest import file_without_paths
 from support.bucket_outputs import files_below, new_prefix, objects_below
 from support.families import FamilyShape, write_family
+from support.model_folders import write_adapter
 from support.s3_server import S3Server
 from support.training_trees import decoder_shapes, known_states, write_hf
 
@@ -61,6 +64,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_settings(root, folder)
         state = json.loads((folder / "trainer_state.json").read_text())
         (folder / "trainer_state.json").write_text(json.dumps(state | {"best_model_checkpoint": str(folder)}))
+    factors = {}
+    for name, shape in (("lora_A", (4, SHAPE.hidden)), ("lora_B", (SHAPE.hidden, 4))):
+        factors[f"model.layers.0.self_attn.q_proj.{name}.weight"] = np.ones(shape, np.float32)
+    write_adapter(root / "adapter", factors)
+    (root / "adapted.yml").write_text(recipe.replace("expert-1,", f"expert-1+{root}/adapter,"))
     takes = f"take: [{{from: {root}/checkpoint-100, units: [embed]}}]\nstate_from: {root}/checkpoint-200\n"
     (root / "mixed.yml").write_text(f"default: {root}/checkpoint-200\n{takes}")
     return root
@@ -70,6 +78,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outputs(root: Path) -> Path:
     out = root / "out"
     mergepipe.merge(root / "recipe.yml", out / "merged", home=root / "home", threads=2)
+    mergepipe.merge(root / "adapted.yml", out / "adapted", home=root / "home", threads=2)
+    mergepipe.merge(root / "adapted.yml", out / "budgeted", home=root / "home", threads=2, budget="60%")
+    with chdir(root):  # names in its recipe are relative to the working folder
+        mergepipe.apply_lora(root / "base", [root / "adapter"], out / "applied", home=root / "home", threads=2)
     mergepipe.pack(root / "base", [root / "expert-1"], out / "packs", threads=2)
     mergepipe.extract_lora(root / "base", root / "expert-1", out / "lora", rank=2)
     tailor.compose(root / "mixed.yml", out / "mixed")
@@ -85,7 +97,7 @@ def naming(root: Path, files: Mapping[str, bytes]) -> list[str]:
     return [name for name, raw in files.items() if any(form in raw for form in forms)]
 
 
-@pytest.mark.parametrize("name", ["merged", "lora", "mixed", "average", "resumable"])
+@pytest.mark.parametrize("name", ["merged", "adapted", "budgeted", "applied", "lora", "mixed", "average", "resumable"])
 def test_outputs__name_no_path_of_this_machine(root: Path, outputs: Path, name: str) -> None:
     """But where a trainer that resumes looks for its best checkpoint: that one is followed."""
     followed = ["trainer_state.json"] if name in ("mixed", "resumable") else []
@@ -113,7 +125,8 @@ def test_pack__names_no_path_but_in_files_kept_bit_for_bit(root: Path, outputs: 
 def test_push__publishes_no_path_of_this_machine(
     server: S3Server, root: Path, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {name: outputs / name for name in ("merged", "mixed", "average", "resumable")}
+    names = ("merged", "adapted", "budgeted", "applied", "mixed", "average", "resumable")
+    places = {name: outputs / name for name in names}
     places["pack"] = outputs / "packs" / "expert-1"
     prefix = new_prefix(server, monkeypatch)
     for name, path in places.items():

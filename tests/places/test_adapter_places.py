@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -13,7 +14,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 import mergepipe
+from mergepipe.errors import ConflictError
 from mergepipe.options import MergeOptions, VerifyOptions
+from support.bucket_outputs import objects_below
+from support.fuzz_seals import seal_manifest
 from support.model_folders import recipe_of, write_adapter, write_model
 from support.placed_models import PLACES, PlacedModels, placed_models
 
@@ -93,6 +97,43 @@ def test_merge__takes_a_model_with_an_adapter_from_any_places(
     out = merged("out", base, expert, models.put(root / "first", other))
     assert weights_of(out) == weights_of(local)
     assert mergepipe.explain(out).path == out
+
+
+def test_replay__of_a_model_with_an_adapter_works_where_all_was_moved_to(models: PlacedModels, tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    for name in ("base", "expert", "first"):
+        shutil.copytree(models.root / name, before / name)
+    recipe = recipe_of("task_arithmetic", {"expert+first": {"weight": 0.5}}, "base")
+    (before / "recipe.yml").write_text(json.dumps(recipe))
+    mergepipe.merge(before / "recipe.yml", before / "out", catalog=False)
+    record = json.loads((before / "out" / "mergepipe.json").read_text())
+    names = [file["name"] for file in record["inputs"][1]["files"]]
+    assert names == ["model.safetensors", "../adapter_model.safetensors", "../adapter_config.json"]
+    before.rename(after)
+    mergepipe.replay(after / "out", tmp_path / "again", catalog=False)
+    assert weights_of(tmp_path / "again") == weights_of(after / "out")
+    config = after / "first" / "adapter_config.json"
+    config.write_text(config.read_text().replace("8", "9"))
+    with pytest.raises(ConflictError, match=r"first/adapter_config.json: is not what the snapshot was made from"):
+        mergepipe.replay(after / "out", tmp_path / "other", catalog=False)
+
+
+def test_record__of_an_older_version_with_whole_paths_of_an_adapter_is_replayed_and_pushed_without_them(
+    models: PlacedModels, tmp_path: Path
+) -> None:
+    root = models.root
+    recipe = recipe_of("task_arithmetic", {f"{root}/expert+{root}/first": {"weight": 0.5}}, root / "base")
+    (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
+    mergepipe.merge(tmp_path / "recipe.yml", tmp_path / "out", catalog=False)
+    record = tmp_path / "out" / "mergepipe.json"
+    content = json.loads(record.read_text())
+    for file in content["inputs"][1]["files"]:
+        file["name"] = file["name"].replace("../", f"{root}/first/")
+    record.write_bytes(seal_manifest(json.dumps(content).encode()))
+    mergepipe.replay(tmp_path / "out", tmp_path / "again", catalog=False)
+    assert weights_of(tmp_path / "again") == weights_of(tmp_path / "out")
+    mergepipe.push(tmp_path / "out", "s3://bucket/older")
+    assert str(root).encode() not in objects_below("s3://bucket/older")["mergepipe.json"]
 
 
 def test_merge_lora__on_the_hub_names_the_file_of_kohya_as_the_model(models: PlacedModels, tmp_path: Path) -> None:

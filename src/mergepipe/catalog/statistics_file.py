@@ -16,14 +16,14 @@ from typing import Annotated, Final
 import numpy as np
 from blake3 import blake3
 
-from mergepipe.checkpoints.content_id import content_digest, digest_of_files, is_outside
+from mergepipe.checkpoints.content_id import content_digest, digest_of_files
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.records import RecordFormat, Size, Within
 from mergepipe.core.strict_json import canonical_json
 from mergepipe.errors import CorruptError, LimitError, MergePipeError
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
-from mergepipe.storage.contract import STATISTICS_BYTES, FileId
+from mergepipe.storage.contract import BESIDE, STATISTICS_BYTES, FileId
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.output import make_folders, replace_durably
 from mergepipe.storage.ranges import os_errors
@@ -87,7 +87,7 @@ def _is_hex(text: str, n_digits: int) -> bool:
 def _digest_of(kind: CheckpointKind, files: tuple[PortableFile, ...]) -> str | None:
     """Return the content digest of files; None where there are none."""
     named = [
-        FileId(f"/{i}" if file.is_outside else str(i), file.size_bytes, "", file.header, file.sha256)
+        FileId(f"{BESIDE}{i}" if file.is_outside else str(i), file.size_bytes, "", file.header, file.sha256)
         for i, file in enumerate(files)
     ]
     return digest_of_files(kind, named)
@@ -98,7 +98,7 @@ def portable_content(checkpoint: Checkpoint, content_id: str) -> PortableContent
     if content_digest(checkpoint) is None:
         raise ValueError(f"a digest of {checkpoint.path} is unknown")
     files = [
-        PortableFile(file.sha256 or "", file.size_bytes, file.header_digest, is_outside(file))
+        PortableFile(file.sha256 or "", file.size_bytes, file.header_digest, file.is_outside)
         for file in checkpoint.file_ids
     ]
     ordered = sorted(files, key=lambda file: (file.is_outside, file.sha256, file.header))

@@ -51,7 +51,7 @@ from mergepipe.checkpoints.stored_adapters import (
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.strict_json import JsonValue, shown
 from mergepipe.errors import MergePipeError, MismatchError, did_you_mean
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import BESIDE, Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES
 
@@ -295,7 +295,7 @@ def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
     }
     outside = []
     for file in adapter.files:
-        identity = replace(file.id, name=str(file.location.absolute()))
+        identity = replace(file.id, name=f"{BESIDE}{file.id.name}")
         outside.append(CheckpointFile(file.location, identity))
     resized = [name for name, tensor in tensors.items() if tensor.shape != weights.tensors[name].shape]
     rows = {name: tensors[name].shape[0] for name in tensors if embedding_ending(name)} if resized else {}

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 
 import numpy as np
 from blake3 import blake3
@@ -21,7 +20,7 @@ from mergepipe.core.blocks import Span
 from mergepipe.core.strict_json import canonical_json, digest_of
 from mergepipe.storage.contract import FileId, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.location import Location, is_remote
+from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import aligned_buffer, read_exact, request_bytes
 
 CHUNK_BYTES = 8 << 20
@@ -44,14 +43,9 @@ def digest_of_files(kind: CheckpointKind, files: Sequence[FileId]) -> str | None
     """Return the content digest of a checkpoint of these files; None unless the SHA-256 of every file is known."""
     if not files or any(file.sha256 is None for file in files):
         return None
-    inside = sorted((f.sha256, f.header_digest) for f in files if f.sha256 and not is_outside(f))
-    outside = sorted((f.sha256, f.header_digest) for f in files if f.sha256 and is_outside(f))
+    inside = sorted((f.sha256, f.header_digest) for f in files if f.sha256 and not f.is_outside)
+    outside = sorted((f.sha256, f.header_digest) for f in files if f.sha256 and f.is_outside)
     return digest_of([_CONTENT_FORMAT, kind.value, inside, outside])
-
-
-def is_outside(file: FileId) -> bool:
-    """Whether a file lies outside the folder of its checkpoint, as those of an applied adapter do."""
-    return PurePosixPath(file.name).is_absolute() or is_remote(file.name)
 
 
 def with_digests(checkpoint: Checkpoint, digests: Mapping[Location, str]) -> Checkpoint:

@@ -36,9 +36,9 @@ from mergepipe.runs.budget import BlockCounts, analysis_advice, blocks_by_level,
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.stored_plan import plan_of, read_plan
 from mergepipe.runs.work import KnownStatistics
-from mergepipe.snapshots.manifest import BASE_ROLE, BESIDE, FILE_SUFFIXES, MANIFEST_NAME, Manifest, changing_adapters
+from mergepipe.snapshots.manifest import BASE_ROLE, FILE_SUFFIXES, MANIFEST_NAME, Manifest, changing_adapters
 from mergepipe.snapshots.staging import Staging, check_target
-from mergepipe.storage.contract import RangeFile, Store, is_file
+from mergepipe.storage.contract import BESIDE, RangeFile, Store, is_file
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output_places import output_place

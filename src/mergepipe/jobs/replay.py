@@ -32,7 +32,7 @@ from mergepipe.runs.work import ONE_FILE_BYTES, CatalogLink, MergeSettings, merg
 from mergepipe.snapshots.layout import layout_of
 from mergepipe.snapshots.manifest import NOTICES_KEY, Manifest
 from mergepipe.snapshots.shards import TensorDigest
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import BESIDE, Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
@@ -179,7 +179,9 @@ def _check_same(recorded: Manifest, made: Manifest, out: Path | Location) -> Non
         versions = {file.name: file.version for file in before.files}
         touched = [file for file in after.files if versions.get(file.name) != file.version]
         message = "was written to since the snapshot was made"
-        problems += [Problem("input.changed", f"{after.path}/{file.name}", message) for file in touched]
+        problems += [
+            Problem("input.changed", f"{after.path}/{file.name.removeprefix(BESIDE)}", message) for file in touched
+        ]
     raise ConflictError(*problems)
 
 

@@ -39,7 +39,6 @@ from mergepipe.recipes.model_location import (
 from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import Garbage, GcReport, SnapshotReport
 from mergepipe.snapshots.manifest import (
-    BESIDE,
     MANIFEST_NAME,
     NOTICES_KEY,
     Manifest,
@@ -52,7 +51,7 @@ from mergepipe.snapshots.parts_places import FolderParts, read_job
 from mergepipe.snapshots.staging import allocated_bytes, find_staging, is_dead, remove_dead
 from mergepipe.snapshots.work_log import merge_state, read_work_log
 from mergepipe.storage import owned
-from mergepipe.storage.contract import MANIFEST_BYTES, Store, modified_at
+from mergepipe.storage.contract import BESIDE, MANIFEST_BYTES, Store, modified_at
 from mergepipe.storage.location import Location
 from mergepipe.storage.owned import is_alive, newest_change
 from mergepipe.storage.stores import Stores

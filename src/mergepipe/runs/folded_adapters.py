@@ -9,6 +9,7 @@ from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, Checkpoin
 from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.snapshots.manifest import ADAPTER_ROLE, BASE_ROLE
+from mergepipe.storage.contract import BESIDE
 from mergepipe.storage.location import Location
 
 Source = tuple[str, ModelInput, Checkpoint]
@@ -73,12 +74,11 @@ def _files_of(
     checkpoint: Checkpoint, adapter: Location
 ) -> tuple[tuple[CheckpointFile, ...], tuple[CheckpointFile, ...]]:
     """Return the files of a base and those of the adapter applied to it, each named relative to its own place."""
-    prefix = f"{adapter.absolute()}/"
     base_files = []
     adapter_files = []
     for file in checkpoint.files:
         if file.location.is_relative_to(adapter):
-            own_id = replace(file.id, name=file.id.name.removeprefix(prefix))
+            own_id = replace(file.id, name=file.id.name.removeprefix(BESIDE))
             adapter_files.append(replace(file, id=own_id))
         else:
             base_files.append(file)

@@ -19,7 +19,7 @@ from mergepipe.runs.inputs import Inputs, open_recipes, with_known_digests
 from mergepipe.runs.work import CatalogLink
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage import owned
-from mergepipe.storage.contract import PLAN_BYTES, FileId, Store
+from mergepipe.storage.contract import BESIDE, PLAN_BYTES, FileId, Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import os_errors
 from mergepipe.storage.stores import Stores
@@ -111,7 +111,7 @@ def open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
 
 
 def changed_files(then: Iterable[FileId], now: Iterable[FileId], *, by_version: bool) -> list[str]:
-    """Name the files that differ in size or header, or are gone or new.
+    """Name the files that differ in size or header, or are gone or new; those of an applied adapter by their own names.
 
     Also, `by_version`, those of another version, unless equal SHA-256 digests say that nothing changed.
     """
@@ -123,4 +123,5 @@ def changed_files(then: Iterable[FileId], now: Iterable[FileId], *, by_version: 
             return False
         return not by_version or a.version == b.version or a.sha256 == b.sha256 is not None
 
-    return [name for name in sorted(earlier.keys() | present.keys()) if not is_same(name)]
+    changed = [name for name in sorted(earlier.keys() | present.keys()) if not is_same(name)]
+    return [name.removeprefix(BESIDE) for name in changed]

@@ -40,9 +40,9 @@ from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.reports import KeptShare, ProgressCallback
 from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.model_card import BaseModelIds, parse_base_model_ids
-from mergepipe.snapshots.manifest import BESIDE, FILE_SUFFIXES
+from mergepipe.snapshots.manifest import FILE_SUFFIXES
 from mergepipe.snapshots.shards import SINGLE_NAME, SUFFIX, index_name
-from mergepipe.storage.contract import STATISTICS_BYTES, Store, is_file
+from mergepipe.storage.contract import BESIDE, STATISTICS_BYTES, Store, is_file
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output_places import ANYWHERE, output_place, refuse_file_name

@@ -18,9 +18,9 @@ from mergepipe.checkpoints.safetensors import MAX_HEADER_BYTES, PREFIX_BYTES
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
-from mergepipe.snapshots.manifest import BESIDE, MANIFEST_NAME, Manifest, OutputTensor
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, OutputTensor
 from mergepipe.snapshots.shards import BLOCKS_NAME, BlockTable, block_digest, block_table_of, count_not_finite
-from mergepipe.storage.contract import BLOCK_TABLE_BYTES, RangeFile, Store
+from mergepipe.storage.contract import BESIDE, BLOCK_TABLE_BYTES, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact, request_bytes, scratch

@@ -21,7 +21,7 @@ from mergepipe.core.outcome import DroppedTensor
 from mergepipe.core.records import RecordFormat, Seed, Size, decode, encode
 from mergepipe.core.strict_json import JsonValue, digest_of, shown
 from mergepipe.errors import MergePipeError
-from mergepipe.storage.contract import MANIFEST_BYTES, Digested, FileId, Store
+from mergepipe.storage.contract import BESIDE, MANIFEST_BYTES, Digested, FileId, Store
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 
@@ -147,7 +147,6 @@ NOTICES_KEY = "recipe_notices"  # in `Manifest.run`: what has no effect in the r
 FILE_SUFFIXES: Final = (".safetensors", ".gguf")
 """Of outputs that are one file. Their record is a folder beside them, from which they are `../NAME`."""
 _RECORD_SUFFIX = ".mergepipe"
-BESIDE: Final = "../"
 _USUAL_NAME: Final = "model.safetensors"
 
 SUMMARY_KEY = "summary"  # in `Manifest.run`: what the snapshot is, where `Merge by OPERATOR` does not say it

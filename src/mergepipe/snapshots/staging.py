@@ -19,9 +19,9 @@ from mergepipe.checkpoints.directory import require_text_path
 from mergepipe.core.outcome import note_committed
 from mergepipe.core.units import first_names, format_bytes
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
-from mergepipe.snapshots.manifest import BESIDE, MANIFEST_NAME, record_folder
+from mergepipe.snapshots.manifest import MANIFEST_NAME, record_folder
 from mergepipe.storage import owned
-from mergepipe.storage.contract import MANIFEST_BYTES
+from mergepipe.storage.contract import BESIDE, MANIFEST_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owned import (

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final, Protocol, TypeVar
 
 from blake3 import blake3
@@ -21,7 +21,7 @@ from blake3 import blake3
 from mergepipe.core.records import Size
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.ledger import Ledger, Purpose, Usage
-from mergepipe.storage.location import Location
+from mergepipe.storage.location import Location, is_remote
 
 # --- the largest size of each kind of small file that is read into memory as a whole ---
 # Several times that of the largest real file of its kind; a larger one is refused, `storage.too-large`, unread.
@@ -109,9 +109,16 @@ def _is_read_only(path: Path) -> bool:
         return True
 
 
+BESIDE: Final = "../"
+"""The start of the name of a file that lies outside the folder of its model, or of its record."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileId:
     """A file's name, relative to its model, with the size and version that identify its content.
+
+    A file outside the model's folder, as those of an adapter that is applied to it, is named by its own name behind
+    `BESIDE`: a record that travels names no folder of this machine. Older records hold whole paths and addresses.
 
     Two that are equal, of the same path, are of the same bytes: `version` changes whenever those do. Two that differ in
     their versions alone are of the same bytes if both tell the same `sha256`; it is None where nobody has taken it, and
@@ -125,7 +132,14 @@ class FileId:
     sha256: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        if self.name.startswith("/") or is_remote(self.name):
+            object.__setattr__(self, "name", BESIDE + PurePosixPath(self.name).name)
         object.__setattr__(self, "sha256", sha256_of_version(self.version) or self.sha256)
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the file lies outside the folder of its model."""
+        return self.name.startswith(BESIDE)
 
 
 @dataclass(frozen=True, slots=True)
