@@ -281,29 +281,67 @@ WRITING: Mapping[str, tuple[str, ...]] = {
 """Every command that writes to the Hub, which is `OUT`."""
 
 
-@pytest.mark.parametrize("name", WRITING)
-def test_token_without_the_right_to_write__is_one_precise_line(
-    work: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """The Hub lets such a token read, and refuses all else."""
+@pytest.fixture
+def written(work: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder with all that `WRITING` reads, and a token."""
     write_hf(work / "run" / "checkpoint-9", known_states(decoder_shapes(), seed=1, step=9))
     for file, text in RECIPES.items():
         model = "run/checkpoint-7" if file == "compose.yml" else "models/math"
         (work / file).write_text(text.replace("MODEL", model))
-    if name in ("push", "replay"):
-        assert run_command(["merge", "merge.yml", "out"]).exit_code == 0
-    if name == "run":
-        assert run_command(["plan", "merge.yml", "--all", "--out", "plan.json"]).exit_code == 0
+    assert run_command(["merge", "merge.yml", "out"]).exit_code == 0
+    assert run_command(["plan", "merge.yml", "--all", "--out", "plan.json"]).exit_code == 0
     lead_to_hub(monkeypatch, hub, work / "hf")
+    return work
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_writing_offline__is_one_precise_line_before_anything_is_asked_or_computed(
+    written: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = set(written.iterdir())
+    ran = run_command([argument.replace("OUT", "hf://org/model") for argument in WRITING[name]])
+    message = "HF_HUB_OFFLINE is set, and an output is sent to the Hub over the network"
+    hint = "write a folder, and `mergepipe push` it where there is a network"
+    assert ran.err == f"error: hf://org/model: {message}; {hint} [hub.offline]\n"
+    assert (ran.exit_code, hub.requests) == (3, [])
+    assert set(written.iterdir()) - before <= {written / "hf"}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_token_without_the_right_to_write__is_one_precise_line(written: Path, hub: HubServer, name: str) -> None:
+    """The Hub lets such a token read, and refuses all else."""
     hub.refuse = lambda request: _READ_ONLY if request.method == "POST" else None
-    before = set(work.iterdir())
+    before = set(written.iterdir())
     ran = run_command([argument.replace("OUT", "hf://org/model") for argument in WRITING[name]])
     expected = "hf://org/model: the Hub does not let this token write (403); use a token that may write: set HF_TOKEN"
     lines = [line for line in ran.error_lines if line.startswith("error: ")]
     assert [expected in line for line in lines] == [True], ran.err
     assert ran.exit_code == 8
-    assert set(work.iterdir()) - before <= {work / "hf"}
+    assert set(written.iterdir()) - before <= {written / "hf"}
     assert (hub.n_commits("org/model"), hub.uploads) == (1, {})
+
+
+@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.parametrize(
+    ("written_place", "address"), [("hf:org/model", "hf://org/model"), ("s3:/bucket/x", "s3://bucket/x")]
+)
+def test_output_that_lacks_a_slash_of_an_address__is_no_folder_of_that_name(
+    written: Path, hub: HubServer, name: str, written_place: str, address: str
+) -> None:
+    before = set(written.iterdir())
+    ran = run_command([argument.replace("OUT", written_place) for argument in WRITING[name]])
+    assert f"is no address; write {address}" in one_error(ran)
+    assert (hub.requests, set(written.iterdir())) == ([], before)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_model_that_lacks_a_slash_of_an_address__is_named_as_it_is_written(
+    work: Path, hub: HubServer, name: str
+) -> None:
+    ran = run_with(work, "hf:org/model", COMMANDS[name])
+    assert "there is no folder 'hf:org/model'; an address is written hf://org/model [" in one_error(ran)
+    assert (ran.exit_code, hub.requests) == (3, [])
 
 
 _READ_ONLY = Answer(403, b'{"error": "Forbidden: you must use a write token to upload to a repository."}')

@@ -12,7 +12,7 @@ from mergepipe.core.display import shortened
 from mergepipe.core.units import first_names
 from mergepipe.errors import MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.contract import FileKind, Store
-from mergepipe.storage.location import HUB_SCHEME, MODELS_BY_BARE_NAME, Location, is_remote
+from mergepipe.storage.location import HUB_SCHEME, MODELS_BY_BARE_NAME, Location, is_remote, meant_address
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _REVISION = r"(?:@(?P<revision>[^@:\s]+))?"
@@ -131,6 +131,10 @@ def missing_path(store: Store, text: str, path: Location, where: str = "") -> Me
         message = f"'{shortened(text)}' is a model in the cache of the Hub, not one of its revisions"
         hint = f"name {_shown(path / 'snapshots')}/{' or '.join(revisions[:_MOST_NAMES])}"
         return NotFoundError.of("model.not-found", where, message, hint)
+    address = meant_address(text)
+    if address:
+        hint = f"an address is written {address}"
+        return NotFoundError.of("model.not-found", where, f"there is no folder '{shortened(text)}'", hint)
     kind = "folder"
     if path.suffix in _WEIGHT_SUFFIXES:
         kind = "file"

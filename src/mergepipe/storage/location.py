@@ -21,6 +21,7 @@ FORMS = (
 )
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ALMOST_ADDRESS = re.compile(rf"({'|'.join((HUB_SCHEME, *OBJECT_SCHEMES, *WEB_SCHEMES))}):/?([^/].*)", re.DOTALL)
 _SECRETS = re.compile(r"(?<=://)[^/]*@|[?#].*")  # passwords and signatures, which no message repeats
 _HUB_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _HUB_PAGE = re.compile(
@@ -212,6 +213,12 @@ def is_remote(text: str) -> bool:
     """Whether a text names a store of another machine by its scheme."""
     match = _SCHEME.match(text)
     return match is not None and match[1].lower() != "file"
+
+
+def meant_address(text: str) -> str:
+    """Return the address that a path like `hf:org/name` or `s3:/bucket/prefix` was meant to be; empty for any other."""
+    match = _ALMOST_ADDRESS.fullmatch(text)
+    return "" if match is None else f"{match[1]}://{match[2]}"
 
 
 def _parse_hub(text: str, rest: str) -> Location:

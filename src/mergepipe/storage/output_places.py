@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Final
 
 from mergepipe.errors import OutputError
-from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, WEB_SCHEMES, Location
+from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, WEB_SCHEMES, Location, meant_address
 
 HERE: Final = ("",)
 """The schemes of an output that is a folder or file of this machine, and nothing else."""
@@ -34,6 +34,9 @@ def output_place(place: str | os.PathLike[str] | Location, schemes: Collection[s
         OutputError: `output.place`.
         RecipeError: `location.invalid`, it names no place.
     """
+    address = meant_address(place) if isinstance(place, str) else ""
+    if address:
+        raise OutputError.of("output.place", place, "is no address", f"write {address}, or ./{place} for a path")
     location = Location.of(place)
     if isinstance(place, str) and _ADDRESS.match(place):
         address = _ADDRESS.sub(r"\1://", place)

@@ -30,11 +30,15 @@ class HubRepository:
 
     Every method raises NotFoundError (`model.not-found`), ConflictError (`output.changed`) or StorageError; their
     texts hold neither the token nor signed addresses. Without a token none is made: StorageError,
-    `storage.credentials`.
+    `storage.credentials`. Offline neither: NotFoundError, `hub.offline`.
     """
 
     def __init__(self, location: Location) -> None:
         settings = hub_settings()
+        if settings.is_offline:
+            message = "HF_HUB_OFFLINE is set, and an output is sent to the Hub over the network"
+            hint = "write a folder, and `mergepipe push` it where there is a network"
+            raise NotFoundError.of("hub.offline", location, message, hint)
         if not settings.token:
             message = "writing to the Hub needs a token, and there is none"
             raise StorageError.of("storage.credentials", location, message, _LOG_IN)
