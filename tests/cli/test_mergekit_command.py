@@ -93,6 +93,15 @@ def test_merge__leaves_out_card_and_tokenizer_and_cuts_files(work: Workplace, ru
     assert main(["verify", str(work.out), "-q"]) == 0
 
 
+def test_out_that_is_one_file__takes_no_shard_size(work: Workplace, run: Runner) -> None:
+    out = work.root / "one.safetensors"
+    refused = run(work.recipe, out, "--out-shard-size", "30k")
+    assert (refused.exit_code, out.exists()) == (2, False)
+    message = "is one file, and a size of shards is given; leave the size out, or name a folder [option.conflict]"
+    assert refused.err == f"error: {out}: {message}\n"
+    assert (run(work.recipe, out).exit_code, out.is_file()) == (0, True)
+
+
 def test_flags__that_mean_something_else_here_are_noticed_once(work: Workplace, run: Runner) -> None:
     gpu = ["--cuda", "--gpu-rich", "--device", "cuda:0"]
     ran = run(work.recipe, work.out, *gpu, "--trust-remote-code", "--allow-crimes", "--transformers-cache", "x")

@@ -109,6 +109,7 @@ class Refused:
 REFUSED: Final = (
     Refused(("parts", "2 of 2"), ("output", "hub"), "output.place"),
     Refused(("parts", "2 of 2"), ("output", "file"), "output.place"),
+    Refused(("option", "shard-size"), ("output", "file"), "option.conflict"),
 )
 
 
@@ -237,8 +238,8 @@ def commands_of(row: Row, work: Work, out: str) -> list[list[str]]:
         more += ["--memory", row["memory"]]
     if row["option"] == "json" or row["output"] == "printed":
         more.append("--json")
-    is_split = verb == "run" and row["parts"] != "none"  # one file would all be made by the first part
-    if row["option"] == "shard-size" or is_split:
+    is_split = verb == "run" and row["parts"] != "none" and row["output"] != "file"
+    if row["option"] == "shard-size" or is_split:  # one shard would all be made by the first part
         more += ["--shard-size", "100KB"]
     planning: list[list[str]] = []
     if verb == "run":

@@ -308,6 +308,18 @@ def test_two_inputs__of_two_places_give_what_local_ones_give(work: Work, verb: s
     assert made(("bucket", "folder"), "second") == local
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+@pytest.mark.parametrize("name", ["merge", "run", "lora apply"])
+def test_shard_size__of_an_output_that_is_one_file_is_refused(work: Work, name: str, kind: str) -> None:
+    out = place_of(kind, work)
+    command = work.command(name, work.subject(name, "folder"), out)
+    before = files_of(work.folder)
+    ran = run_in(work.folder, [*command, "--shard-size", "40KB"])
+    message = "is one file, and a size of shards is given; leave the size out, or name a folder [option.conflict]"
+    assert (ran.exit_code, ran.err) == (2, f"error: {out}: {message}\n")
+    assert files_of(work.folder) == before
+
+
 @pytest.mark.parametrize("place", ["s3://bucket/other", "hf://user/other", "https://host/other"])
 @pytest.mark.parametrize(
     "command",

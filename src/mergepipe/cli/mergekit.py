@@ -30,6 +30,7 @@ DONE, ALWAYS, NOTICED, REFUSED = (
 _done, _always, _noticed, _refused = (partial(Flag, panel=panel) for panel in (DONE, ALWAYS, NOTICED, REFUSED))
 _NO_GPU = "The processor merges, in bounded memory; no GPU is used."
 _PROCESSORS = ("cpu", "auto")  # as devices
+_SHARD_BYTES = 5 * 10**9
 _COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 
 
@@ -38,8 +39,8 @@ class MergekitFlags:
     """The flags of mergekit-yaml, grouped by how they are handled: the sections of the help."""
 
     random_seed: int = option(0, _done("Seed of the random operators.", metavar="N"))
-    out_shard_size: int = option(
-        5 * 10**9,
+    out_shard_size: int | None = option(
+        None,
         _done("Largest output file: 5B, 5GB.", metavar="SIZE", default="5B", read=lambda text, _: shard_bytes_of(text)),
     )
     num_threads: int | None = option(
@@ -128,9 +129,14 @@ def merge_as_mergekit(
     """
     flags.check()
     refuse_swapped(config, out, RECIPE_ENDINGS)
+    from mergepipe.snapshots.manifest import FILE_SUFFIXES
+
+    shard_bytes = flags.out_shard_size
+    if shard_bytes is None and not out.endswith(FILE_SUFFIXES):
+        shard_bytes = _SHARD_BYTES
     options = MergeOptions(
         threads=flags.num_threads,
-        shard_bytes=flags.out_shard_size,
+        shard_bytes=shard_bytes,
         card=flags.write_model_card is not False,
         tokenizer=flags.copy_tokenizer is not False,
         seed=flags.random_seed,

@@ -115,6 +115,7 @@ class PlannedModel:
     def __post_init__(self) -> None:
         if not 0 <= self.side_bytes <= self.planned_bytes:
             raise ValueError(f"{self.model}: {self.side_bytes} of {self.planned_bytes} bytes for its index")
+        object.__setattr__(self, "files", tuple(file.without_place() for file in self.files))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from mergepipe.engine.work import (
     PlannedAccess,
     plan_output,
 )
-from mergepipe.errors import MergePipeError, OutputError
+from mergepipe.errors import MergePipeError, OutputError, RecipeError
 from mergepipe.operators.base import MagnitudeCut, RecipeRule, is_calibrated
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
@@ -108,6 +108,9 @@ def merge_settings(
     is_file_name = location.suffix in FILE_SUFFIXES and location.is_local and not index_name(location.name)
     if not is_file_name:
         refuse_file_name(location)
+    elif settings.options.shard_bytes is not None:
+        message = "is one file, and a size of shards is given"
+        raise RecipeError.of("option.conflict", location, message, "leave the size out, or name a folder")
     if location.is_local:
         return replace(settings, out=location.without_detours().local_path, file=location.name if is_file_name else "")
     from mergepipe.snapshots.object_upload import check_replaceable, staging_place

@@ -71,6 +71,9 @@ class InputRecord(Input):
     files: tuple[FileId, ...]
     hub_id: str | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "files", tuple(file.without_place() for file in self.files))
+
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:

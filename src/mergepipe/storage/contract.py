@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -118,7 +118,7 @@ class FileId:
     """A file's name, relative to its model, with the size and version that identify its content.
 
     A file outside the model's folder, as those of an adapter that is applied to it, is named by its own name behind
-    `BESIDE`: a record that travels names no folder of this machine. Older records hold whole paths and addresses.
+    `BESIDE`: a record that travels names no folder of this machine.
 
     Two that are equal, of the same path, are of the same bytes: `version` changes whenever those do. Two that differ in
     their versions alone are of the same bytes if both tell the same `sha256`; it is None where nobody has taken it, and
@@ -132,14 +132,18 @@ class FileId:
     sha256: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.name.startswith("/") or is_remote(self.name):
-            object.__setattr__(self, "name", BESIDE + PurePosixPath(self.name).name)
         object.__setattr__(self, "sha256", sha256_of_version(self.version) or self.sha256)
 
     @property
     def is_outside(self) -> bool:
         """Whether the file lies outside the folder of its model."""
         return self.name.startswith(BESIDE)
+
+    def without_place(self) -> FileId:
+        """Return it with a relative name: earlier records name files outside the model's folder by path or address."""
+        if self.name.startswith("/") or is_remote(self.name):
+            return replace(self, name=f"{BESIDE}{PurePosixPath(self.name).name}")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
