@@ -85,7 +85,7 @@ VALUES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "tailor export": {**_TAILORED, "option": _TYPED},
     "tailor average": {**_TAILORED, "option": _TYPED},
     "tailor compose": _TAILORED,
-    "pack": {"kind": _MODELS, "output": ("folder", "bucket"), "parts": FACTORS["parts"], "interruption": _STOPS},
+    "pack": {"kind": _MODELS, "output": _FOLDERS, "parts": FACTORS["parts"], "interruption": _STOPS},
     "unpack": {"kind": ("packed",), "output": ("folder",), "interruption": _STOPS},
     "analyze": {"kind": (*_MODELS, "packed"), "output": ("printed",), "memory": _MEMORY, "parts": FACTORS["parts"]},
     "moe": {**_MERGED, "kind": (*_MODELS, "adapted"), "option": _TYPED},

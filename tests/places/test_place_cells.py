@@ -308,6 +308,23 @@ def test_two_inputs__of_two_places_give_what_local_ones_give(work: Work, verb: s
     assert made(("bucket", "folder"), "second") == local
 
 
+def test_pack__makes_one_commit_of_each_expert_in_a_repository_and_none_of_what_is_there(work: Work) -> None:
+    root, hub = work.models.root, work.models.hub
+    hub.commit("user/packs", {"README.md": b"mine"})
+    command = ["pack", str(root / "base"), str(root / "expert"), str(root / "other"), "--out", "hf://user/packs"]
+    expect(run_in(work.folder, command))
+    assert hub.n_commits("user/packs") == 3
+    files = hub.model_files("user/packs")
+    assert files["README.md"] == b"mine"
+    assert [name for name, content in files.items() if str(root).encode() in content] == []
+    expect(run_in(work.folder, command))
+    assert hub.n_commits("user/packs") == 3
+    for name in ("expert", "other"):
+        pack = f"hf://user/packs/{name}"
+        expect(run_in(work.folder, ["unpack", pack, "--base", str(root / "base"), "--out", name]))
+        assert files_of(work.folder / name) == files_of(root / name)
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 @pytest.mark.parametrize("name", ["merge", "run", "lora apply"])
 def test_shard_size__of_an_output_that_is_one_file_is_refused(work: Work, name: str, kind: str) -> None:

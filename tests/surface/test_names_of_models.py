@@ -271,6 +271,7 @@ WRITING: Mapping[str, tuple[str, ...]] = {
     "run": ("run", "plan.json", "OUT"),
     "replay": ("replay", "out", "OUT"),
     "moe": ("moe", "moe.yml", "OUT"),
+    "pack": ("pack", "models/base", "models/math", "-o", "OUT"),
     "lora apply": ("lora", "apply", "models/base", "models/adapter", "-o", "OUT"),
     "lora merge": ("lora", "merge", "models/adapter", "models/adapter", "-o", "OUT"),
     "lora extract": ("lora", "extract", "models/base", "models/math", "--rank", "2", "-o", "OUT"),
@@ -314,7 +315,8 @@ def test_token_without_the_right_to_write__is_one_precise_line(written: Path, hu
     hub.refuse = lambda request: _READ_ONLY if request.method == "POST" else None
     before = set(written.iterdir())
     ran = run_command([argument.replace("OUT", "hf://org/model") for argument in WRITING[name]])
-    expected = "hf://org/model: the Hub does not let this token write (403); use a token that may write: set HF_TOKEN"
+    place = "hf://org/model/math" if name == "pack" else "hf://org/model"  # each expert in a folder of its name
+    expected = f"{place}: the Hub does not let this token write (403); use a token that may write: set HF_TOKEN"
     lines = [line for line in ran.error_lines if line.startswith("error: ")]
     assert [expected in line for line in lines] == [True], ran.err
     assert ran.exit_code == 8

@@ -110,7 +110,6 @@ VERBS: Final = (
         "an expert",
         {"adapted": _IN_RECIPES, "packed": Refusal("model.unsupported", "it is packed already; unpack it")},
         {
-            "hub": Refusal("output.place", "`push` sends a packed expert there"),
             "web": _NOT_WRITTEN,
             "safetensors": _NO_FILE,
             "gguf": _NO_FILE,

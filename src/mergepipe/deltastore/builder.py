@@ -29,16 +29,17 @@ from mergepipe.deltastore.index import (
     PackedEntry,
     PackedFile,
     StoreHeader,
+    is_own_name,
 )
 from mergepipe.deltastore.pieces import BANDED_DTYPES, BLOCK_ELEMENTS, EncodedBlock, RawBytes, can_be_base_of
 from mergepipe.deltastore.writer import GROWING_FILES, PackProgress, StoreWriter, find_progress, note_progress
 from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.manifest import file_without_paths, relative_reference
-from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
+from mergepipe.snapshots.object_upload import HubUpload, ObjectContent, ObjectUpload, OutputContent, Upload
 from mergepipe.snapshots.staging import Staging, kept_note
 from mergepipe.snapshots.work_log import WORTH_KEEPING, WorkLog
-from mergepipe.storage.contract import FileId, Store, sidecar_limit
-from mergepipe.storage.location import Location
+from mergepipe.storage.contract import FileId, Store, files_below, sidecar_limit
+from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.output import OutputFile, make_folders
 from mergepipe.storage.remote.objects import BucketFolder
 
@@ -100,6 +101,23 @@ def published_store(store: Store, opened: OpenedStore) -> OutputContent:
     contents = {name: store.read_small(opened.root / name, sidecar_limit(name)) for name in names}
     cleaned = {name: file_without_paths(name, raw) for name, raw in contents.items()}
     return portable_store(store, opened, {name: raw for name, raw in cleaned.items() if raw != contents[name]})
+
+
+PACK_MESSAGE: Final = f"Expert packed as its difference from its base (mergepipe {mergepipe.__version__})"
+"""The message of the Hub's commit of a packed expert."""
+
+
+def _open_upload(place: Location) -> Upload:
+    """Open the upload of a new packed expert to a bucket or to the Hub."""
+    if place.scheme == HUB_SCHEME:
+        return HubUpload(place, HEADER_NAME, force=False, message=PACK_MESSAGE, packed_names=packed_names)
+    return ObjectUpload(BucketFolder(place), HEADER_NAME)
+
+
+def packed_names(store: Store, place: Location) -> set[str]:
+    """Return the names of the files that a packed expert holds at a place."""
+    kept = {file.name for file in read_store(store, place).header.kept}
+    return kept | set(filter(is_own_name, files_below(store, place)))
 
 
 def _object(store: Store, place: Location, size_bytes: int, digest: str) -> ObjectContent:
@@ -243,7 +261,7 @@ def _matching_tensor(base: Checkpoint | None, entry: TensorEntry) -> Readable | 
 def open_builder(job: PackJob, store: Store) -> Iterator[StoreBuilder]:
     """Open a builder in a staging directory next to `job.out`; only its `publish` makes anything visible.
 
-    A place in a bucket is claimed while the context lasts.
+    A place in a bucket is claimed while the context lasts; one on the Hub is refused here where nothing can be written.
 
     It resumes what an interrupted run of the same job left, and if interrupted itself leaves its durable part for the
     next run.
@@ -256,7 +274,7 @@ def open_builder(job: PackJob, store: Store) -> Iterator[StoreBuilder]:
         return progress is not None
 
     growing = Staging(job.out, force=False, can_continue=can_continue)
-    uploading = contextlib.nullcontext() if job.place.is_local else ObjectUpload(BucketFolder(job.place), HEADER_NAME)
+    uploading = contextlib.nullcontext() if job.place.is_local else _open_upload(job.place)
     with growing as staging, uploading as upload:
         builder = None
         try:
@@ -284,7 +302,7 @@ class StoreBuilder:
     """
 
     def __init__(
-        self, job: PackJob, store: Store, staging: Staging, upload: ObjectUpload | None, progress: PackProgress | None
+        self, job: PackJob, store: Store, staging: Staging, upload: Upload | None, progress: PackProgress | None
     ) -> None:
         self.job = job
         self.n_done = 0 if progress is None else progress.durable.n_rows
@@ -375,9 +393,12 @@ class StoreBuilder:
         return read_store(self._store, Location.local(self._staging.path))
 
     def publish(self) -> None:
-        """Make the finished store visible."""
+        """Make the finished store visible; on the Hub by a commit of its own, which follows those of other experts."""
         if self._upload is None:
             self._staging.publish()
+        elif isinstance(self._upload, HubUpload):
+            with _open_upload(self.job.place) as upload:
+                published_store(self._store, self.read()).send_by(upload)
         else:
             portable_store(self._store, self.read()).send_by(self._upload)
 

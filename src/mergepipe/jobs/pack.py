@@ -57,10 +57,11 @@ from mergepipe.reports import (
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target, remove_dead, staging_directory
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.location import Location
+from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.output import OutputFile, make_folders
-from mergepipe.storage.output_places import HERE_OR_BUCKET, folder_place
+from mergepipe.storage.output_places import ANYWHERE, folder_place
 from mergepipe.storage.ranges import aligned_buffer, allow_open_files
+from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.stores import Stores
 
 
@@ -76,8 +77,9 @@ def pack(
 ) -> PackReport:
     """Pack each expert into a store `out/NAME`, bit for bit; one that is there already is left as it is.
 
-    With `out` in a bucket the stores grow in `home`, which needs room for those of eight experts, and are uploaded when
-    they are complete; each is visible there with its header, which is written last.
+    With `out` in a bucket or on the Hub the stores grow in `home`, which needs room for those of eight experts, and are
+    uploaded when they are complete. In a bucket each is visible with its header, which is written last, on the Hub by a
+    commit of its own, where the files that it keeps name no paths of this machine.
 
     All are read in one pass with the base, eight at a time. Every element is decoded again and compared while it is
     packed. An interrupted run is resumed. `on_progress` tells the bytes of experts that are packed.
@@ -101,7 +103,9 @@ def pack(
             whole or not at all.
     """
     made = PackOptions.of(options, fields)
-    place = folder_place(out, HERE_OR_BUCKET, "pack into a folder, then `mergepipe push` each store")
+    place = folder_place(out, ANYWHERE)
+    if place.scheme == HUB_SCHEME:
+        HubRepository(place)  # refused offline, and without a token, before anything is asked
     threads_of(made.threads)  # refused before anything is looked for
     store = Stores()
     bases = None if base is None else [locate_model(store, model) for model in several(base)]

@@ -6,11 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import mergepipe
 from mergepipe.core.flags import public_call
-from mergepipe.deltastore.builder import published_store
+from mergepipe.deltastore.builder import PACK_MESSAGE, packed_names, published_store
 from mergepipe.deltastore.checkpoint import read_store
-from mergepipe.deltastore.index import is_own_name
 from mergepipe.errors import RecipeError
 from mergepipe.jobs.snapshots import find_published, refuse_elsewhere
 from mergepipe.options import PushOptions
@@ -18,7 +16,7 @@ from mergepipe.recipes.model_location import resolve_model_name
 from mergepipe.reports import ByteProgress, ProgressCallback, PushReport
 from mergepipe.snapshots.manifest import is_composite
 from mergepipe.snapshots.object_upload import HubUpload, ObjectUpload, OutputContent, Upload, published_snapshot
-from mergepipe.storage.contract import Store, files_below
+from mergepipe.storage.contract import Store
 from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.output_places import ELSEWHERE, output_place
 from mergepipe.storage.remote.hub_commit import HubRepository
@@ -56,7 +54,7 @@ def push(
     path = folder.local_path
     if is_pack:
         opened = read_store(store, folder)
-        message = f"Expert packed as its difference from its base (mergepipe {mergepipe.__version__})"
+        message = PACK_MESSAGE
         output, sid = published_store(store, opened), opened.header.content_id
     else:
         read = _read_composite if is_composite(store, folder) else _read_snapshot
@@ -94,10 +92,4 @@ def _open_upload(destination: Location, name: str, options: PushOptions, message
     if options.create:
         HubRepository(destination).create(is_private=options.private)
     message = options.message or message
-    return HubUpload(destination, name, force=True, message=message, packed_names=_packed_names)
-
-
-def _packed_names(store: Store, place: Location) -> set[str]:
-    """The files of a packed expert."""
-    kept = {file.name for file in read_store(store, place).header.kept}
-    return kept | set(filter(is_own_name, files_below(store, place)))
+    return HubUpload(destination, name, force=True, message=message, packed_names=packed_names)

@@ -12,8 +12,7 @@ from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, WEB_SCHEMES, 
 
 HERE: Final = ("",)
 """The schemes of an output that is a folder or file of this machine, and nothing else."""
-HERE_OR_BUCKET: Final = (*HERE, *OBJECT_SCHEMES)
-ANYWHERE: Final = (*HERE_OR_BUCKET, HUB_SCHEME)
+ANYWHERE: Final = (*HERE, *OBJECT_SCHEMES, HUB_SCHEME)
 ELSEWHERE: Final = (*OBJECT_SCHEMES, HUB_SCHEME)
 
 _FILE_SUFFIXES: Final = (".safetensors", ".safetensor", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
