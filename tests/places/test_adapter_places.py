@@ -99,6 +99,27 @@ def test_merge__takes_a_model_with_an_adapter_from_any_places(
     assert mergepipe.explain(out).path == out
 
 
+@pytest.mark.parametrize(("place", "other"), [("hub", "bucket"), ("folder", "hub"), ("bucket", "web")])
+def test_analyze__of_a_model_with_an_adapter_serves_plans_of_the_two_wherever_they_are(
+    models: PlacedModels, tmp_path: Path, place: str, other: str
+) -> None:
+    root, home = models.root, tmp_path / "home"
+    local = mergepipe.analyze(root / "base", [f"{root}/expert+{root}/first"], home=tmp_path / "local")
+    expert, adapter = models.put(root / "expert", place), models.put(root / "first", other)
+    report = mergepipe.analyze(models.put(root / "base", other), [f"{expert}+{adapter}"], home=home)
+    (made,) = report.experts
+    (wanted,) = local.experts
+    assert made.statistics is not None
+    assert wanted.statistics is not None
+    assert made.statistics.name == wanted.statistics.name
+    assert made.statistics.read_bytes() == wanted.statistics.read_bytes()
+    again = mergepipe.analyze(root / "base", [f"{root}/expert+{root}/first"], home=tmp_path / "local")
+    assert (again.experts[0].analyzed_tensors, again.expert_bytes) == (0, 0)
+    applied = mergepipe.apply_lora(root / "expert", [root / "first"], tmp_path / "applied", catalog=False)
+    of_applied = mergepipe.analyze(root / "base", [applied.out], home=home)
+    assert of_applied.experts[0].comparable_tensors == made.comparable_tensors == len(MODULES)
+
+
 def test_replay__of_a_model_with_an_adapter_works_where_all_was_moved_to(models: PlacedModels, tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     for name in ("base", "expert", "first"):

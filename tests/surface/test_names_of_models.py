@@ -346,4 +346,20 @@ def test_model_that_lacks_a_slash_of_an_address__is_named_as_it_is_written(
     assert (ran.exit_code, hub.requests) == (3, [])
 
 
+_ALONE = ("pack, an expert", "lora extract, the model", "lora merge", "unpack", "tailor export")
+
+
+@pytest.mark.parametrize("name", _ALONE)
+@pytest.mark.parametrize(
+    "model", ["models/math+models/adapter", "org/model+org/adapter", "hf://org/model+hf://org/adapter"]
+)
+def test_model_with_an_adapter__where_a_model_alone_is_taken_says_what_makes_one(
+    work: Path, hub: HubServer, name: str, model: str
+) -> None:
+    ran = run_with(work, model, COMMANDS[name])
+    hint = "to name a model with an adapter, run `mergepipe lora apply MODEL ADAPTER -o OUT`, and name OUT"
+    assert f"'{model}'; {hint} [model.not-found]" in one_error(ran)
+    assert (ran.exit_code, hub.requests) == (3, [])
+
+
 _READ_ONLY = Answer(403, b'{"error": "Forbidden: you must use a write token to upload to a repository."}')

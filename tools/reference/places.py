@@ -104,7 +104,7 @@ VERBS: Final = (
         _SNAPSHOTS,
         {**_MERGED_TO, "gguf": Refusal("output.place", "it gives the bytes that were recorded")},
     ),
-    Verb("analyze", "an expert", {"adapted": _IN_RECIPES}, _PAGE, absent_outputs=_NO_PAGE),
+    Verb("analyze", "an expert", outputs=_PAGE, absent_outputs=_NO_PAGE),
     Verb(
         "pack",
         "an expert",

@@ -38,9 +38,11 @@ from mergepipe.jobs.explain import overlaps_of
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics
 from mergepipe.options import AnalyzeOptions, block_elements_of, engine_options, home_of
 from mergepipe.recipes.model_location import locate_model
+from mergepipe.recipes.recipe import ModelInput
+from mergepipe.recipes.references import locate_reference
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
-from mergepipe.runs.inputs import open_path
+from mergepipe.runs.inputs import open_model, open_path
 from mergepipe.runs.work import KnownStatistics
 from mergepipe.storage.contract import RangeFile, is_folder
 from mergepipe.storage.ledger import Purpose
@@ -86,7 +88,7 @@ def analyze(
     experts = several(experts)
     store = Stores(engine.connections)
     base_path = locate_model(store, base)
-    expert_paths = [locate_model(store, expert) for expert in experts]
+    models = [locate_reference(store, expert) for expert in experts]
     if settings.text is not None and settings.importance_out is not None:
         text = Location.of(settings.text)
         out = output_place(settings.importance_out).local_path
@@ -96,7 +98,7 @@ def analyze(
     block_elements = block_elements_of(settings.block_elements)
     densities = tuple(sorted({*COMMON_DENSITIES, *settings.densities}))
     opened_base = open_path(store, base_path)
-    opened = [open_path(store, path, opened_base) for path in expert_paths]
+    opened = [open_model(store, model, opened_base) for model in models]
     notices: list[str] = []
     total = 0
 
@@ -121,26 +123,27 @@ def analyze(
     report_progress()
     work = AnalysisWork(tasks, block_elements, _densities(densities, wanted))
     analyzed = _analyze(store, opened_base, wanted, work, engine, report_progress)
-    for file, *models in analyzed:
+    for file, *checkpoints in analyzed:
         write_statistics(home, file)
-        for model in models:
-            catalog.record_digests(model)
+        for checkpoint in checkpoints:
+            catalog.record_digests(checkpoint)
     files = iter(analyzed)
     on_record = [next(files)[0] if subject.is_wanted else subject.on_record for subject in subjects]
-    names = [path.model_name for path in expert_paths]
-    names = names if len(set(names)) == len(names) else list(map(str, expert_paths))
+    names = list(map(_model_name, models))
+    if len(set(names)) < len(names):
+        names = [model.text for model in models]
     usage = store.ledger.usage()
     return AnalyzeReport(
         base=base_path,
         experts=tuple(
             AnalyzedExpert(
-                str(path),
+                model.text,
                 len(subject.comparable) if subject.is_wanted else 0,
                 len(subject.comparable),
                 subject.incomparable,
                 None if file is None else statistics_path(home, file.expert.digest, file.base.digest),
             )
-            for path, subject, file in zip(expert_paths, subjects, on_record, strict=True)
+            for model, subject, file in zip(models, subjects, on_record, strict=True)
         ),
         home=home,
         base_bytes=usage[Purpose.BASE],
@@ -150,6 +153,13 @@ def analyze(
         notices=tuple(notices),
         overlaps=overlaps_of({name: file.tensors for name, file in zip(names, on_record, strict=True) if file}),
     )
+
+
+def _model_name(model: ModelInput) -> str:
+    """Return the short name of a model, with that of its adapter if it has one."""
+    if model.adapter is None:
+        return model.path.model_name
+    return f"{model.path.model_name}+{model.adapter.model_name}"
 
 
 def _analyze(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
@@ -19,8 +19,10 @@ _REVISION = r"(?:@(?P<revision>[^@:\s]+))?"
 _SUBFOLDER = r"(?::(?P<subfolder>[^@:\s]+))?"
 _HUB_ID = re.compile(rf"(?P<id>{_PART}/{_PART}|{_PART}){_REVISION}{_SUBFOLDER}")
 _PATH = re.compile(rf"(?P<path>.+?){_REVISION}{_SUBFOLDER}")
+_ADDRESS_OF_ADAPTER = re.compile(r"(?<=.)\+(?=[A-Za-z][A-Za-z0-9.-]*://.)")
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 _MOST_NAMES = 8
+_APPLY = "to name a model with an adapter, run `mergepipe lora apply MODEL ADAPTER -o OUT`, and name OUT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,34 @@ def _hub_id(text: str) -> tuple[str, str, str]:
     return model, hub["revision"] or "", f"/{subfolder}".rstrip("/")
 
 
+def cut_at_address(text: str) -> tuple[str, str]:
+    """Cut `model+scheme://adapter` without asking any store; the second text is empty where there is no address."""
+    match = _ADDRESS_OF_ADAPTER.search(text)
+    return (text, "") if match is None else (text[: match.start()], text[match.start() + 1 :])
+
+
+def cut_adapter(text: str, exists: Callable[[str], bool], names: Container[str] = ()) -> tuple[str, str]:
+    """Cut `model+adapter` of a reference; the second text is empty where it names a model alone.
+
+    A path that exists may have a plus in its name. Of several cuts the first of two `names` is right, then the first
+    whose model exists.
+    """
+    model, adapter = cut_at_address(text)
+    if adapter or "+" not in text or exists(text):
+        return model, adapter
+    cuts = []
+    for index, character in enumerate(text):
+        if character == "+" and 0 < index < len(text) - 1:
+            cuts.append((text[:index], text[index + 1 :]))
+    for cut in cuts:
+        if cut[0] in names and cut[1] in names:
+            return cut
+    for cut in cuts:
+        if exists(cut[0]):
+            return cut
+    return cuts[0] if cuts else (text, "")
+
+
 def locate_model(store: Store, place: str | PathLike[str] | Location) -> Location:
     """Return where a model is that a caller names; relative paths are those of the working folder, and stay relative.
 
@@ -82,6 +112,8 @@ def locate_model(store: Store, place: str | PathLike[str] | Location) -> Locatio
         NotFoundError: there is no such path; it is no path, and the Hub knows no such model or cannot be asked.
         StorageError: the Hub refuses access.
     """
+    if isinstance(place, str) and cut_at_address(place)[1]:
+        raise NotFoundError.of("model.not-found", "", f"there is no '{shortened(place)}'", _APPLY)
     location = Location.of(place)
     if not location.is_local:
         return location
@@ -135,6 +167,9 @@ def missing_path(store: Store, text: str, path: Location, where: str = "") -> Me
     if address:
         hint = f"an address is written {address}"
         return NotFoundError.of("model.not-found", where, f"there is no folder '{shortened(text)}'", hint)
+    model, plus, _ = text.partition("+")
+    if plus and path_exists(store, Location.of(model)):
+        return NotFoundError.of("model.not-found", where, f"there is no folder '{shortened(text)}'", _APPLY)
     kind = "folder"
     if path.suffix in _WEIGHT_SUFFIXES:
         kind = "file"
@@ -143,9 +178,8 @@ def missing_path(store: Store, text: str, path: Location, where: str = "") -> Me
         message = f"there is no {kind} '{shortened(text)}'"
     except StorageError as error:
         message = f"'{shortened(text)}' {error.problems[0].message}"
-    return NotFoundError.of(
-        "model.not-found", where, message, _siblings(store, text, path) or f"looked for {_shown(path)}"
-    )
+    hint = _APPLY if plus else f"looked for {_shown(path)}"
+    return NotFoundError.of("model.not-found", where, message, _siblings(store, text, path) or hint)
 
 
 def nothing_there(place: Location) -> MergePipeError:

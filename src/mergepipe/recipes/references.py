@@ -16,6 +16,9 @@ from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
 from mergepipe.recipes.fields import DocumentReader
 from mergepipe.recipes.model_location import (
     ModelName,
+    cut_adapter,
+    cut_at_address,
+    locate_model,
     missing_path,
     no_path_and_no_hub_model,
     nothing_there,
@@ -26,8 +29,6 @@ from mergepipe.recipes.recipe import ModelInput, Recipe, Setting, with_changed_m
 from mergepipe.recipes.yaml_source import KeyPath, Value
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location, is_remote
-
-_ADDRESS_OF_ADAPTER = re.compile(r"(?<=.)\+(?=[A-Za-z][A-Za-z0-9.-]*://.)")
 
 _REFERENCE_KEYS = ("path", "model", "lora", "delta", "override_architecture")
 
@@ -69,9 +70,32 @@ def reference_text(model: ModelInput) -> str:
     return f"{model.path}+{model.adapter}" if model.adapter is not None else str(model.path)
 
 
+def locate_reference(store: Store, place: str | os.PathLike[str]) -> ModelInput:
+    """Find the model that a caller names, `model+adapter` or a model alone; its text names where both are.
+
+    Raises as `locate_model` does.
+    """
+
+    def exists(part: str) -> bool:
+        try:
+            return path_exists(store, Location.of(part))
+        except MergePipeError:
+            return False
+
+    model, adapter = str(place), ""
+    if isinstance(place, str):
+        model, adapter = cut_adapter(place, exists)
+    if not adapter:
+        path = locate_model(store, place)
+        return ModelInput(str(path), store.pin(path.absolute()), {}, "")
+    paths = [locate_model(store, part) for part in (model, adapter)]
+    of_model, of_adapter = (store.pin(path.absolute()) for path in paths)
+    return ModelInput("+".join(map(str, paths)), of_model, {}, "", of_adapter)
+
+
 def referenced_paths(text: str, store: Store) -> tuple[Location, ...]:
     """Return the paths in a text that `reference_text` wrote: the model's, and its adapter's if it has one."""
-    before, adapter = _cut_at_address(text)
+    before, adapter = cut_at_address(text)
     if adapter:
         return Location.parse(before), Location.parse(adapter)
     pluses = [index for index, character in enumerate(text) if character == "+"]
@@ -82,26 +106,16 @@ def referenced_paths(text: str, store: Store) -> tuple[Location, ...]:
     return next((cut for cut in cuts if all(path_exists(store, path) for path in cut)), cuts[0])
 
 
-def _cut_at_address(text: str) -> tuple[str, str]:
-    """Cut `model+scheme://adapter` without asking any store; the second text is empty where there is no address."""
-    match = _ADDRESS_OF_ADAPTER.search(text)
-    return (text, "") if match is None else (text[: match.start()], text[match.start() + 1 :])
-
-
 def _parts(reader: DocumentReader, text: str) -> tuple[str, str | None]:
     """Cut `model+adapter`; a path that exists may have a plus in its name."""
-    pluses = [index for index, character in enumerate(text) if character == "+"]
-    if not pluses or text in reader.documents:
+    if text in reader.documents:
         return text, None
-    model, adapter = _cut_at_address(text)
-    if adapter:
-        return model, adapter
-    if _exists(reader, text):
-        return text, None
-    cuts = [(text[:index], text[index + 1 :]) for index in pluses if 0 < index < len(text) - 1]
-    recorded = [cut for cut in cuts if cut[0] in reader.model_paths and cut[1] in reader.model_paths]
-    documents = [cut for cut in cuts if cut[0] in reader.documents or _exists(reader, cut[0])]
-    return next(iter((*recorded, *documents)), cuts[0] if cuts else (text, None))
+
+    def exists(part: str) -> bool:
+        return part in reader.documents or _exists(reader, part)
+
+    model, adapter = cut_adapter(text, exists, reader.model_paths)
+    return model, adapter or None
 
 
 def _exists(reader: DocumentReader, text: str) -> bool:
