@@ -457,7 +457,7 @@ def test_rows__hold_every_pair_that_a_command_has() -> None:
 def test_rows__are_of_the_verbs_of_the_table() -> None:
     """Verbs that only read what others print need no rows."""
     without_rows = {
-        "plan", "repair", "diff", "explain", "show", "push", "search", "tailor inspect", "tailor check",
+        "plan", "repair", "diff", "explain", "show", "lineage", "push", "search", "tailor inspect", "tailor check",
         "tailor recipe",
     }  # fmt: skip
     assert {*VALUES} == {*FACTORS["verb"]} == {verb.name for verb in VERBS} - without_rows

@@ -218,7 +218,7 @@ def state_of(models: PlacedModels) -> object:
 
 def test_table__has_a_row_for_every_verb() -> None:
     """Commands on the catalog and on this machine alone name no models and no outputs."""
-    without_places = {"ls", "lineage", "gc", "status", "catalog rebuild", "catalog stats", "tailor diff"}
+    without_places = {"ls", "gc", "status", "catalog rebuild", "catalog stats", "tailor diff"}
     assert {verb.name for verb in VERBS} == set(command_names()) - without_places
     for verb in VERBS:
         assert verb.inputs.keys() <= {*INPUT_PLACES, *INPUT_KINDS}
@@ -306,6 +306,18 @@ def test_two_inputs__of_two_places_give_what_local_ones_give(work: Work, verb: s
     local = made(("folder", "folder"), "local")
     assert made(("hub", "bucket"), "first") == local
     assert made(("bucket", "folder"), "second") == local
+
+
+@pytest.mark.parametrize("place", ["hub", "revision", "bucket", "web"])
+def test_lineage__of_an_address_is_that_of_the_snapshot_in_the_catalog(work: Work, place: str) -> None:
+    root = work.models.root
+    address = work.models.put(root / "snapshot", place)
+    local = expect(run_in(work.folder, ["lineage", str(root / "snapshot"), "--json"])).json()
+    assert expect(run_in(work.folder, ["lineage", address, "--json"])).json() == local
+    unknown = run_in(work.folder, ["lineage", address, "--home", "empty"])
+    assert (unknown.exit_code, unknown.codes) == (3, ["snapshot.not-found"])
+    assert "a snapshot that is not in the catalog; `mergepipe show` lists its inputs" in unknown.err
+    assert files_of(work.folder) == {}
 
 
 def test_pack__makes_one_commit_of_each_expert_in_a_repository_and_none_of_what_is_there(work: Work) -> None:

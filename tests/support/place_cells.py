@@ -137,7 +137,7 @@ class Work:
                 return ["unpack", subject, "--base", base, "--out", out]
             case "replay":
                 return ["replay", subject, out]
-            case "verify" | "repair" | "show":
+            case "verify" | "repair" | "show" | "lineage":
                 return [verb, subject]
             case "explain":
                 return ["explain", subject, *(["--html", out] if out else [])]
@@ -167,7 +167,7 @@ class Work:
 
 
 OWN_SUBJECTS = {
-    **dict.fromkeys(("verify", "repair", "diff", "explain", "show", "push", "replay"), "snapshot"),
+    **dict.fromkeys(("verify", "repair", "diff", "explain", "show", "lineage", "push", "replay"), "snapshot"),
     "unpack": "packs/expert",
     "lora apply": "base",
     "lora merge": "adapter",

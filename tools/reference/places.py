@@ -61,8 +61,18 @@ class Verb:
 
 
 _NO_SNAPSHOT = Refusal("snapshot.not-found", "it is no snapshot: it has no manifest")
-_NOT_HERE = Refusal("location.invalid", "it works on the files themselves: download the snapshot first")
-_IN_RECIPES = Refusal("model.not-found", "an adapter is added to a model in a recipe; `lora apply` makes such a model")
+_NOT_SENT = Refusal("location.invalid", "it sends files of this machine: download the snapshot, or `replay` it there")
+_NOT_REPAIRED = Refusal(
+    "location.invalid",
+    "what is published is never changed in place: download it, `repair` the copy, and push that elsewhere",
+)
+_NO_FILES = Refusal(
+    "model.not-found", "a store restores the files of one model: make a model of the two by `lora apply`"
+)
+_APPLIED = Refusal(
+    "model.not-found", "make a model of the two by `lora apply`: the record of an adapter names one model"
+)
+_NO_RUN_OF_TWO = Refusal("model.not-found", "a run is a folder of checkpoints, without an adapter")
 _NO_LIST = Refusal("checkpoint.unsupported", "a web server lists no files, so that a part could be missing in silence")
 _NO_STATE = Refusal("checkpoint.unsupported", "weights alone do not say of which step they are")
 _ELSEWHERE = Refusal("output.place", "it is a file or folder of this machine")
@@ -76,7 +86,7 @@ _SOUND = {kind: refusal for kind, refusal in _SNAPSHOTS.items() if kind != "pack
 _NO_PACK = Refusal("snapshot.not-found", "it is no packed expert")
 _NO_ADAPTER = Refusal("checkpoint.incomplete", "it is no adapter")
 _NO_RUN = Refusal("save.not-found", "a run is a folder of checkpoints")
-_HERE_ALONE = dict.fromkeys(("hub", "revision", "bucket", "web"), _NOT_HERE)
+_ELSEWHERE_PLACES = ("hub", "revision", "bucket", "web")
 _TRAINING = {
     "web": _NO_LIST,
     "file": Refusal("checkpoint.damaged", "one file is read if `torch.save` wrote it"),
@@ -108,7 +118,7 @@ VERBS: Final = (
     Verb(
         "pack",
         "an expert",
-        {"adapted": _IN_RECIPES, "packed": Refusal("model.unsupported", "it is packed already; unpack it")},
+        {"adapted": _NO_FILES, "packed": Refusal("model.unsupported", "it is packed already; unpack it")},
         {
             "web": _NOT_WRITTEN,
             "safetensors": _NO_FILE,
@@ -119,7 +129,7 @@ VERBS: Final = (
     Verb(
         "unpack",
         "a packed expert",
-        {**dict.fromkeys(("file", "snapshot", "quantised", "training"), _NO_PACK), "adapted": _IN_RECIPES},
+        {**dict.fromkeys(("file", "snapshot", "quantised", "training"), _NO_PACK), "adapted": _NO_FILES},
         {**_PAGE, "safetensors": _NO_FILE, "gguf": _NO_FILE},
         absent_outputs=_NO_FORCE,
     ),
@@ -129,17 +139,18 @@ VERBS: Final = (
         "a snapshot",
         {
             **_SOUND,
-            **_HERE_ALONE,
+            **dict.fromkeys(_ELSEWHERE_PLACES, _NOT_REPAIRED),
             "packed": Refusal("pack.unsupported", "pack the expert again"),
         },
     ),
     Verb("diff", "a snapshot", _SNAPSHOTS),
     Verb("explain", "a snapshot", _SNAPSHOTS, _PAGE, absent_outputs=_NO_PAGE),
     Verb("show", "a snapshot", _SNAPSHOTS),
+    Verb("lineage", "a snapshot that this machine made", _SNAPSHOTS),
     Verb(
         "push",
         "a snapshot",
-        {**_SOUND, **_HERE_ALONE},
+        {**_SOUND, **dict.fromkeys(_ELSEWHERE_PLACES, _NOT_SENT)},
         {"web": _NOT_WRITTEN, "folder": Refusal("output.place", "it is on this machine already")},
         absent_outputs=_NO_PAGE,
     ),
@@ -158,7 +169,10 @@ VERBS: Final = (
         "lora apply",
         "the base",
         {
-            "packed": Refusal("base.mismatch", "a packed expert is read beside its base in a recipe; unpack it first"),
+            "packed": Refusal(
+                "base.mismatch",
+                "a packed expert is decoded with its base, which this command does not name; unpack it first",
+            ),
             "adapted": Refusal("recipe.value", "name the adapters one after the other"),
         },
         _MERGED_TO,
@@ -173,7 +187,7 @@ VERBS: Final = (
         },
         _CHECKPOINT_TO,
     ),
-    Verb("lora extract", "the fine-tuned model", {"adapted": _IN_RECIPES}, _CHECKPOINT_TO),
+    Verb("lora extract", "the fine-tuned model", {"adapted": _APPLIED}, _CHECKPOINT_TO),
     Verb("tailor inspect", "a training checkpoint", _TRAINING),
     Verb("tailor check", "a training checkpoint", _COMPOSED),
     Verb("tailor export", "a training checkpoint", _TRAINING, _CHECKPOINT_TO),
@@ -182,7 +196,7 @@ VERBS: Final = (
     Verb(
         "tailor recipe",
         "a run of checkpoints",
-        {"web": _NO_LIST, **dict.fromkeys(INPUT_KINDS, _NO_RUN), "adapted": _IN_RECIPES},
+        {"web": _NO_LIST, **dict.fromkeys(INPUT_KINDS, _NO_RUN), "adapted": _NO_RUN_OF_TWO},
     ),
 )
 """All verbs that read models or write outputs."""

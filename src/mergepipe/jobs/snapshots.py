@@ -128,18 +128,28 @@ def _found(snapshot: str | Path, home: str | Path | None) -> SnapshotReport:
 def lineage(snapshot: str | Path, *, down: bool = False, home: str | Path | None = None) -> tuple[LineageNode, ...]:
     """Trace all that went into a snapshot through all generations: a tree in preorder. Raises as `show` does.
 
+    A copy in another folder, in a bucket or on the Hub is known by its sid.
+
     Args:
         down: trace what was made from the snapshot instead. The bytes of a node are those that it read of its parent.
     """
-    try:
-        return Catalog(home_of(home)).lineage(str(snapshot), down=down)
-    except NotFoundError:
+    catalog = Catalog(home_of(home))
+    place = find_elsewhere(snapshot)
+    hint = "`mergepipe show` lists its inputs"
+    if place is None:
+        with contextlib.suppress(NotFoundError):
+            return catalog.lineage(str(snapshot), down=down)
         path = record_folder(Path(snapshot))
         if not _has_manifest(path):
             path = find_snapshot_path(snapshot, home_of(home))
-        read_manifest(Stores(), path)  # which says so where it is no snapshot's
+        place = Location.local(path)
         hint = f"run `mergepipe catalog rebuild {snapshot}`"
-        raise NotFoundError.of("snapshot.not-found", snapshot, "a snapshot that is not in the catalog", hint) from None
+    sid = read_manifest_value(Stores(), place).sid
+    try:
+        return catalog.lineage(sid, down=down)
+    except NotFoundError:
+        message = "a snapshot that is not in the catalog"
+        raise NotFoundError.of("snapshot.not-found", snapshot, message, hint) from None
 
 
 def catalog_stats(*, home: str | Path | None = None) -> CatalogStats:

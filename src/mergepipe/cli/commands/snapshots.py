@@ -87,7 +87,7 @@ def show(snapshot: SnapshotName, *, home: Annotated[str | None, HOME] = None) ->
     "mergepipe lineage merged/ --dot | dot -Tsvg > lineage.svg",
 )
 def lineage(
-    snapshot: SnapshotHere,
+    snapshot: SnapshotName,
     *,
     down: Annotated[bool, Flag("Show what was made from the snapshot instead.")] = False,
     dot: Annotated[bool, Flag("Print a graph in the DOT language.")] = False,
