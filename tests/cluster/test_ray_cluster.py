@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -11,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +22,14 @@ from mergepipe.jobs.merge_on_ray import RayCluster
 from mergepipe.reports import Progress
 from support.bucket_outputs import files_below, objects_below
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family
-from support.ray_merges import SHARD_BYTES, merge_options, write_recipe
+from support.ray_merges import NEEDS_RAY, NODE, SHARD_BYTES, merge_options, two_nodes, write_recipe
 from support.refusals import refuses
 from support.remote_stores import set_environment
 from support.s3_server import s3_server
 
-pytestmark = [
-    pytest.mark.skipif(
-        find_spec("ray") is None and not os.environ.get("MERGEPIPE_REQUIRE_RAY"),
-        reason="Ray is not installed: make test-ray",
-    ),
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
-]
+pytestmark = NEEDS_RAY
 SHAPE = EngineOptions(1, 64 << 20)
 TASKS = "cluster.slow_parts"
-NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +38,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("place")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MERGEPIPE_TEST_PLACE", str(folder))
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         yield folder
 
 
@@ -66,15 +53,8 @@ def bucket() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def nodes(place: Path, bucket: str) -> Iterator[Any]:  # noqa: ARG001 - they set the environment of nodes
     """A cluster of two nodes with a processor each, to which this process is connected."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-    cluster.add_node(**NODE)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with two_nodes() as cluster:
+        yield cluster
 
 
 @pytest.fixture

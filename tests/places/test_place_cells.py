@@ -337,6 +337,16 @@ def test_pack__makes_one_commit_of_each_expert_in_a_repository_and_none_of_what_
         assert files_of(work.folder / name) == files_of(root / name)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "hub", "web"])
+@pytest.mark.parametrize("name", ["merge", "run"])
+def test_executor_ray__takes_no_output_that_nodes_cannot_make_in_parts(work: Work, name: str, kind: str) -> None:
+    command = work.command(name, work.subject(name, "folder"), place_of(kind, work))
+    before, n_requests = files_of(work.folder), request_counts(work.models)
+    ran = run_in(work.folder, [*command, "--executor", "ray"])
+    assert (ran.codes, len(ran.error_lines)) == (["output.place"], 1), ran.err
+    assert (files_of(work.folder), request_counts(work.models)) == (before, n_requests)
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 @pytest.mark.parametrize("name", ["merge", "run", "lora apply"])
 def test_shard_size__of_an_output_that_is_one_file_is_refused(work: Work, name: str, kind: str) -> None:

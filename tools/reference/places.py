@@ -171,7 +171,7 @@ VERBS: Final = (
         {
             "packed": Refusal(
                 "base.mismatch",
-                "a packed expert is decoded with its base, which this command does not name; unpack it first",
+                "it is decoded with its base, which no option names: unpack it first",
             ),
             "adapted": Refusal("recipe.value", "name the adapters one after the other"),
         },
