@@ -11,9 +11,18 @@ from typing import Any, Final
 
 import pytest
 
-from places.test_pairs import commands_of, name_of, output_of, plain, result_of, tensors_of, write_variants, written_by
 from support.all_pairs import Row, covering_rows, pair
 from support.place_cells import Work, expect, run_in, weights_below, write_subjects
+from support.place_rows import (
+    commands_of,
+    name_of,
+    output_of,
+    plain,
+    result_of,
+    tensors_of,
+    write_variants,
+    written_by,
+)
 from support.placed_models import PlacedModels, placed_models
 from support.ray_merges import NEEDS_RAY, two_nodes
 
@@ -27,7 +36,7 @@ FACTORS: Final = {
     "budget": ("none", "60%", "norm", "all"),
     "option": ("none", "json", "dtype"),
 }
-"""The values of each factor, as in `places.test_pairs`."""
+"""The values of each factor, as in `tests/places/test_pairs.py`."""
 _NO_SUCH = {pair(("verb", "merge"), ("budget", "all")), pair(("verb", "run"), ("budget", "none"))}
 _ALWAYS: Final = {"memory": "default", "parts": "none", "interruption": "none"}
 ROWS: Final = [{**row, **_ALWAYS} for row in covering_rows(FACTORS, _NO_SUCH)]

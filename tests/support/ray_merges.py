@@ -48,6 +48,7 @@ NEEDS_RAY = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
 ]
 """Marks of tests that start a cluster."""
+_TOKEN = secrets.token_hex(32)
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
 
 
@@ -57,13 +58,13 @@ def two_nodes() -> Iterator[Any]:
 
     Its tasks have the environment of this process as it is now.
     """
-    import ray
-    from ray.cluster_utils import Cluster
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.setenv("RAY_AUTH_TOKEN", _TOKEN)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        import ray  # which reads them
+        from ray.cluster_utils import Cluster
+
         cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
         cluster.add_node(**NODE)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

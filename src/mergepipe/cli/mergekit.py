@@ -16,7 +16,7 @@ from mergepipe.cli.progress import progress_shown
 from mergepipe.core.flags import Argument, Flag, declared_options, option
 from mergepipe.core.units import parse_size
 from mergepipe.errors import Problem, UnsupportedError
-from mergepipe.options import FORCE, MergeOptions, RecipeOptions
+from mergepipe.options import DEFAULT_SHARD_BYTES, FORCE, MergeOptions, RecipeOptions
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
@@ -30,7 +30,6 @@ DONE, ALWAYS, NOTICED, REFUSED = (
 _done, _always, _noticed, _refused = (partial(Flag, panel=panel) for panel in (DONE, ALWAYS, NOTICED, REFUSED))
 _NO_GPU = "The processor merges, in bounded memory; no GPU is used."
 _PROCESSORS = ("cpu", "auto")  # as devices
-_SHARD_BYTES = 5 * 10**9
 _COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 
 
@@ -133,7 +132,7 @@ def merge_as_mergekit(
 
     shard_bytes = flags.out_shard_size
     if shard_bytes is None and not out.endswith(FILE_SUFFIXES):
-        shard_bytes = _SHARD_BYTES
+        shard_bytes = DEFAULT_SHARD_BYTES
     options = MergeOptions(
         threads=flags.num_threads,
         shard_bytes=shard_bytes,

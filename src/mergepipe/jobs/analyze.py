@@ -38,7 +38,6 @@ from mergepipe.jobs.explain import overlaps_of
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics
 from mergepipe.options import AnalyzeOptions, block_elements_of, engine_options, home_of
 from mergepipe.recipes.model_location import locate_model
-from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.references import locate_reference
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
@@ -129,7 +128,10 @@ def analyze(
             catalog.record_digests(checkpoint)
     files = iter(analyzed)
     on_record = [next(files)[0] if subject.is_wanted else subject.on_record for subject in subjects]
-    names = list(map(_model_name, models))
+    names = []
+    for model in models:
+        adapter = "" if model.adapter is None else f"+{model.adapter.model_name}"
+        names.append(f"{model.path.model_name}{adapter}")
     if len(set(names)) < len(names):
         names = [model.text for model in models]
     usage = store.ledger.usage()
@@ -153,13 +155,6 @@ def analyze(
         notices=tuple(notices),
         overlaps=overlaps_of({name: file.tensors for name, file in zip(names, on_record, strict=True) if file}),
     )
-
-
-def _model_name(model: ModelInput) -> str:
-    """Return the short name of a model, with that of its adapter if it has one."""
-    if model.adapter is None:
-        return model.path.model_name
-    return f"{model.path.model_name}+{model.adapter.model_name}"
 
 
 def _analyze(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
@@ -22,7 +22,7 @@ _PATH = re.compile(rf"(?P<path>.+?){_REVISION}{_SUBFOLDER}")
 _ADDRESS_OF_ADAPTER = re.compile(r"(?<=.)\+(?=[A-Za-z][A-Za-z0-9.-]*://.)")
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 _MOST_NAMES = 8
-_APPLY = "to name a model with an adapter, run `mergepipe lora apply MODEL ADAPTER -o OUT`, and name OUT"
+_HINT = "to name a model with an adapter, run `mergepipe lora apply MODEL ADAPTER -o OUT`, and name OUT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def cut_at_address(text: str) -> tuple[str, str]:
     return (text, "") if match is None else (text[: match.start()], text[match.start() + 1 :])
 
 
-def cut_adapter(text: str, exists: Callable[[str], bool], names: Container[str] = ()) -> tuple[str, str]:
+def cut_adapter(text: str, exists: Callable[[str], bool], names: Collection[str] = ()) -> tuple[str, str]:
     """Cut `model+adapter` of a reference; the second text is empty where it names a model alone.
 
     A path that exists may have a plus in its name. Of several cuts the first of two `names` is right, then the first
@@ -113,7 +113,7 @@ def locate_model(store: Store, place: str | PathLike[str] | Location) -> Locatio
         StorageError: the Hub refuses access.
     """
     if isinstance(place, str) and cut_at_address(place)[1]:
-        raise NotFoundError.of("model.not-found", "", f"there is no '{shortened(place)}'", _APPLY)
+        raise NotFoundError.of("model.not-found", "", f"there is no '{shortened(place)}'", _HINT)
     location = Location.of(place)
     if not location.is_local:
         return location
@@ -167,9 +167,9 @@ def missing_path(store: Store, text: str, path: Location, where: str = "") -> Me
     if address:
         hint = f"an address is written {address}"
         return NotFoundError.of("model.not-found", where, f"there is no folder '{shortened(text)}'", hint)
-    model, plus, _ = text.partition("+")
-    if plus and path_exists(store, Location.of(model)):
-        return NotFoundError.of("model.not-found", where, f"there is no folder '{shortened(text)}'", _APPLY)
+    model, sign, _ = text.partition("+")
+    if sign and path_exists(store, Location.of(model)):
+        return NotFoundError.of("model.not-found", where, f"there is no folder '{shortened(text)}'", _HINT)
     kind = "folder"
     if path.suffix in _WEIGHT_SUFFIXES:
         kind = "file"
@@ -178,7 +178,7 @@ def missing_path(store: Store, text: str, path: Location, where: str = "") -> Me
         message = f"there is no {kind} '{shortened(text)}'"
     except StorageError as error:
         message = f"'{shortened(text)}' {error.problems[0].message}"
-    hint = _APPLY if plus else f"looked for {_shown(path)}"
+    hint = _HINT if sign else f"looked for {_shown(path)}"
     return NotFoundError.of("model.not-found", where, message, _siblings(store, text, path) or hint)
 
 

@@ -21,7 +21,6 @@ FORMS = (
 )
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_ALMOST_ADDRESS = re.compile(rf"({'|'.join((HUB_SCHEME, *OBJECT_SCHEMES, *WEB_SCHEMES))}):/?([^/].*)", re.DOTALL)
 _SECRETS = re.compile(r"(?<=://)[^/]*@|[?#].*")  # passwords and signatures, which no message repeats
 _HUB_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _HUB_PAGE = re.compile(
@@ -217,7 +216,8 @@ def is_remote(text: str) -> bool:
 
 def meant_address(text: str) -> str:
     """Return the address that a path like `hf:org/name` or `s3:/bucket/prefix` was meant to be; empty for any other."""
-    match = _ALMOST_ADDRESS.fullmatch(text)
+    schemes = "|".join((HUB_SCHEME, *OBJECT_SCHEMES, *WEB_SCHEMES))
+    match = re.fullmatch(rf"({schemes}):/?([^/].*)", text, re.DOTALL)
     return "" if match is None else f"{match[1]}://{match[2]}"
 
 
