@@ -115,8 +115,8 @@ def test_analyze__of_a_model_with_an_adapter_serves_plans_of_the_two_wherever_th
     assert made.statistics.read_bytes() == wanted.statistics.read_bytes()
     again = mergepipe.analyze(root / "base", [f"{root}/expert+{root}/first"], home=tmp_path / "local")
     assert (again.experts[0].analyzed_tensors, again.expert_bytes) == (0, 0)
-    applied = mergepipe.apply_lora(root / "expert", [root / "first"], tmp_path / "applied", catalog=False)
-    of_applied = mergepipe.analyze(root / "base", [applied.out], home=home)
+    mergepipe.apply_lora(root / "expert", [root / "first"], tmp_path / "applied", catalog=False)
+    of_applied = mergepipe.analyze(root / "base", [tmp_path / "applied"], home=home)
     assert of_applied.experts[0].comparable_tensors == made.comparable_tensors == len(MODULES)
 
 

@@ -17,12 +17,7 @@ from tools.reference.places import VERBS
 
 from support.all_pairs import Pair, Row, all_pairs, covering_rows, pair, pairs_of
 from support.crashes import Death, count_operations, run_killed
-from support.place_cells import (
-    Work,
-    expect,
-    run_in,
-    write_subjects,
-)
+from support.place_cells import Work, expect, run_in, write_subjects
 from support.place_rows import Result, commands_of, name_of, output_of, plain, result_of, tensors_of, write_variants
 from support.placed_models import PlacedModels, files_of, placed_models
 
