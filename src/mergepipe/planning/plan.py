@@ -227,8 +227,8 @@ class Plan(Displayed):
     """A decided merge. Laws: `parse_plan(p.to_json()) == p`; the digest is the same on every machine.
 
     `parameters` are the distinct sets of the operator's parameters, and `vocabulary` digests how tokens are aligned,
-    where a recipe asks for a tokenizer. `recipe_notices` say what has no effect in the recipe; the digest is without
-    them.
+    where a recipe asks for a tokenizer, or a mixture's prompts as tokens. `recipe_notices` say what has no effect in
+    the recipe; the digest is without them.
     """
 
     operator: str = shown("operator")

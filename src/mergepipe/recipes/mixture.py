@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -21,6 +21,7 @@ from mergepipe.checkpoints.stacked_experts import Stacked, pieces_of
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
 from mergepipe.core.outcome import DroppedTensor
+from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.recipes.recipe import Mixture, Recipe
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters
@@ -151,7 +152,8 @@ class _Builder:
         configs = [TokenizerFiles(checkpoint, store).document(CONFIG_NAME) for checkpoint in checkpoints]
         types = [str(config.get("model_type", "of no stated type")) for config in configs]
         self.architecture = chosen_architecture(mixture, types, recipe.path.name)
-        stated = configs[0].get("dtype", configs[0].get("torch_dtype"))
+        self._config = configs[0]
+        stated = self._config.get("dtype", self._config.get("torch_dtype"))
         self._dtype = recipe.dtype or DTYPES_BY_RECIPE_NAME.get(str(stated))
         self._gates = self._routers(store)
 
@@ -184,7 +186,16 @@ class _Builder:
             for model, checkpoint, used in zip(self._inputs, self._checkpoints, self._used, strict=True)
             for name in checkpoint.tensors if name not in used
         )  # fmt: skip
-        return Resolution(tasks, dropped, self._inputs)
+        return Resolution(tasks, dropped, self._inputs, prompts=self._prompts())
+
+    def _prompts(self) -> str | None:
+        """Digest the tokens of the prompts, and the configuration of a base that is run on them; None without any."""
+        gates = self._gates
+        if gates.mode in RANDOM_MODES:
+            return None
+        batches = [batch for pair in gates.prompts for batch in pair]
+        tokens = [None if batch is None else asdict(batch) for batch in batches]
+        return digest_of([tokens, self._config if gates.rows is None else None])
 
     def _tasks(self) -> Iterator[MergeTask]:
         base = self._checkpoints[0]

@@ -129,6 +129,7 @@ class Resolution:
 
     `tasks` are in the base's storage order, of slices in the order of the output's layers. `layer_counts` has an entry
     for every list of layers that was put together from slices. `notices` are about what has no effect on these models.
+    `prompts` digests the prompts of a mixture as its base reads them; None without.
 
     Laws: without slices the tasks' names are exactly the base's tensors; every tensor of every model is used by a
     task or dropped, never both.
@@ -139,6 +140,7 @@ class Resolution:
     models: tuple[ModelInput, ...] = ()
     layer_counts: tuple[LayerCount, ...] = ()
     notices: tuple[Notice, ...] = ()
+    prompts: str | None = None
 
     @property
     def n_layers(self) -> int | None:

@@ -14,7 +14,7 @@ import mergepipe
 from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.adapters import TIED_HEAD, apply_adapter, count_scaled_by_0, open_adapter, with_own_head
 from mergepipe.checkpoints.architectures import architecture_of
-from mergepipe.checkpoints.codes import CodedTensor
+from mergepipe.checkpoints.codes import CodedTensor, Requantised
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
 from mergepipe.checkpoints.directory import (
     ADAPTER_NAMES,
@@ -253,12 +253,14 @@ class Inputs:
             "recipe": self.recipe_text,
             "inputs": [[str(checkpoint.root), checkpoint.fingerprints] for _, _, checkpoint in self.leaves()],
             "alignment": self.vocabulary,
+            "powers_of_two": [task.name for task in self.resolution.tasks if _rounds_to_powers(task)],
+            "documents": [made.state for made in self.intermediates.values()],
         }
 
     @property
     def vocabulary(self) -> str | None:
-        """The digest of how tokens are aligned; None where a recipe asks for no tokenizer."""
-        return None if self.alignment is None else self.alignment.digest
+        """The digest of how tokens are aligned, or of a mixture's prompts as tokens; None without a tokenizer."""
+        return self.resolution.prompts if self.alignment is None else self.alignment.digest
 
     def dropped_rows(self) -> Iterator[DroppedTensor]:
         """Embedding rows that are dropped: of tokens that the output lacks, or beyond its last row."""
@@ -297,6 +299,11 @@ class Inputs:
             and self.checkpoints[task.expert_models[slot]].tensors.get(source.name) is source
         )
         return base.name if is_plain else None
+
+
+def _rounds_to_powers(task: MergeTask) -> bool:
+    """Whether a task stores scales as powers of two, which the configuration of its base asks for."""
+    return isinstance(task.base, Requantised) and task.base.powers_of_two
 
 
 def recipe_of(recipe: str | Path | Mapping[str, object]) -> Location | RecipeText:
