@@ -84,6 +84,8 @@ class Sce(AllAlike):
         if float(inputs.globals["select_topk"]) < 1.0 and self._kept(inputs, reduced) == 0:
             return ElementwiseRule(np.zeros(n_experts, np.float32))
         weights_E = energy_weights(reduced.sums[-1][0] / max(1, inputs.n_elements))
+        if not np.isfinite(weights_E).all():  # an infinity has all the energy; no sign is then elected
+            return ElementwiseRule(np.full(n_experts, np.nan, np.float32))
         return ElementwiseRule(
             coefficients_E=weights_E.astype(np.float32),
             votes_E=np.ones(n_experts, np.float32),

@@ -66,6 +66,7 @@ def _alone(block: RawBlock) -> RawBlock:
     return block._replace(present_E=block.present_E[:0])
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what is not finite is found as it is written
 def calibrate(merged_MN: Matrix, experts: Sequence[Matrix], alpha: float | None) -> None:
     """Replace a merged delta by one with other singular values, in place; the experts' deltas stay as they are.
 
