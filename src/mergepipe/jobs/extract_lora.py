@@ -23,7 +23,7 @@ from mergepipe.checkpoints.stored_adapters import INNER, OUTER, PREFIX
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.blocks import F32, BlockGrid, DTypeKind, Span
 from mergepipe.core.flags import public_call
-from mergepipe.core.units import format_percent
+from mergepipe.core.units import format_percent, plural
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.operators.spectral import norm_of, orthonormal
 from mergepipe.options import ExtractLoraOptions, home_of
@@ -295,7 +295,8 @@ class _Extraction:
     def _decomposed(self, name: str, tensor: Readable, changed: Readable, span: Span) -> Factors:
         delta_MN = self._delta(tensor, changed, span).reshape(tensor.shape[-2:])
         if not np.all(np.isfinite(delta_MN)):
-            raise CorruptError.of("tensor.not-finite", self.model.path, f"'{name}' holds infinities or NaN")
+            message = f"the difference of '{name}' from the base holds infinities or NaN"
+            raise CorruptError.of("tensor.not-finite", self.model.path, message, "a low-rank adapter cannot represent them")
         oriented_MN = delta_MN.T if self._is_transposed(name) else delta_MN
         seed = int.from_bytes(blake3(name.encode()).digest(8), "little")
         return truncated_svd(oriented_MN, self.options.rank, self.options.energy, seed)
@@ -327,19 +328,26 @@ class _Extraction:
     def _take_whole(self, writer: AdapterWriter, name: str, tensor: Readable, changed: Readable) -> None:
         """Save a tensor that is no product of factors in full, or list it with what it leaves."""
         spans = BlockGrid(tensor.n_elements, _CHUNK_ELEMENTS).spans()
-        deltas = (self._delta(tensor, changed, span).astype(np.float64) for span in spans)
-        squared = sum(float(np.vdot(delta, delta)) for delta in deltas)
+        squared, n_lost = 0.0, 0
+        for span in spans:
+            delta = self._delta(tensor, changed, span).astype(np.float64)
+            is_finite = np.isfinite(delta)
+            n_lost += delta.size - int(is_finite.sum())
+            squared += float(np.vdot(delta[is_finite], delta[is_finite]))
         self.squared_norm += squared
+        if not squared and not n_lost:
+            return
         if self._is_saved(name, tensor):
-            if squared and self._is_bias(name):
+            if self._is_bias(name):
                 self.biases.append(name)
-            elif squared and self._module(name) not in self.saved:
+            elif self._module(name) not in self.saved:
                 self._save_module(writer, name)
             return
-        if not squared:
-            return
         self.squared_error += squared
-        self.left.append(NotExtracted(name, self._reason(name, tensor), math.sqrt(squared)))
+        reason = self._reason(name, tensor)
+        if n_lost:
+            reason = f"{reason}; {plural(n_lost, 'value')} of its difference are infinite or NaN"
+        self.left.append(NotExtracted(name, reason, math.sqrt(squared)))
 
     def _save_module(self, writer: AdapterWriter, name: str) -> None:
         """Write weight and bias of a module in full: PEFT keeps a copy of the whole module."""

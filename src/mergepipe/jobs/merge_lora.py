@@ -152,10 +152,8 @@ def merge_lora(
         is_kohya = opened[0].config.kind == KOHYA
         path = output.path / (f"{place.model_name}.safetensors" if is_kohya else WEIGHTS_NAME)
         with AdapterWriter(path, merge.possible(), store.ledger) as writer:
-            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found as it is written
-                merge.write(writer)
+            merge.write(writer)
             weights = writer.finish()
-        output.link.notices.extend(writer.notices())
         small = {} if is_kohya else {ADAPTER_CONFIG_NAME: merge.config(_configs(store, locations))}
         base_model = stated_base or base_id(opened[0].config.base)
         manifest = output.publish(weights, merge.facts(store, place, locations, base_model), small)

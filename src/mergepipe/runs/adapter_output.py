@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
+
 import mergepipe
 from mergepipe.core.outcome import published_but
 from mergepipe.options import AdapterOptions, home_of
@@ -72,6 +74,7 @@ class AdapterOutput:
 
         `files` are those that belong to the adapter beside its weights, by name.
         """
+        self.link.notices.extend(weights.notices)
         blocks = weights.table.to_bytes()
         manifest = self._manifest(weights, facts, blocks)
         small = {**files, CARD_NAME: adapter_card(manifest, facts.method, facts.quality, facts.base_model)}
@@ -119,7 +122,11 @@ def adapter_output(
     home = home_of(options.home)
     link = CatalogLink(home if options.catalog else None)
     published_at = place.local_path if place.is_local else place
-    with published_but(published_at), open_output(place, force=options.force, home=home) as output:
+    with (
+        published_but(published_at),
+        open_output(place, force=options.force, home=home) as output,
+        np.errstate(over="ignore", invalid="ignore"),  # what is not finite is found as it is written
+    ):
         yield AdapterOutput(store, place, output, link, started)
 
 

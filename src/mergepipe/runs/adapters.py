@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,16 @@ class WrittenWeights:
         return self.layout.file_bytes
 
     @property
+    def notices(self) -> tuple[str, ...]:
+        """Warn about infinities and NaN in what was written."""
+        held = [digest for digest in self.digests if digest.not_finite]
+        if not held:
+            return ()
+        first = f"first {plural(held[0].not_finite, 'value')} of '{held[0].name}'"
+        where = f"{len(held)} of {plural(len(self.digests), 'tensor')}, {first}"
+        return (f"infinities or NaN in {where}: an input holds them, or a result is beyond float32",)
+
+    @property
     def table(self) -> BlockTable:
         """The digests of the header and of all blocks."""
         return table_of((self.layout,), self.digests)
@@ -87,7 +98,7 @@ class AdapterWriter:
         self._ledger = ledger
         self._rows: dict[str, _Row] = {}
         self._blocks: dict[str, tuple[bytes, ...]] = {}
-        self._not_finite: dict[str, int] = {}
+        self._not_finite = Counter[str]()
         self._written_bytes = 0
         largest = {name: _row(shape, (1 << 62, 1 << 62)) for name, shape in possible}
         self._header_bytes = -(-len(_header(largest)) // _ALIGNMENT) * _ALIGNMENT
@@ -97,9 +108,7 @@ class AdapterWriter:
     def append(self, name: str, values: NDArray[Any], shape: Sequence[int], dtype: str = F32.name) -> None:
         """Write one tensor behind those before it; the name of its dtype is no longer than that of float32."""
         if values.dtype.kind == "f":
-            n_lost = values.size - int(np.isfinite(values).sum())
-            if n_lost:
-                self._not_finite[name] = n_lost
+            self._not_finite[name] = values.size - int(np.isfinite(values).sum())
         content = np.ascontiguousarray(values).tobytes()
         start = self._written_bytes
         self._write(content, _LENGTH_BYTES + self._header_bytes + start)
@@ -112,14 +121,7 @@ class AdapterWriter:
         """Give a tensor that is written a name that is no longer."""
         self._rows[other] = self._rows.pop(name)
         self._blocks[other] = self._blocks.pop(name)
-
-    def notices(self) -> tuple[str, ...]:
-        """Warn about infinities and NaN in what is written."""
-        if not self._not_finite:
-            return ()
-        name, n_lost = next(iter(self._not_finite.items()))
-        where = f"{len(self._not_finite)} of {plural(len(self._rows), 'tensor')}, first {n_lost} values of '{name}'"
-        return (f"infinities or NaN in {where}: results are beyond float32",)
+        self._not_finite[other] = self._not_finite.pop(name, 0)
 
     def finish(self) -> WrittenWeights:
         """Write the header, make the file durable, and return what was written."""
@@ -129,7 +131,7 @@ class AdapterWriter:
             owned.sync_file(self._descriptor)
         rows = sorted(self._rows.items(), key=lambda item: item[1]["data_offsets"])
         specs = tuple(TensorSpec(name, DTYPES[row["dtype"]], tuple(row["shape"])) for name, row in rows)
-        digests = tuple(TensorDigest(name, self._blocks[name]) for name, _ in rows)
+        digests = tuple(TensorDigest(name, self._blocks[name], self._not_finite[name]) for name, _ in rows)
         return WrittenWeights(ShardLayout(self._path.name, specs, header), digests)
 
     def _padded_header(self) -> bytes:
