@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import huggingface_hub
@@ -379,6 +381,52 @@ def test_push__gives_up_a_silent_hub(snapshot: Path, hub: HubServer, monkeypatch
         push(snapshot, f"hf://{MODEL}", create=True)
     hub.stop_silence()
     assert "no answer came in time" in str(caught.value)
+
+
+@contextmanager
+def trickling(before: bytes, seconds: float) -> Iterator[str]:
+    """Serve answers that never end: what comes `before` at once, then a byte now and then. Yields the address."""
+    server = socket.create_server(("127.0.0.1", 0))
+    is_over = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.recv(65536)
+            connection.sendall(before)
+            while not is_over.wait(seconds):
+                connection.sendall(b"x")
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+    finally:
+        is_over.set()
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+HEADERS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "before", [b"", HEADERS + b"x-more: ", HEADERS + b"Content-Length: 9999\r\n\r\n{"], ids=["status", "header", "body"]
+)
+@pytest.mark.usefixtures("hub")  # whose environment is led to another server
+def test_push__gives_up_a_hub_that_answers_byte_by_byte(
+    snapshot: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, before: bytes
+) -> None:
+    monkeypatch.setattr(hub_commit, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(hub_commit, "LONG_WAIT_SECONDS", 0.2)
+    with trickling(before, 0.05) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        with refuses(StorageError, "storage.unreachable", "no answer came in time"):
+            push(snapshot, f"hf://{MODEL}", create=True)
+    assert f"{url.removeprefix('http://')}: no complete answer for" in caplog.text
 
 
 def test_push__leaves_other_requests_of_the_package_alone(snapshot: Path, hub: HubServer) -> None:

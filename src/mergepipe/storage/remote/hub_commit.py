@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -18,10 +21,20 @@ from mergepipe.storage.contract import EXTRA
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import retry_after_seconds
 from mergepipe.storage.remote.hub_api import TOO_MANY_REQUESTS, hub_settings
-from mergepipe.storage.remote.retry import ANSWER_SECONDS, TRANSIENT_STATUSES, RetryPolicy
+from mergepipe.storage.remote.retry import (
+    ANSWER_SECONDS,
+    LONG_WAIT_SECONDS,
+    REPORT_SECONDS,
+    TRANSIENT_STATUSES,
+    RetryPolicy,
+)
 
 _MOVED: Final = (409, 412)
 _RESET: Final = re.compile(r"\bt=([0-9]{1,9})\b")  # seconds until a rate limit begins anew, in the Hub's own header
+_LARGE_BODY_BYTES: Final = 1 << 20  # of a request; the time that sending it takes is no wait
+_CONNECTED: Final = (".connect_tcp.complete", ".start_tls.complete")
+_SENT: Final = ".receive_response_headers.started"
+_LOG: Final = logging.getLogger("mergepipe")
 _LOG_IN: Final = "set HF_TOKEN, or run `hf auth login`"
 
 
@@ -185,17 +198,30 @@ def _long_wait_of(error: BaseException | None) -> _LongWaitError | None:
     return error
 
 
+@dataclass(slots=True)
+class _Wait:
+    """What one thread waits for: an answer of `host` since `begun`, until `ends`."""
+
+    host: str
+    begun: float
+    ends: float
+    next_report: float
+
+
 class _BoundedWaits:
     """Bounds what the requests of the Hub's package wait for, while calls of ours are made; used from many threads.
 
     The package has one client, shared by its threads and by other users in this process, so that the bounds are hooks
-    of that client. A wait that a server asks for has the bound of `RetryPolicy`, one for an answer `ANSWER_SECONDS`.
+    of that client. A wait that a server asks for has the bound of `RetryPolicy`, one for an answer `ANSWER_SECONDS`,
+    over all attempts, or over one whose request has a large body. Timeouts of the client are about silence alone, so
+    that connections are told to us as they are made, and each read of them has the time that is left.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._n_calls = 0
         self._begun: dict[tuple[str, str], float] = {}
+        self._here = threading.local()
 
     @contextmanager
     def active(self, package: Any) -> Iterator[None]:
@@ -219,18 +245,57 @@ class _BoundedWaits:
 
     def _bound_request(self, request: Any) -> None:
         """Give an attempt the time that those before it left."""
+        self._here.wait = None
         if not self._n_calls:
             return
-        now = time.monotonic()
-        with self._lock:
-            begun = self._begun.setdefault((request.method, str(request.url)), now)
-        left_seconds = ANSWER_SECONDS - (now - begun)
+        begun = now = time.monotonic()
+        is_large = _has_large_body(request)
+        if not is_large:
+            with self._lock:
+                begun = self._begun.setdefault((request.method, str(request.url)), now)
+        left_seconds = begun + ANSWER_SECONDS - now
         if left_seconds <= 0:
             raise TimeoutError
+        self._here.wait = _Wait(_host_of(request), begun, begun + ANSWER_SECONDS, begun + LONG_WAIT_SECONDS)
         timeouts = request.extensions.get("timeout", {})
         stated = timeouts.get("read")
         read_seconds = left_seconds if stated is None else min(stated, left_seconds)
-        request.extensions = {**request.extensions, "timeout": {**timeouts, "read": read_seconds}}
+        request.extensions = {
+            **request.extensions,
+            "timeout": {**timeouts, "read": read_seconds},
+            "trace": partial(self._watch, is_large=is_large),
+        }
+
+    def _watch(self, event: str, facts: Mapping[str, Any], *, is_large: bool) -> None:
+        """Bound the reads of a connection that is made; count from the end of a large request."""
+        wait = self._here.wait
+        if event.endswith(_CONNECTED):
+            stream = facts["return_value"]
+            stream.read = partial(self._read, stream.read)
+        elif event.endswith(_SENT) and is_large and wait is not None:
+            now = time.monotonic()
+            self._here.wait = _Wait(wait.host, now, now + ANSWER_SECONDS, now + LONG_WAIT_SECONDS)
+
+    def _read(self, read: Callable[..., bytes], most_bytes: int, timeout: float | None = None) -> bytes:
+        """Read from a connection for as long as its thread may wait."""
+        wait = getattr(self._here, "wait", None)
+        if wait is None:
+            return read(most_bytes, timeout)
+        silent_since = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now >= wait.next_report:
+                _LOG.warning("%s: no complete answer for %.0f s", wait.host, now - wait.begun)
+                wait.next_report = now + REPORT_SECONDS
+            if now >= wait.ends:
+                raise TimeoutError
+            seconds = min(wait.ends, wait.next_report) - now
+            silent_seconds = seconds if timeout is None else silent_since + timeout - now
+            try:
+                return read(most_bytes, max(0.001, min(seconds, silent_seconds)))
+            except Exception as error:  # of a class that only the package's client knows
+                if "Timeout" not in type(error).__name__ or silent_seconds < seconds:
+                    raise
 
     def _check_answer(self, response: Any) -> None:
         """Refuse an answer of which the next attempt is too far away."""
@@ -246,7 +311,18 @@ class _BoundedWaits:
         if reset is not None and status == TOO_MANY_REQUESTS:
             seconds = max(seconds, float(reset[1]))
         if seconds > RetryPolicy().most_seconds:
-            raise _LongWaitError(urlsplit(str(response.request.url)).netloc.rpartition("@")[2], status, seconds)
+            raise _LongWaitError(_host_of(response.request), status, seconds)
+
+
+def _has_large_body(request: Any) -> bool:
+    """Whether a request sends more than `_LARGE_BODY_BYTES`, or as much as comes."""
+    stated = request.headers.get("Content-Length")
+    return "Transfer-Encoding" in request.headers if stated is None else int(stated) > _LARGE_BODY_BYTES
+
+
+def _host_of(request: Any) -> str:
+    """Name the host of a request, without the name and password of a user."""
+    return urlsplit(str(request.url)).netloc.rpartition("@")[2]
 
 
 _WAITS: Final = _BoundedWaits()

@@ -24,8 +24,9 @@ MOST_REFUSAL_BYTES: Final = 64 << 10
 REQUEST_COST_BYTES: Final = 3_000_000  # 30 ms at 100 MB/s
 ANSWER_SECONDS: Final = 90.0
 """The longest wait for an answer that carries no bytes of a file, over all attempts; a server may ask for more."""
-_LONG_WAIT_SECONDS: Final = 10.0
-_REPORT_SECONDS: Final = 30.0
+LONG_WAIT_SECONDS: Final = 10.0
+"""A wait that is reported, and at most once in `REPORT_SECONDS` again."""
+REPORT_SECONDS: Final = 30.0
 _RENEWABLE_STATUSES: Final = frozenset({401, 403, 404, 410})
 
 T = TypeVar("T")
@@ -380,12 +381,12 @@ class Transfers:
         self._sleep(seconds, attempts.stop.event)
 
     def _report_wait(self, location: Location, failure: RequestFailed, elapsed: float, seconds: float) -> None:
-        """Log that an answer takes long, at most once in `_REPORT_SECONDS`."""
+        """Log that an answer takes long, at most once in `REPORT_SECONDS`."""
         now = self._clock()
         with self._lock:
-            if elapsed + seconds < _LONG_WAIT_SECONDS or now < self._next_report:
+            if elapsed + seconds < LONG_WAIT_SECONDS or now < self._next_report:
                 return
-            self._next_report = now + _REPORT_SECONDS
+            self._next_report = now + REPORT_SECONDS
         _LOG.warning(
             "%s: no answer for %.0f s: %s; the next attempt is in %.0f s", location, elapsed, failure.detail, seconds
         )
