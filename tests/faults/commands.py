@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe import tailor
@@ -22,7 +27,9 @@ from mergepipe.snapshots import work_log
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.tailor.composition import CompositionReport
 from support.bucket_outputs import files_below
+from support.coded_weights import COLUMNS, ROWS, SCHEMES
 from support.families import TINY, write_family
+from support.model_folders import recipe_of, write_adapter, write_model
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_hf, write_zero12
 
 SHARD_BYTES = 30_000
@@ -176,6 +183,62 @@ def merge_command(
     return Command(root, run, {}, old=old)
 
 
+def merge_of(root: Path, models: Mapping[Path, Mapping[str, object]], method: str = "linear", **more: Any) -> Command:
+    """A merge of the models in a folder `root/models`, of several shards."""
+    recipe = recipe_of(method, models, **more)
+    options = MergeOptions(threads=2, shard_bytes=SHARD_BYTES, home=root / "home")
+    return Command(root, partial(mergepipe.merge, recipe, root / "results" / "out", options=options), {})
+
+
+def layers_of(seed: int) -> Mapping[str, NDArray[Any]]:
+    random = np.random.default_rng(seed)
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(4)]
+    return {name: random.normal(size=(ROWS, COLUMNS)).astype(np.float32) for name in names}
+
+
+def quantised_command(root: Path, scheme: str) -> Command:
+    """A merge of a plain base with weights of codes."""
+    base = write_model(root / "models/base", layers_of(0), {"model_type": "x"})
+    tensors: dict[str, NDArray[Any]] = {}
+    for layer in range(4):
+        made_tensors, _ = SCHEMES[scheme](layer)
+        prefix = f"model.layers.{layer}.mlp.up_proj."
+        tensors |= {name.replace("l.", prefix, 1): tensor for name, tensor in made_tensors.items()}
+    stated = {"quant_method": "gptq", "bits": 4}
+    coded = write_model(root / "models/coded", tensors, {"model_type": "x", "quantization_config": stated})
+    return merge_of(root, {coded: {"weight": 0.5}}, "task_arithmetic", base=base)
+
+
+def adapters_command(root: Path) -> Command:
+    """A merge of an adapter, of another one on the base, and of full weights."""
+    base = write_model(root / "models/base", layers_of(0), {"model_type": "x"})
+    other = write_model(root / "models/other", layers_of(1), {"model_type": "x"})
+    adapters = []
+    for seed in (1, 2):
+        random = np.random.default_rng(seed)
+        factors: dict[str, NDArray[Any]] = {}
+        for name in layers_of(0):
+            module = name.removesuffix(".weight")
+            factors[f"{module}.lora_A.weight"] = random.normal(size=(4, COLUMNS)).astype(np.float32)
+            factors[f"{module}.lora_B.weight"] = random.normal(size=(ROWS, 4)).astype(np.float32)
+        adapters.append(write_adapter(root / f"models/adapter-{seed}", factors, target_modules=["up_proj"]))
+    half: Mapping[str, object] = {"weight": 0.5, "density": 0.5}
+    models = {adapters[0]: half, Path(f"{base}+{adapters[1]}"): half, other: half}
+    return merge_of(root, models, "ties", base=base)
+
+
+def documents_command(root: Path) -> Command:
+    """A merge of two documents: what the first one makes is written before."""
+    base = write_model(root / "models/base", layers_of(0), {"model_type": "x"})
+    expert = write_model(root / "models/expert", layers_of(1), {"model_type": "x"})
+    half = {"weight": 0.5}
+    first = {**recipe_of("task_arithmetic", {expert: half}, base), "name": "first"}
+    second = recipe_of("task_arithmetic", {"first": half, expert: half}, base)
+    (root / "recipe.yml").write_text("\n---\n".join(map(json.dumps, (first, second))))
+    options = MergeOptions(threads=2, shard_bytes=SHARD_BYTES, home=root / "home")
+    return Command(root, partial(mergepipe.merge, root / "recipe.yml", root / "results/out", options=options), {})
+
+
 def pack_command(root: Path) -> Command:
     write_family(root / "family", TINY, 2)
     experts = [root / "family/expert-1", root / "family/expert-2"]
@@ -231,6 +294,11 @@ COMMANDS: dict[str, Callable[[Path], Command]] = {
     "merge --force --budget": lambda root: merge_command(root, force=True, budget="60%"),
     "merge of one file": lambda root: merge_command(root, name="out.safetensors"),
     "merge --force of one file": lambda root: merge_command(root, force=True, name="out.safetensors"),
+    "merge of GPTQ": lambda root: quantised_command(root, "GPTQ of 4 bits"),
+    "merge of NF4": lambda root: quantised_command(root, "bitsandbytes NF4"),
+    "merge of NVFP4": lambda root: quantised_command(root, "NVFP4"),
+    "merge of adapters": adapters_command,
+    "merge of documents": documents_command,
     "pack": pack_command,
     "compose": compose_command,
     "fold": fold_command,

@@ -65,6 +65,7 @@ def check_recorded(command: Command) -> None:
 FEW = {"merge": (5, Death.TORN), "merge --force": (5, Death.BEFORE), "pack": (5, Death.TORN),
        "compose": (4, Death.TORN), "fold": (4, Death.BEFORE),
        "merge of one file": (4, Death.BEFORE), "merge --force of one file": (4, Death.BEFORE),
+       "merge of GPTQ": (3, Death.TORN), "merge of adapters": (3, Death.BEFORE), "merge of documents": (3, Death.TORN),
        "part": (3, Death.BEFORE), "part --budget": (3, Death.BEFORE)}  # fmt: skip
 ROWS = [(name, death, points) for name, (points, death) in FEW.items()]
 ROWS += [(name, death, 0) for name, death in product(COMMANDS, Death) if name != "merge of ties"]

@@ -242,6 +242,7 @@ def test_search__with_loaded_models_writes_no_trial_and_finds_what_folders_find(
         lambda lines: [lines[0], '{"op_code":2,"worker_id":"x","study_id":0,"user_attr":[]}', *lines[2:]],
         lambda lines: [line for line in lines if '"op_code":5' not in line],
         lambda lines: [line.replace('"values":[1.0]', '"values":[]') for line in lines],
+        lambda lines: [line.replace('"values":[1.0]', '"values":["x"]') for line in lines],
         lambda lines: [line.replace('"rungs":[1.0]', '"rungs":7') for line in lines],
         lambda lines: [line.replace('"failure":""', '"failure":[]') for line in lines],
         lambda lines: ["7", *lines],

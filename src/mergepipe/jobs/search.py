@@ -295,8 +295,9 @@ class _Search:
         for searched in self._searched:
             if searched.name not in trial.params:
                 return searched.name
-        n_losses = max(len(self._objectives), 1)
-        return "" if len(trial.values or ()) == n_losses else "loss"
+        losses = [loss for loss in trial.values or () if isinstance(loss, int | float)]
+        is_sound = len(losses) == len(trial.values or ()) == max(len(self._objectives), 1)
+        return "" if is_sound else "loss"
 
     def _cut_open_line(self, lock: Any) -> None:
         """Remove what a full disk or a lost machine left of a line, which would spoil the next one."""
