@@ -69,7 +69,7 @@ RULES: Mapping[str, tuple[Mapping[str, object], Mapping[str, object], int]] = {
 def write_inputs(folder: Path, kind: str, place: str) -> None:
     """Write a base, two experts and two adapters, one of them with unusual numbers."""
     change = KINDS[kind]
-    shapes = {"model.embed_tokens.weight": (TOKENS, WIDTH), "lm_head.weight": (TOKENS, WIDTH)}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (TOKENS, WIDTH))
     shapes |= {"model.norm.weight": (WIDTH,), "model.layers.0.self_attn.q_proj.bias": (WIDTH,)}
     shapes |= {f"model.layers.0.{name}.weight": (WIDTH, WIDTH) for name in ("self_attn.q_proj", "mlp.up_proj")}
     base = {n: np.random.default_rng(0).normal(size=s).astype(np.float32) for n, s in shapes.items()}

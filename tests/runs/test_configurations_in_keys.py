@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -143,11 +143,15 @@ def write_fp8(folder: Path, block_rows: int) -> None:
     write_model(folder, tensors, {"model_type": "x", "quantization_config": stated})
 
 
+def plain_shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{UP.format(layer)}.weight": (64, 128) for layer in range(LAYERS)}
+    return shapes | {"model.embed_tokens.weight": (len(WORDS), 128), "model.norm.weight": (128,)}
+
+
 def write_plain(folder: Path, seed: int, **config: object) -> None:
     """Write a model with an embedding, and its tokenizer."""
     random = np.random.default_rng(seed)
-    shapes = {f"{UP.format(layer)}.weight": (64, 128) for layer in range(LAYERS)}
-    shapes |= {"model.embed_tokens.weight": (len(WORDS), 128), "model.norm.weight": (128,)}
+    shapes = plain_shapes()
     tensors = {name: random.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
     write_model(folder, tensors, {"model_type": "llama", **config})
     write_tokenizer(folder)
@@ -203,7 +207,7 @@ def write_with_base(write: Callable[[Path], object]) -> Callable[[Path], None]:
     return both
 
 
-def write_coded(scheme: str, seed: int = 0, **stated: object) -> Callable[[Path], None]:
+def write_coded(scheme: str, seed: int = 0, **stated: str) -> Callable[[Path], None]:
     """Write a model whose weights are codes of a scheme."""
 
     def write(folder: Path) -> None:
@@ -217,7 +221,7 @@ def write_coded(scheme: str, seed: int = 0, **stated: object) -> Callable[[Path]
     return write
 
 
-def coded(scheme: str, **change: object) -> Kind:
+def coded(scheme: str, **change: str) -> Kind:
     """A coded model, whose configuration changes, or, without `change`, whose weights do."""
 
     def write(folder: Path) -> None:
@@ -225,13 +229,12 @@ def coded(scheme: str, **change: object) -> Kind:
         zeros = np.zeros((ROWS, COLUMNS), ml_dtypes.bfloat16)
         write_model(folder / "base", {f"{UP.format(layer)}.weight": zeros for layer in range(LAYERS)})
 
-    changed = write_coded(scheme, **change) if change else write_coded(scheme, 50)
+    changed = write_coded(scheme, 0, **change) if change else write_coded(scheme, 50)
     return Kind(write, lambda folder: changed(folder / "changed"), with_changed())
 
 
 def write_weights(folder: Path, seed: int) -> None:
-    shapes = {f"{UP.format(layer)}.weight": (64, 128) for layer in range(LAYERS)}
-    shapes |= {"model.embed_tokens.weight": (len(WORDS), 128), "model.norm.weight": (128,)}
+    shapes = plain_shapes()
     random = np.random.default_rng(seed)
     save_file({n: random.random(s).astype(np.float32) for n, s in shapes.items()}, folder / "weights.safetensors")
 
@@ -243,8 +246,7 @@ def write_numbers(folder: Path, first: float) -> None:
 
 
 def write_moments(folder: Path, seed: int) -> None:
-    shapes = {f"{UP.format(layer)}.weight": (64, 128) for layer in range(LAYERS)}
-    shapes |= {"model.embed_tokens.weight": (len(WORDS), 128), "model.norm.weight": (128,)}
+    shapes = plain_shapes()
     known = known_states(shapes, seed=seed)
     for name in shapes:
         known.arrays[name, "exp_avg_sq"][...] = np.square(known.arrays[name, "exp_avg_sq"])
@@ -254,7 +256,10 @@ def write_moments(folder: Path, seed: int) -> None:
 
 def weighed_by(file: str, method: str = "fisher") -> Callable[[Path], dict[str, object]]:
     def recipe(folder: Path) -> dict[str, object]:
-        models = {folder / "expert": {"weight": {"file": str(folder / file)}}, folder / "other": {"weight": 0.3}}
+        models: dict[Path, Mapping[str, object]] = {
+            folder / "expert": {"weight": {"file": str(folder / file)}},
+            folder / "other": {"weight": 0.3},
+        }
         return recipe_of(method, models, folder / "base")
 
     return recipe

@@ -331,9 +331,9 @@ class _Extraction:
         squared, n_lost = 0.0, 0
         for span in spans:
             delta = self._delta(tensor, changed, span).astype(np.float64)
-            is_finite = np.isfinite(delta)
-            n_lost += delta.size - int(is_finite.sum())
-            squared += float(np.vdot(delta[is_finite], delta[is_finite]))
+            finite = delta[np.isfinite(delta)]
+            n_lost += delta.size - finite.size
+            squared += float(np.vdot(finite, finite))
         self.squared_norm += squared
         if not squared and not n_lost:
             return

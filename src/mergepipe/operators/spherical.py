@@ -476,7 +476,8 @@ def median_shares(weights_P: Coefficients, gram_PP: Gram, steps: int, tolerance:
     """The shares of vectors with these inner products in their geometric median; they sum to one."""
     if not np.isfinite(gram_PP).all():
         return np.full(len(weights_P), math.nan)
-    gram_PP = _near_one(gram_PP)  # the shares do not depend on it, and no sum is then taken for zero
+    _, exponent = math.frexp(float(np.abs(gram_PP).max(initial=0.0)))
+    gram_PP = np.ldexp(gram_PP, -2 * (exponent // 2))  # near one: no digit of a length changes, and no sum is near zero
     squares_P = np.diagonal(gram_PP)
     largest_square = float((squares_P[:, None] + squares_P - 2.0 * gram_PP).max())
     shares_P = weights_P / nonzero_sum(weights_P)
@@ -488,12 +489,6 @@ def median_shares(weights_P: Coefficients, gram_PP: Gram, steps: int, tolerance:
         if np.abs(shares_P - before_P).max() <= tolerance:
             break
     return shares_P
-
-
-def _near_one(gram_PP: Gram) -> Gram:
-    """Scale inner products by a power of four, so that the largest is near one: no digit of a length changes."""
-    _, exponent = math.frexp(float(np.abs(gram_PP).max(initial=0.0)))
-    return np.ldexp(gram_PP, -2 * (exponent // 2))
 
 
 OPERATORS: tuple[Operator, ...] = (Slerp(), NuSlerp(), MultiSlerp(), Karcher(), ModelStock(), GeometricMedian())

@@ -248,12 +248,13 @@ class Inputs:
     @property
     def state(self) -> Mapping[str, object]:
         """The values that must be equal for one run to resume another: version, recipe, and files."""
+        coded = [task.base for task in self.resolution.tasks if isinstance(task.base, Requantised)]
         return {
             "version": mergepipe.__version__,
             "recipe": self.recipe_text,
             "inputs": [[str(checkpoint.root), checkpoint.fingerprints] for _, _, checkpoint in self.leaves()],
             "alignment": self.vocabulary,
-            "powers_of_two": [task.name for task in self.resolution.tasks if _rounds_to_powers(task)],
+            "powers_of_two": [tensor.name for tensor in coded if tensor.powers_of_two],
             "documents": [made.state for made in self.intermediates.values()],
         }
 
@@ -299,11 +300,6 @@ class Inputs:
             and self.checkpoints[task.expert_models[slot]].tensors.get(source.name) is source
         )
         return base.name if is_plain else None
-
-
-def _rounds_to_powers(task: MergeTask) -> bool:
-    """Whether a task stores scales as powers of two, which the configuration of its base asks for."""
-    return isinstance(task.base, Requantised) and task.base.powers_of_two
 
 
 def recipe_of(recipe: str | Path | Mapping[str, object]) -> Location | RecipeText:

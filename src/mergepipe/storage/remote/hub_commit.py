@@ -25,15 +25,13 @@ from mergepipe.storage.remote.retry import (
     ANSWER_SECONDS,
     LONG_WAIT_SECONDS,
     REPORT_SECONDS,
+    REQUEST_BYTES,
     TRANSIENT_STATUSES,
     RetryPolicy,
 )
 
 _MOVED: Final = (409, 412)
 _RESET: Final = re.compile(r"\bt=([0-9]{1,9})\b")  # seconds until a rate limit begins anew, in the Hub's own header
-_LARGE_BODY_BYTES: Final = 1 << 20  # of a request; the time that sending it takes is no wait
-_CONNECTED: Final = (".connect_tcp.complete", ".start_tls.complete")
-_SENT: Final = ".receive_response_headers.started"
 _LOG: Final = logging.getLogger("mergepipe")
 _LOG_IN: Final = "set HF_TOKEN, or run `hf auth login`"
 
@@ -249,7 +247,8 @@ class _BoundedWaits:
         if not self._n_calls:
             return
         begun = now = time.monotonic()
-        is_large = _has_large_body(request)
+        nbytes = int(request.headers.get("Content-Length", 0))
+        is_large = "Transfer-Encoding" in request.headers or nbytes > REQUEST_BYTES
         if not is_large:
             with self._lock:
                 begun = self._begun.setdefault((request.method, str(request.url)), now)
@@ -269,10 +268,10 @@ class _BoundedWaits:
     def _watch(self, event: str, facts: Mapping[str, Any], *, is_large: bool) -> None:
         """Bound the reads of a connection that is made; count from the end of a large request."""
         wait = self._here.wait
-        if event.endswith(_CONNECTED):
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
             stream = facts["return_value"]
             stream.read = partial(self._read, stream.read)
-        elif event.endswith(_SENT) and is_large and wait is not None:
+        elif event.endswith(".receive_response_headers.started") and is_large and wait is not None:
             now = time.monotonic()
             self._here.wait = _Wait(wait.host, now, now + ANSWER_SECONDS, now + LONG_WAIT_SECONDS)
 
@@ -281,7 +280,7 @@ class _BoundedWaits:
         wait = getattr(self._here, "wait", None)
         if wait is None:
             return read(most_bytes, timeout)
-        silent_since = time.monotonic()
+        started = time.monotonic()
         while True:
             now = time.monotonic()
             if now >= wait.next_report:
@@ -290,7 +289,7 @@ class _BoundedWaits:
             if now >= wait.ends:
                 raise TimeoutError
             seconds = min(wait.ends, wait.next_report) - now
-            silent_seconds = seconds if timeout is None else silent_since + timeout - now
+            silent_seconds = seconds if timeout is None else started + timeout - now
             try:
                 return read(most_bytes, max(0.001, min(seconds, silent_seconds)))
             except Exception as error:  # of a class that only the package's client knows
@@ -312,12 +311,6 @@ class _BoundedWaits:
             seconds = max(seconds, float(reset[1]))
         if seconds > RetryPolicy().most_seconds:
             raise _LongWaitError(_host_of(response.request), status, seconds)
-
-
-def _has_large_body(request: Any) -> bool:
-    """Whether a request sends more than `_LARGE_BODY_BYTES`, or as much as comes."""
-    stated = request.headers.get("Content-Length")
-    return "Transfer-Encoding" in request.headers if stated is None else int(stated) > _LARGE_BODY_BYTES
 
 
 def _host_of(request: Any) -> str:
