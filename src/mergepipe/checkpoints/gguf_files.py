@@ -150,7 +150,7 @@ class _Header:
         self.path, self.size_bytes = path, store.size_bytes(path)
         self.digest = ""
         self._store = store
-        self._content = b""
+        self._content = bytearray()
         self._at = 0
 
     def damaged(self, message: str) -> MergePipeError:

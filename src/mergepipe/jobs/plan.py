@@ -303,7 +303,7 @@ def check(
     return CheckReport(
         recipe=str(opened.path),
         operator=opened.operator.name,
-        models=tuple(_use_of(merged, index, _shown(model)) for index, model in enumerate(opened.inputs())),
+        models=_uses_of(merged, tuple(map(_shown, opened.inputs()))),
         merged_tensors=resolution.n_merged,
         copied=tuple(CopiedTensor(task.name, task.reason) for task in resolution.tasks if task.action is Action.COPY),
         dropped=resolution.dropped,
@@ -323,10 +323,15 @@ def _shown(model: ModelInput) -> str:
     return model.text if model.path.is_local else f"{model.text} ({reference_text(model)})"
 
 
-def _use_of(inputs: Inputs, model: int, text: str) -> ModelUse:
-    """Count the tensors of a model that are read, and their bytes."""
-    tasks = inputs.resolution.tasks
-    used = [task.base.nbytes for task in tasks if task.base_model == model]
-    for task in tasks:
-        used += [s.nbytes for m, s in zip(task.expert_models, task.experts, strict=True) if m == model and s.stored]
-    return ModelUse(inputs.roles[model], text, len(used), sum(used))
+def _uses_of(inputs: Inputs, texts: Sequence[str]) -> tuple[ModelUse, ...]:
+    """Count the tensors of each model that are read, and their bytes; `texts` are the models as they are shown."""
+    counts = [0] * len(texts)
+    read_bytes = [0] * len(texts)
+    for task in inputs.resolution.tasks:
+        experts = zip(task.expert_models, task.experts, strict=True)
+        stored = [(model, source) for model, source in experts if source.stored]
+        for model, source in ((task.base_model, task.base), *stored):
+            counts[model] += 1
+            read_bytes[model] += source.nbytes
+    uses = zip(inputs.roles, texts, counts, read_bytes, strict=True)
+    return tuple(ModelUse(*use) for use in uses)
