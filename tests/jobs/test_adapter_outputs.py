@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -298,3 +301,24 @@ def test_merge_lora__warns_about_adapters_that_name_two_bases(tmp_path: Path) ->
         f"{tmp_path / 'second'} was trained on 'org/two', and {tmp_path / 'first'} on 'org/one'"
     ]
     assert mergepipe.merge_lora([tmp_path / "first", tmp_path / "third"], tmp_path / "same").notices == ()
+
+
+def test_adapters__have_the_same_bytes_with_any_number_of_blas_threads(tmp_path: Path) -> None:
+    shape = FamilyShape(hidden=320, layers=1, heads=4, kv_heads=4, head_dim=80, intermediate=400, vocab=260, tied=True)
+    write_family(tmp_path / "models", shape, 2)  # large enough for BLAS to split the work
+    weights = "adapter_model.safetensors"
+    made: dict[str, set[bytes]] = {"extract": set(), "merge": set()}
+    for n_threads in ("1", "2", "4"):
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": n_threads, "MERGEPIPE_HOME": str(tmp_path / "home")}
+
+        def mergepipe_lora(*arguments: str, environment: dict[str, str] = environment) -> None:
+            command = [sys.executable, "-m", "mergepipe", "lora", *arguments]
+            subprocess.run(command, env=environment, check=True, capture_output=True, cwd=tmp_path)
+
+        extracted = [f"expert-{k}-{n_threads}" for k in (1, 2)]
+        for k, name in enumerate(extracted, 1):
+            mergepipe_lora("extract", "models/base", f"models/expert-{k}", "--rank", "100", "-o", name)
+        mergepipe_lora("merge", "expert-1-1", "expert-2-1", "--method", "svd", "--rank", "60", "-o", f"m-{n_threads}")
+        made["extract"].add((tmp_path / extracted[0] / weights).read_bytes())
+        made["merge"].add((tmp_path / f"m-{n_threads}" / weights).read_bytes())
+    assert {maker: len(contents) for maker, contents in made.items()} == {"extract": 1, "merge": 1}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -153,3 +157,44 @@ def test_post__tells_its_cost_before_it_starts(models: Path, tmp_path: Path) -> 
     assert told.notices[0].split(", about")[0] == text.split(", about")[0]
     assert told.done_bytes == seen[0].done_bytes
     assert mergepipe.check(recipe_of(models, "task_arithmetic", None)).spectral == ""
+
+
+def merged_with_blas_threads(recipe: Path, out: Path, n_threads: int) -> dict[str, Array]:
+    """Merge in a process whose BLAS begins with so many threads."""
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": str(n_threads), "MERGEPIPE_HOME": str(out.parent / "home")}
+    command = [sys.executable, "-m", "mergepipe", "merge", str(recipe), str(out)]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    return tensors_of(out)
+
+
+@pytest.mark.parametrize("post", [{"svc": 1.0}, {"isotropic": True}])
+def test_post__gives_the_same_bytes_with_any_number_of_blas_threads(tmp_path: Path, post: dict[str, Any]) -> None:
+    rng, shape = np.random.default_rng(3), (400, 300)  # large enough for BLAS to split it
+    base = rng.standard_normal(shape).astype(np.float32)
+    for model, scale in {"base": 0.0, "a": 0.1, "b": 0.1, "c": 0.1}.items():
+        delta = (scale * rng.standard_normal(shape)).astype(np.float32)
+        write_model(tmp_path / model, {MATRIX: base + delta})
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(json.dumps(recipe_of(tmp_path, "task_arithmetic", post)))
+    one, two, four = (merged_with_blas_threads(recipe, tmp_path / f"out-{n}", n) for n in (1, 2, 4))
+    assert one[MATRIX].tobytes() == two[MATRIX].tobytes() == four[MATRIX].tobytes()
+    assert mergepipe.verify(tmp_path / "out-4", deep_fraction=1.0, home=tmp_path / "home").is_sound
+
+
+def test_post__names_the_builds_where_another_linear_algebra_gives_other_bits(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged(recipe_of(models, "task_arithmetic", {"svc": 1.0}), tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "mergepipe.json").read_text())
+    built = manifest["run"]["linear_algebra"]
+    assert built.startswith(f"numpy {np.__version__}, ")
+    monkeypatch.setattr(np, "__version__", "0.1")  # another build ...
+    monkeypatch.setattr(spectral, "NEGLIGIBLE", 0.05)  # ... that gives other values
+    report = mergepipe.verify(tmp_path / "out", deep_fraction=1.0, home=tmp_path / "home")
+    assert {damage.tensor for damage in report.damages} <= {MATRIX, WIDE}
+    for damage in report.damages:
+        assert f"made with {built}; this is numpy 0.1, " in damage.message
+    with pytest.raises(mergepipe.MergePipeError, match="the last bits of a spectral step depend on that"):
+        mergepipe.replay(tmp_path / "out", tmp_path / "again", home=tmp_path / "home")
+    merged(recipe_of(models, "task_arithmetic", None), tmp_path / "plain")
+    assert "linear_algebra" not in (tmp_path / "plain" / "mergepipe.json").read_text()

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import NO_TURNS, BaseBytes, ComputedTensor, LeveledTensor, Turns
+from mergepipe.core.linear_algebra import one_blas_thread
 from mergepipe.engine.jobs import Job, Pass, Stage
 from mergepipe.engine.segments import (
     BufferSizes,
@@ -166,7 +167,8 @@ class Pipeline:
         try:
             for loop in (*[self._read_loop] * self._readers, *[self._compute_loop] * self._threads, self._write_loop):
                 self._start(loop, workers)
-            self._coordinate(iter(jobs))
+            with one_blas_thread():
+                self._coordinate(iter(jobs))
         except BaseException:
             self._stopping.set()
             self._store.abort()
@@ -332,7 +334,8 @@ class Pipeline:
 
     def _guard(self, loop: Callable[[], None]) -> None:
         try:
-            loop()
+            with one_blas_thread():
+                loop()
         except BaseException as error:  # every failure is raised again by the coordinating thread
             self._events.put(error)
 

@@ -18,6 +18,7 @@ from mergepipe.checkpoints.directory import GGUF_SUFFIX
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.core.flags import public_call
+from mergepipe.core.linear_algebra import linear_algebra_build
 from mergepipe.core.outcome import private_outputs, published_but
 from mergepipe.core.units import plural
 from mergepipe.engine.make_part import make_part
@@ -46,12 +47,14 @@ from mergepipe.runs.work import (
     output_of,
     requantisation_error,
     spectral_cost,
+    spectral_inputs,
     tensor_bytes_by_file,
     tensor_bytes_read,
 )
 from mergepipe.snapshots.manifest import (
     ADAPTER_ROLE,
     BASE_MODEL_IDS_KEY,
+    LINEAR_ALGEBRA_KEY,
     MANIFEST_NAME,
     NOTICES_KEY,
     SUMMARY_KEY,
@@ -413,6 +416,7 @@ class MergeRun:
             "tried_expert_bytes": self._settings.tried_expert_bytes or None,
             "kept_elements": ",".join(f"{one.kept_elements}/{one.elements}" for one in self._kept) or None,
             "requantisation_error": requantisation_error(self._inputs),
+            LINEAR_ALGEBRA_KEY: linear_algebra_build() if spectral_inputs(self._output.tasks) else None,
             NOTICES_KEY: "\n".join(map(str, self._inputs.notices)) or None,
             SUMMARY_KEY: self._inputs.summary or None,
             BASE_MODEL_IDS_KEY: " ".join(self._settings.base_model_ids.of_merge) or None,

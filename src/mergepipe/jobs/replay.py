@@ -13,6 +13,7 @@ from mergepipe.checkpoints.directory import GGUF_SUFFIX
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.core.flags import public_call
+from mergepipe.core.linear_algebra import linear_algebra_build
 from mergepipe.core.outcome import Notice
 from mergepipe.core.units import first_names
 from mergepipe.engine.make_part import make_part
@@ -30,7 +31,7 @@ from mergepipe.runs.model_card import BaseModelIds
 from mergepipe.runs.stored_plan import changed_files, plan_of
 from mergepipe.runs.work import ONE_FILE_BYTES, CatalogLink, MergeSettings, merge_settings, merge_work
 from mergepipe.snapshots.layout import layout_of
-from mergepipe.snapshots.manifest import NOTICES_KEY, Manifest
+from mergepipe.snapshots.manifest import LINEAR_ALGEBRA_KEY, NOTICES_KEY, Manifest
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.contract import BESIDE, Store
 from mergepipe.storage.location import Location
@@ -189,4 +190,9 @@ def cause_of_change(recorded: Manifest) -> str:
     """Name what makes tensors differ from their record when they are made again."""
     if recorded.version != mergepipe.__version__:
         return f"it was made by version {recorded.version}, this is {mergepipe.__version__}"
+    used = recorded.run.get(LINEAR_ALGEBRA_KEY)
+    build = linear_algebra_build()
+    if used is not None and used != build:
+        builds = f"it was made with {used}; this is {build}"
+        return f"{builds}: the last bits of a spectral step depend on that; or the values of an input have changed"
     return "the values of an input have changed"

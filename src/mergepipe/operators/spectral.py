@@ -77,7 +77,7 @@ def calibrate(merged_MN: Matrix, experts: Sequence[Matrix], alpha: float | None)
     Values up to `NEGLIGIBLE` of the norm stay. A randomised sketch takes the place of the decomposition where what it
     leaves is below that, too: of LoRA experts, say. The result is within 1e-3 of that of an exact decomposition.
     Nothing is changed where something is not finite. Memory: four times the matrix, 40 bytes for each square of the
-    shorter side. Last bits depend on numpy's LAPACK and its threads.
+    shorter side. Last bits depend on the build of numpy's LAPACK and, unless `one_blas_thread`, on its threads.
 
     Source: Li et al. 2026 (SVC, arXiv 2602.05536) as their code has it; Marczak et al. 2025 (Iso-C, arXiv 2502.04959);
     Halko et al. 2011, algorithm 4.4. Deviation: Iso-C raises directions without energy to the mean, too.

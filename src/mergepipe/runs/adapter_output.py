@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import mergepipe
+from mergepipe.core.linear_algebra import linear_algebra_build, one_blas_thread
 from mergepipe.core.outcome import published_but
 from mergepipe.options import AdapterOptions, home_of
 from mergepipe.recipes.yaml_source import recipe_text
@@ -20,6 +21,7 @@ from mergepipe.runs.model_card import adapter_card
 from mergepipe.runs.work import CatalogLink
 from mergepipe.snapshots.manifest import (
     CARD_NAME,
+    LINEAR_ALGEBRA_KEY,
     MANIFEST_NAME,
     SUMMARY_KEY,
     InputRecord,
@@ -108,7 +110,11 @@ class AdapterOutput:
             plan_digest=None,
             plan=None,
             coverage=None,
-            run={"seconds": round(time.perf_counter() - self.started, 3), SUMMARY_KEY: facts.summary},
+            run={
+                "seconds": round(time.perf_counter() - self.started, 3),
+                LINEAR_ALGEBRA_KEY: linear_algebra_build(),
+                SUMMARY_KEY: facts.summary,
+            },
             blocks=Digested.of(BLOCKS_NAME, blocks),
         )
 
@@ -126,6 +132,7 @@ def adapter_output(
         published_but(published_at),
         open_output(place, force=options.force, home=home) as output,
         np.errstate(over="ignore", invalid="ignore"),  # what is not finite is found as it is written
+        one_blas_thread(),
     ):
         yield AdapterOutput(store, place, output, link, started)
 

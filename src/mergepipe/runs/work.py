@@ -30,7 +30,7 @@ from mergepipe.engine.work import (
     plan_output,
 )
 from mergepipe.errors import MergePipeError, OutputError, RecipeError
-from mergepipe.operators.base import MagnitudeCut, RecipeRule, is_calibrated
+from mergepipe.operators.base import MagnitudeCut, OperatorInput, RecipeRule, is_calibrated
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, catalog_home, engine_options, home_of
@@ -315,9 +315,15 @@ def kept_shares(inputs: Inputs) -> tuple[KeptShare, ...]:
     return tuple(KeptShare(models[model].text, kept[model], elements[model]) for model in sorted(elements))
 
 
+def spectral_inputs(tasks: Sequence[MergeTask]) -> list[OperatorInput]:
+    """Return the operator's inputs of each tensor that a spectral step follows."""
+    inputs = [task.operator_input() for task in tasks if task.experts]
+    return [one for one in inputs if is_calibrated(one)]
+
+
 def spectral_cost(tasks: Sequence[MergeTask]) -> str:
     """Say what the spectral step of a merge takes at most, by the speed of this machine; empty where there is none."""
-    inputs = [one for task in tasks if task.experts and is_calibrated(one := task.operator_input())]
+    inputs = spectral_inputs(tasks)
     if not inputs:
         return ""
     from mergepipe.operators.spectral import calibration_cost, measured_flop_per_second

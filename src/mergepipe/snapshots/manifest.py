@@ -153,6 +153,7 @@ _RECORD_SUFFIX = ".mergepipe"
 _USUAL_NAME: Final = "model.safetensors"
 
 SUMMARY_KEY = "summary"  # in `Manifest.run`: what the snapshot is, where `Merge by OPERATOR` does not say it
+LINEAR_ALGEBRA_KEY = "linear_algebra"  # in `Manifest.run`: the build that decided last bits, where it did
 BASE_MODEL_IDS_KEY = "base_model_ids"  # in `Manifest.run`: Hub ids that were stated of the merge, between spaces
 
 
