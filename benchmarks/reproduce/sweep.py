@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process import measure_checked
 from benchmarks.reproduce.family_recipes import (
     FITTED_TEXT,
     analyzed_home,
@@ -65,13 +63,8 @@ def _point(place: Workplace, family: FamilyPaths, k: int, order: str, share: int
     recipe = write_recipe(place, family, _OPERATOR, k)
     full, home = full_merge(place, recipe), analyzed_home(place, family, len(family.experts))
     plan = place.folder / "plan.json"
-    if order == "paper":
-        log = place.folder / "log.txt"
-        script = (sys.executable, "-m", "benchmarks.reproduce.paper_score")
-        measure_checked([*script, str(recipe), f"{share}%", str(plan), str(home)], log=log)
-    else:
-        options = ("--budget", f"{share}%", "--select", order, "--home", home)
-        place.ours("plan", recipe, *options, "--out", plan)
+    options = ("--budget", f"{share}%", "--select", order, "--home", home)
+    place.ours("plan", recipe, *options, "--out", plan)
     result = place.merge(
         plan, inputs_of(family, k), "--home", home,
         from_plan=True, judge=judge_against(full, family.base),

@@ -174,6 +174,11 @@ class BudgetVerdict(Displayed):
     most_factor: float = 1.0
     unspent_bytes: int = shown("unspent", "{unspent_bytes}: {unspent_reason}.", optional=True, default=0)
     unspent_reason: str = ""
+    bound: OmissionBound | None = shown(
+        "bound",
+        lambda verdict: str(verdict.bound) if verdict.bound and verdict.bound.is_worse_than_the_base else "",
+        default=None,
+    )
 
     @property
     def sentence(self) -> str:
@@ -857,6 +862,35 @@ class Sampling:
         return f"{units}{by}, seed {self.seed}; merged deltas are divided by that{factor}"
 
 
+@dataclass(frozen=True, slots=True)
+class OmissionBound:
+    """Upper bounds on the distance from the full merge, before rounding: of a plan, and of one that reads nothing.
+
+    `drifts`: the weights of what is read are divided by their own sum.
+    """
+
+    distance: float
+    nothing_read: float
+    drifts: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.distance >= 0 and self.nothing_read >= 0):
+            raise ValueError(f"not two distances: {self.distance} and {self.nothing_read}")
+
+    @property
+    def is_worse_than_the_base(self) -> bool:
+        """Whether the plan's bound exceeds that of reading nothing, which only weights that are divided anew do."""
+        return self.distance > self.nothing_read
+
+    def __str__(self) -> str:
+        percent = share_text(self.distance, self.nothing_read) if self.nothing_read else "100 %"
+        text = f"at most {self.distance:.4g} from the full merge, {percent} of the bound of reading nothing"
+        if not self.drifts:
+            return f"{text} (omission bound, Proposition 2)"
+        worse = ": worse than the base" if self.is_worse_than_the_base else ""
+        return f"{text}{worse} (coefficient drift, equations 16 to 18)"
+
+
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Explanation(Displayed):
     """The experts that contributed to each tensor, and the reasons; from a plan, or from the manifest of a snapshot.
@@ -883,6 +917,7 @@ class Explanation(Displayed):
     budget_bytes: int | None = shown("budget", lambda r: _of_everything(r.budget_bytes, r.full_bytes))
     planned_bytes: int | None = shown("planned", lambda r: _of_everything(r.planned_bytes, r.full_bytes))
     sampling: Sampling | None = shown("sample", default=None)
+    bound: OmissionBound | None = shown("bound", default=None)
     realized_bytes: int | None = shown("realized")
     block_elements: int
     blocks: int

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 import mergepipe
 from mergepipe.errors import NotFoundError, OutputError, RecipeError
+from support.command_line import run_command
 from support.model_folders import recipe_of, write_model
 from support.refusals import refuses
 
@@ -83,3 +84,35 @@ def test_masks__need_a_snapshot_and_a_new_folder(tmp_path: Path, snapshot: Path)
     with pytest.raises(NotFoundError):
         mergepipe.explain(snapshot, masks=tmp_path / "masks", home=tmp_path / "home")
     assert not (tmp_path / "masks").exists()
+
+
+def test_bound__is_stated_by_plans_and_explanations_and_merges_warn_where_it_is_worse_than_the_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three experts one is read: its weight becomes 1 where it was 1/3, and its delta is longer than the others'."""
+    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
+    rng = np.random.default_rng(5)
+    deltas = {name: (scale * rng.standard_normal((64, 64))) for name, scale in (("a", 0.3), ("b", 0.1), ("c", 0.1))}
+    base = rng.standard_normal((64, 64)).astype(np.float32)
+    for name, delta in {"base": np.zeros_like(base), **deltas}.items():
+        write_model(tmp_path / name, {"layers.0.weight": (base + delta).astype(np.float32)})
+    names = ["base", *deltas]
+    run_command(["analyze", *(str(tmp_path / name) for name in names)])
+    models = {tmp_path / name: {"weight": float(name != "base")} for name in names}
+    recipe, plan = tmp_path / "recipe.yml", tmp_path / "plan.json"
+    recipe.write_text(json.dumps(recipe_of("linear", models)), encoding="utf-8")
+    reading_one = ["--budget", "34%", "--select", "norm"]
+    for where_omitted, is_worse in (("keep", False), ("renormalize", True)):
+        options = [*reading_one, "--where-omitted", where_omitted]
+        planned = run_command(["plan", str(recipe), *options, "-o", str(plan), "--json"])
+        bound = json.loads(planned.out)["bound"]
+        error = np.linalg.norm(sum(deltas.values()) / 3 - deltas["a"] * (1.0 if is_worse else 1 / 3))
+        assert error <= bound["distance"] <= 1.3 * error + 3
+        assert (bound["distance"] > bound["nothing_read"]) is is_worse
+        explained = run_command(["explain", str(plan)]).out
+        name = "coefficient drift, equations 16 to 18" if is_worse else "omission bound, Proposition 2"
+        assert f"({name})" in explained
+        merged = run_command(["merge", str(recipe), str(tmp_path / f"out-{where_omitted}"), *options])
+        assert merged.exit_code == 0
+        assert ("worse than the base" in merged.out) is is_worse
+        assert ("worse than the base" in explained) is is_worse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.errors import LimitError
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH, NOTHING_KEPT, Cut
-from mergepipe.planning.budget import BudgetRequest, ByteBudget, PlanningChoices, Policy, ShareBudget
+from mergepipe.planning.budget import BudgetRequest, ByteBudget, OnOmit, PlanningChoices, Policy, ShareBudget
 from mergepipe.planning.candidates import REASON_MISSING, REASON_NO_CUT, REASON_OTHER_SIZE
-from mergepipe.planning.plan import NOTHING_READ, Plan
+from mergepipe.planning.plan import NOTHING_READ, Plan, PlannedTensor, parse_plan
 from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningProblem, sample_cost_bytes
 from mergepipe.planning.selection import ItemOrder
@@ -361,3 +362,152 @@ def test_problem__refuses_statistics_for_other_experts() -> None:
     problem = make().problem
     with pytest.raises(ValueError, match="2 experts for 3"):
         replace(problem, statistics=problem.statistics[:2])
+
+
+# --- the bound on what omission costs ---
+
+
+def planned_coefficients(given: Given, plan: Plan, tensor: PlannedTensor) -> tuple[np.ndarray, np.ndarray]:
+    """The coefficients (E, N) of the full merge and of the plan's, in float64."""
+    parameters = plan.parameters[tensor.parameters]
+    grid = BlockGrid(tensor.n_elements, plan.block_elements)
+    present_EB = np.zeros((len(given.experts), grid.n_blocks), np.bool_)
+    for e, access in enumerate(tensor.access):
+        for start, stop in access.runs:
+            present_EB[e, start:stop] = True
+    present_EN = np.repeat(present_EB, [span.n_elements for span in grid.spans()], axis=1)
+    weights_E1 = np.array([float(expert["weight"]) for expert in parameters.experts])[:, None]
+    if plan.operator == "task_arithmetic":
+        full_E1 = weights_E1 * float(parameters.globals["lambda"])
+        return np.broadcast_to(full_E1, present_EN.shape), np.where(present_EN, full_E1, 0.0)
+    anchor = float(parameters.anchor["weight"])
+    full_E1 = weights_E1 / ((anchor + weights_E1.sum()) or 1.0)
+    planned_EN = np.where(present_EN, full_E1, 0.0)
+    if plan.on_omit == OnOmit.RENORMALIZE:
+        kept_EN = np.where(present_EN, weights_E1, 0.0)
+        sum_N = anchor + kept_EN.sum(axis=0)
+        planned_EN = kept_EN / np.where(sum_N == 0, 1.0, sum_N)
+    return np.broadcast_to(full_E1, present_EN.shape), planned_EN
+
+
+def measured_distances(given: Given, plan: Plan) -> tuple[float, float]:
+    """||M_full - M_A|| and ||M_full - M_0||, of the deltas in float64."""
+    squares = np.zeros(2)
+    for tensor in plan.tensors:
+        deltas_EN = np.stack([expert[tensor.name] for expert in given.experts]).astype(np.float64)
+        deltas_EN -= given.base[tensor.name]
+        full_EN, planned_EN = planned_coefficients(given, plan, tensor)
+        error_N = ((full_EN - planned_EN) * deltas_EN).sum(axis=0)
+        changed_N = (full_EN * deltas_EN).sum(axis=0)
+        squares += [error_N @ error_N, changed_N @ changed_N]
+    error, changed = np.sqrt(squares).tolist()
+    return error, changed
+
+
+WEIGHTS = st.tuples(*[st.sampled_from([0.0, 0.2, 0.5, 1.0, -0.3, 2.0])] * 3)
+
+
+@given(
+    operator=st.sampled_from(["linear", "task_arithmetic"]),
+    on_omit=st.sampled_from(OnOmit),
+    policy=st.sampled_from(ORDERS),
+    weights=WEIGHTS,
+    seed=st.integers(0, 4),
+    budget=st.integers(0, LARGEST),
+)
+def test_bound__is_never_below_the_distance(
+    operator: str, on_omit: OnOmit, policy: Policy, weights: tuple[float, ...], seed: int, budget: int
+) -> None:
+    given = make(operator, 3, seed, weights=weights, parameters={})
+    options = PlanningChoices(OnOmit.KEEP if operator == "task_arithmetic" else on_omit)
+    plan = plan_of(given.problem, ByteBudget(budget), policy, options)
+    assert plan.bound is not None
+    error, changed = measured_distances(given, plan)
+    assert error <= plan.bound.distance
+    assert changed <= plan.bound.nothing_read
+    assert plan.bound.drifts == (options.on_omit is OnOmit.RENORMALIZE)
+    assert plan.bound.drifts or plan.bound.distance <= plan.bound.nothing_read
+    assert parse_plan(plan.to_json()) == plan
+
+
+def test_bound__is_tight_for_one_expert_and_zero_for_everything() -> None:
+    given = make("task_arithmetic", 1)
+    plan = plan_of(given.problem, ShareBudget(Fraction(1, 2)))
+    error, changed = measured_distances(given, plan)
+    assert plan.bound is not None
+    assert plan.bound.distance == pytest.approx(error, rel=1e-5)
+    assert plan.bound.nothing_read == pytest.approx(changed, rel=1e-5)
+    everything_read = plan_of(given.problem, ALL).bound
+    assert everything_read is not None
+    assert everything_read.distance == 0.0
+
+
+def test_bound__is_worse_than_the_base_where_renormalised_weights_of_few_experts_drift_far() -> None:
+    base, experts = random_arrays(3, 3, {"layers.0.w": BLOCK})  # of which the largest alone is read
+    given = make("linear", arrays=(base, experts), weights=(1.0, 1.0, 1.0), parameters={})
+    for on_omit, is_worse in ((OnOmit.KEEP, False), (OnOmit.RENORMALIZE, True)):
+        plan = plan_of(given.problem, ShareBudget(Fraction(1, 3)), options=PlanningChoices(on_omit))
+        assert plan.bound is not None
+        assert plan.bound.is_worse_than_the_base is is_worse
+        assert ("worse than the base" in str(plan.bound)) is is_worse
+
+
+@pytest.mark.parametrize("operator", ["ties", "dare_linear", "dare_ties", "slerp"])
+def test_bound__is_claimed_for_fixed_coefficients_only(operator: str) -> None:
+    assert plan_of(made(operator, 0).problem, ShareBudget(Fraction(1, 2))).bound is None
+
+
+def test_bound__is_not_given_for_samples_nor_where_norms_are_not_known() -> None:
+    given = make("task_arithmetic", 2)
+    half = ShareBudget(Fraction(1, 2))
+    assert plan_of(given.problem, half, Policy.SAMPLE).bound is None
+    assert plan_of(given.without_statistics([(0, "embed.weight")]).problem, half).bound is None
+    for norm in (np.inf, np.nan):
+        given.problem.statistics[0]["embed.weight"].blocks_B["norm"][0] = norm
+        assert plan_of(given.problem, half).bound is None
+
+
+def test_bound__of_larger_blocks_than_those_of_the_statistics_holds_and_of_smaller_ones_is_not_claimed() -> None:
+    given = make("task_arithmetic", 2, sizes={"layers.0.w": 8 * BLOCK})
+    half = ShareBudget(Fraction(1, 2))
+    larger = plan_of(replace(given.problem, block_elements=2 * BLOCK), half)
+    assert larger.bound is not None
+    assert measured_distances(given, larger)[0] <= larger.bound.distance
+    assert plan_of(replace(given.problem, block_elements=BLOCK // 2), half).bound is None
+
+
+# --- the papers' own order ---
+
+
+def test_paper__reads_by_the_norm_where_norm_reads_by_its_square() -> None:
+    """A block of norm 3 at two blocks' cost: 3 / 2 < 2 / 1 by the norm, 9 / 2 > 4 / 1 by its square."""
+    names = {"layers.0.w": 2 * BLOCK, "layers.1.w": BLOCK}
+    rng = np.random.default_rng(0)
+    base = {name: np.zeros(n, np.float32) for name, n in names.items()}
+    expert = {name: rng.standard_normal(n).astype(np.float32) for name, n in names.items()}
+    for (name, values), norm in zip(expert.items(), (3.0, 2.0), strict=True):
+        expert[name] = (values * (norm / np.linalg.norm(values))).astype(np.float32)
+    given = make("task_arithmetic", arrays=(base, (expert,)))
+    problem = replace(given.problem, block_elements=2 * BLOCK)
+    budget = ByteBudget(cost_of(problem, {(0, "layers.0.w", 0)}))
+    assert read_blocks(plan_of(problem, budget, Policy.NORM)) == {(0, "layers.0.w", 0)}
+    assert read_blocks(plan_of(problem, budget, Policy.PAPER)) == {(0, "layers.1.w", 0)}
+
+
+@pytest.mark.parametrize("operator", ["task_arithmetic", "linear", "ties", "dare_ties"])
+def test_paper__orders_by_the_coefficient_times_the_norm_per_byte_whatever_is_kept(operator: str) -> None:
+    weights = (1.0, -0.5, 0.25)
+    parameters = {} if operator in ("linear", "task_arithmetic") else {"density": 0.5}
+    given = make(operator, 3, 4, weights=weights, parameters=parameters)
+    ranking = rank_blocks(given.problem, ALL, Policy.PAPER, PlanningChoices())
+    order = item_order(ranking)
+    columns, items = ranking.candidates.columns, order.items
+    scores = []
+    for item in order.order_I.tolist():
+        e, t, column = int(items.expert_I[item]), int(items.tensor_I[item]), int(items.column_I[item])
+        name, n = columns.tasks[t].name, int(columns.n_B[column])
+        first = (column - int(columns.first_T[t])) * BLOCK
+        delta = (given.experts[e][name] - given.base[name])[first : first + n].astype(np.float64)
+        scores.append(abs(weights[e]) * np.linalg.norm(delta) / items.cost_I[item])
+    assert len(scores) == len(everything(given.problem))
+    assert all(first >= second * (1 - 1e-5) for first, second in pairwise(scores))

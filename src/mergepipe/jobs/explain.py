@@ -129,6 +129,7 @@ def explanation_of(
         adjustments=() if plan is None else plan.adjustments,
         verdict=None if plan is None else verdict_of(plan),
         sampling=None if plan is None else plan.sampling,
+        bound=None if plan is None else plan.bound,
         recipe_notices=() if plan is None else plan.recipe_notices,
         advice=() if plan is None else analysis_advice(plan),
     )

@@ -235,6 +235,14 @@ Products = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class DividedWeights:
+    """Weights that are divided by their sum: those of the experts, and of the anchor, which is always read."""
+
+    weights_E: NDArray[np.float64]
+    anchor_weight: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Influence:
     """The effect of one expert's delta on the result of one tensor.
 
@@ -242,14 +250,18 @@ class Influence:
         coefficients_E: signed factor on what is left of the delta (float64 values of the float32 in force).
         energy_factor_E: expected share of ||delta||^2 that random dropping and rescaling leaves; 1 without them.
         trims: only elements at or above the tensor's magnitude cut take part.
-        renormalizes: the coefficients are divided by a sum of weights, which can be that of what was read only.
+        is_additive: the coefficients are fixed, and the result is a multiple of the base and the sum of the deltas
+            times these: the norms of what is left out bound the error.
+        divided: the weights that are divided by their sum and that of the anchor, which can be that of what was read
+            only; None where nothing is divided.
         is_known: False where the operator says nothing: an expert's tensor is then read whole or not at all.
     """
 
     coefficients_E: NDArray[np.float64]
     energy_factor_E: NDArray[np.float64]
     trims: bool = False
-    renormalizes: bool = False
+    is_additive: bool = False
+    divided: DividedWeights | None = None
     is_known: bool = True
 
 
@@ -366,7 +378,11 @@ class RecipeRule:
         return request
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return self.operator.influence(_weighed(inputs, products_E3), products_E3)
+        influence = self.operator.influence(_weighed(inputs, products_E3), products_E3)
+        norms_are_open = products_E3 is None and any(p.get("weight") is BY_NORM for p in inputs.experts)
+        if is_calibrated(inputs) or norms_are_open:
+            return replace(influence, is_additive=False)
+        return influence
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         if reduced.delta_N is not None:

@@ -71,7 +71,9 @@ class Sparse(Plain):
         else:
             divisor = nonzero_sum(np.abs(weights_E)) if inputs.globals["normalize"] else 1.0
             coefficients_E = weights_E * (float(inputs.globals["lambda"]) / divisor)
-        return Influence(coefficients_E, self._kept_energy(inputs), trims=self.trims)
+        keeps_all = type(self) is Sparse
+        is_additive = keeps_all and not self.elects
+        return Influence(coefficients_E, self._kept_energy(inputs), trims=self.trims, is_additive=is_additive)
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         return self._combination(inputs)

@@ -20,6 +20,7 @@ from mergepipe.operators.base import (
     AllAlike,
     BlockFunction,
     Blockwise,
+    DividedWeights,
     Influence,
     Marks,
     Operator,
@@ -68,7 +69,13 @@ class Linear(Plain):
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         coefficients_E = self.block_function(inputs, Reduced()).coefficients_E.astype(np.float64)
-        return Influence(coefficients_E, np.ones_like(coefficients_E), renormalizes=bool(inputs.globals["normalize"]))
+        divided = DividedWeights(inputs.weights_E(), float(inputs.anchor["weight"]))
+        return Influence(
+            coefficients_E,
+            np.ones_like(coefficients_E),
+            is_additive=True,
+            divided=divided if inputs.globals["normalize"] else None,
+        )
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         weights_E = inputs.weights_E()
@@ -94,7 +101,7 @@ class Passthrough(Plain):
     )
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return Influence(np.empty(0), np.empty(0))
+        return Influence(np.empty(0), np.empty(0), is_additive=True)
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return ElementwiseRule(np.empty(0, np.float32), anchor_scale=float(inputs.anchor.get("scale", 1.0)))

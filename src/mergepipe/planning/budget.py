@@ -130,6 +130,7 @@ class Policy(StrEnum):
 
     SAMPLE = "sample"  # block positions at random, of all experts, their merged delta divided by their probability
     NORM = "norm"
+    PAPER = "paper"  # by the papers' score: the norm itself, not its square, of all of the delta
     CONFLICT = "conflict"
     RANDOM = "random"
 

@@ -48,7 +48,7 @@ Pair = tuple[int, int]
 
 Products = tuple[float, float, float]
 
-_LARGEST_NORM = float(np.finfo(np.float32).max)  # in place of those that are not finite
+LARGEST_NORM = float(np.finfo(np.float32).max)  # in place of those that are not finite
 
 
 # --- what the rule says of one tensor, its tensor-wide quantities answered from statistics ---
@@ -147,6 +147,7 @@ class Candidates:
     Attributes:
         cost_EB: bytes requested to read all of a block, alone.
         score_EB: see `_score`.
+        square_EB: ||delta||^2, as far as it is known; 0 elsewhere.
         free_EB: the block equals the base's, or the expert has no part in the tensor: it is never read.
         informed_ET: statistics, or the expert's own record of what its levels leave, say what is in the blocks.
         whole: why a tensor of an expert is read in all its blocks or not at all.
@@ -161,6 +162,7 @@ class Candidates:
     columns: Columns
     cost_EB: NDArray[np.int64]
     score_EB: NDArray[np.float64]
+    square_EB: NDArray[np.float64]
     free_EB: NDArray[np.bool_]
     informed_ET: NDArray[np.bool_]
     rules: tuple[Rule, ...]
@@ -200,7 +202,7 @@ def find_candidates(problem: PlanningProblem, *, samples: bool) -> Candidates:
     """Work out costs, scores and what is known of a problem.
 
     What a sample does not know of a whole tensor it takes from what it reads, so that only whole rows are in its way.
-    Memory: 20 bytes for each block of each expert.
+    Memory: 28 bytes for each block of each expert.
     """
     operator = operator_named(problem.operator)
     columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, problem.block_elements, problem.unread)
@@ -230,13 +232,16 @@ def find_candidates(problem: PlanningProblem, *, samples: bool) -> Candidates:
     informed_ET = np.zeros((n_experts, n_tensors), np.bool_)
     free_EB = columns.silent_ET()[:, columns.tensor_B]
     energy_EB = np.zeros((n_experts, columns.n_columns), np.float64)
+    square_EB = np.zeros_like(energy_EB)
     for e in range(n_experts):
         known_T = {t: statistics[e, t] for t in range(n_tensors) if (e, t) in statistics}
-        for t, energy_B, is_same_B in _passing_energy(e, known_T, rules, problem.block_elements):
+        for t, square_B, energy_B, is_same_B in _passing_energy(e, known_T, rules, problem.block_elements):
             informed_ET[e, t], energy_EB[e, columns.of_tensor(t)] = True, energy_B
+            square_EB[e, columns.of_tensor(t)] = square_B
             free_EB[e, columns.of_tensor(t)] |= is_same_B
     for (e, t), ladder in ladders.items():
         informed_ET[e, t], energy_EB[e, columns.of_tensor(t)] = True, ladder.unread_B
+        square_EB[e, columns.of_tensor(t)] = ladder.square_B
         # What no byte is stored of is the base in the expert's dtype: infinities and tiny deltas are not on its record.
         dtype, base_dtype = columns.tasks[t].experts[columns.slot_ET[e, t]].dtype, columns.tasks[t].base.dtype
         if dtype is base_dtype or dtype.itemsize > base_dtype.itemsize:
@@ -262,6 +267,7 @@ def find_candidates(problem: PlanningProblem, *, samples: bool) -> Candidates:
         columns=columns,
         cost_EB=cost_EB,
         score_EB=score_EB,
+        square_EB=np.where(free_EB, 0.0, square_EB),
         free_EB=free_EB,
         informed_ET=informed_ET,
         rules=tuple(rules),
@@ -365,15 +371,17 @@ def coefficients(columns: Columns, rules: Sequence[Rule]) -> NDArray[np.float64]
 
 def _passing_energy(
     e: int, statistics: Mapping[int, TensorStatistics], rules: Sequence[Rule], block_elements: int
-) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.bool_]]]:
-    """Yield each tensor of an expert with the energy of planned blocks that passes the cut, and which equal the base's.
+) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]]:
+    """Yield each tensor of an expert with the energy of planned blocks, what of it passes the cut, and which blocks
+    equal the base's.
 
-    Both are worked out by the blocks of the statistics, and shared out by elements where the plan's are others.
+    All are worked out by the blocks of the statistics, and shared out by elements where the plan's are others.
     """
     if not statistics:
         return
     blocks_B = np.concatenate([known.blocks_B for known in statistics.values()], dtype=BLOCK_RECORD)
-    energy_B = np.square(np.fmin(blocks_B["norm"].astype(np.float64), _LARGEST_NORM))
+    square_B = np.square(np.fmin(blocks_B["norm"].astype(np.float64), LARGEST_NORM))
+    energy_B = square_B.copy()
     trims_T = [rules[t].influence.trims for t in statistics]
     if any(trims_T):
         n_T = [len(known.blocks_B) for known in statistics.values()]
@@ -383,9 +391,11 @@ def _passing_energy(
     start = 0
     for t, known in statistics.items():
         inside, planned = slice(start, start + len(known.blocks_B)), BlockGrid(known.grid.n_elements, block_elements)
-        own_B = energy_B[inside], changed_B[inside]
-        energy, changed = own_B if planned == known.grid else (share_out(old_B, known.grid, planned) for old_B in own_B)
-        yield t, energy, changed == 0
+        of_blocks = [square_B[inside], energy_B[inside], changed_B[inside]]
+        if planned != known.grid:
+            of_blocks = [share_out(old_B, known.grid, planned) for old_B in of_blocks]
+        square, energy, changed = of_blocks
+        yield t, square, energy, changed == 0
         start = inside.stop
 
 

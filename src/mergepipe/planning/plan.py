@@ -16,7 +16,7 @@ from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import OutputError
 from mergepipe.operators.statistics import Cut
 from mergepipe.recipes.tasks import TensorParameters
-from mergepipe.reports import Fallback, Sampling
+from mergepipe.reports import Fallback, OmissionBound, Sampling
 from mergepipe.storage.contract import FileId
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.output import replace_durably
@@ -228,7 +228,8 @@ class Plan(Displayed):
 
     `parameters` are the distinct sets of the operator's parameters, and `vocabulary` digests how tokens are aligned,
     where a recipe asks for a tokenizer, or a mixture's prompts as tokens. `recipe_notices` say what has no effect in
-    the recipe; the digest is without them.
+    the recipe; the digest is without them. `bound` is known of some plans, and follows from the rest: the digest is
+    without it, too.
     """
 
     operator: str = shown("operator")
@@ -248,6 +249,7 @@ class Plan(Displayed):
     vocabulary: str | None = None
     importance: ImportanceRecord | None = None
     recipe_notices: tuple[Notice, ...] = ()
+    bound: OmissionBound | None = shown("bound", default=None)
 
     def __post_init__(self) -> None:
         experts = sum(model.role == "expert" for model in self.models)
@@ -273,7 +275,8 @@ class Plan(Displayed):
         """32 hex digits: BLAKE3-128 of the canonical JSON, without paths and files of models. Computed on each call."""
         content = encode(self)
         assert isinstance(content, dict)
-        content.pop("recipe_notices", None)
+        for name in ("recipe_notices", "bound"):
+            content.pop(name, None)
         content["models"] = encode(tuple(replace(model, path="", files=()) for model in self.models))
         if self.importance is not None:
             content["importance"] = self.importance.digest

@@ -16,6 +16,7 @@ from mergepipe.core.units import format_bytes
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.planning.budget import BudgetRequest, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.candidates import Candidates, find_candidates
+from mergepipe.planning.omission_bound import omission_bound
 from mergepipe.planning.plan import ALL, NOTHING_READ, UNSPENT, Access, LeveledRuns, Plan, PlannedModel, PlannedTensor
 from mergepipe.planning.problem import Columns, PlanningModel, PlanningProblem
 from mergepipe.planning.selection import (
@@ -26,6 +27,7 @@ from mergepipe.planning.selection import (
     make_items,
     norm_order,
     order_positions,
+    paper_rates,
     position_numbers,
     random_order,
     tensor_weights,
@@ -47,7 +49,7 @@ def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy
     """
     samples = policy is Policy.SAMPLE
     candidates = find_candidates(problem, samples=samples)
-    renormalizes = all(rule.influence.renormalizes for rule in candidates.rules)
+    renormalizes = all(rule.influence.divided is not None for rule in candidates.rules)
     if options.on_omit is OnOmit.RENORMALIZE and not renormalizes:
         message = f"'{problem.operator}' without normalised weights has nothing to renormalise"
         hint = "use operator 'linear' with normalize, or --where-omitted keep"
@@ -72,9 +74,12 @@ def _order(
     if policy is Policy.SAMPLE:
         return sample_order(problem, candidates, selection_seed)
     items = make_items(candidates, in_steps=policy is Policy.NORM)
+    is_unknown_I = ~candidates.informed_ET[items.expert_I, items.tensor_I]
     match policy:
         case Policy.NORM:
-            order_I = norm_order(items, ~candidates.informed_ET[items.expert_I, items.tensor_I])
+            order_I = norm_order(items, is_unknown_I)
+        case Policy.PAPER:
+            order_I = norm_order(replace(items, rate_I=paper_rates(items, candidates)), is_unknown_I)
         case Policy.RANDOM:
             order_I = random_order(items, selection_seed)
         case Policy.CONFLICT:
@@ -179,6 +184,7 @@ class Ranking:
                 *_unspent_fallbacks(budget_bytes, selection.planned_bytes, self.full_cost_bytes),
             ),
             adjustments=self.adjustments,
+            bound=omission_bound(candidates, selection, self.options.on_omit),
         )
 
 

@@ -232,6 +232,24 @@ def norm_order(items: Items, is_unknown_I: NDArray[np.bool_]) -> Order:
     return np.lexsort((items.flat_I, place_I, -items.rate_I))
 
 
+def paper_rates(items: Items, candidates: Candidates) -> NDArray[np.float64]:
+    """Return `|coefficient| * ||delta||` of each item by the bytes that it costs, whatever the operator keeps of it.
+
+    Where nothing is known the delta is one of typical elements, see `Candidates.score_EB`.
+
+    Source: arXiv 2602.13273, the score of Algorithm 1.
+    """
+    columns = candidates.columns
+    coefficient_EB = np.abs(coefficients(columns, candidates.rules))[:, columns.tensor_B]
+    informed_EB = candidates.informed_ET[:, columns.tensor_B]
+    square_EB = np.where(informed_EB, np.square(coefficient_EB) * candidates.square_EB, candidates.score_EB)
+    square_I = square_EB.ravel()[items.flat_I]
+    for whole in range(items.n_single, len(items)):
+        square_I[whole] = square_EB[items.expert_I[whole], columns.of_tensor(int(items.tensor_I[whole]))].sum()
+    rate_I: NDArray[np.float64] = np.sqrt(square_I) / np.maximum(1, items.cost_I)
+    return rate_I
+
+
 def random_order(items: Items, seed: int) -> Order:
     """Draw a permutation with `seed`, the same on every machine: items sorted by a hash of seed and index."""
     with np.errstate(over="ignore"):

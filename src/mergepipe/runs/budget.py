@@ -199,6 +199,7 @@ def verdict_of(plan: Plan) -> BudgetVerdict:
         most_factor=1 / sampling.least_probability if sampling is not None and sampling.least_probability else 1.0,
         unspent_bytes=plan.budget_bytes - plan.planned_bytes if unspent else 0,
         unspent_reason=unspent[0].reason if unspent else "",
+        bound=plan.bound,
     )
 
 
