@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from benchmarks.reproduce.results import Entry, Results
+from benchmarks.reproduce.results import DEFAULT_ANEW, Entry, Results
 
 ERROR_TEXT = "Error: `‖M_A - M_full‖ / ‖M_full - M_0‖`."
 COST_HEADER = ("s", "CPU s", "x floor", "RSS MiB")
@@ -91,10 +91,13 @@ def _provenance(results: Results, command: str) -> str:
     beginning = "" if results.is_complete else " **Not completely measured**: the same command resumes it."
     numbers = f"results/{results.path.name}"
     rate = "" if results.floor_rate is None else f"; its floor reads and writes {results.floor_rate / 1e9:.1f} GB/s"
+    again = f"`{command}`, which measures into `{DEFAULT_ANEW}` and prints the differences"
+    if not results.is_complete:
+        again = f"`{command}`"
     return (
         f"Measured {results.date} at commit {results.commit}, size `{results.size['name']}`, on"
         f" {results.processors} ([machines](index.md)){rate}; {busy} on {results.machine['cores']} processors."
-        f"{warning if results.is_busy else ''}{beginning} Again: `{command}`. Numbers: [{numbers}]({numbers})."
+        f"{warning if results.is_busy else ''}{beginning} Again: {again}. Numbers: [{numbers}]({numbers})."
     )
 
 

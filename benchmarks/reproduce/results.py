@@ -18,6 +18,7 @@ from benchmarks.process import Clocks, processors_of_others
 
 FORMAT = "mergepipe-results/1"
 DEFAULT_FOLDER = Path("docs/benchmarks/results")
+DEFAULT_ANEW = Path(".bench/results")
 Entry = Mapping[str, Any]
 _BUSY_SHARE = 0.25  # of the processors, used by other programs
 
@@ -39,6 +40,12 @@ class Results:
     @classmethod
     def read(cls, path: Path) -> Results:
         return cls(path, json.loads(path.read_text()))
+
+    @classmethod
+    def stored(cls, folder: Path, part: str) -> Results | None:
+        """Return the results of a part in a folder; None where there are none."""
+        path = folder / f"{part}.json"
+        return cls.read(path) if path.exists() else None
 
     @classmethod
     def open(cls, folder: Path, part: str, size: Mapping[str, Any], *, replace: bool = False) -> Results:
@@ -190,6 +197,38 @@ class Results:
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(self._content, indent=1) + "\n")
         partial.replace(self.path)
+
+
+_OF_THE_RUN = ("load", "others")
+_SAME_SHARE = 0.01
+
+
+def differences(stored: Results, measured: Results) -> list[str]:
+    """Compare each figure of results with the stored one; list those that differ by more than a hundredth.
+
+    Of another size, or another number of experts, the entries with the same name are compared.
+    """
+    n_same, lines = 0, []
+    for key in stored.entries.keys() & measured.entries.keys():
+        before, now = stored[key], measured[key]
+        for name in sorted(before.keys() & now.keys() - set(_OF_THE_RUN)):
+            if not all(isinstance(figure, int | float) for figure in (before[name], now[name])):
+                continue
+            change = now[name] - before[name]
+            if abs(change) <= _SAME_SHARE * abs(before[name]):
+                n_same += 1
+            else:
+                relative = f"{change / before[name]:+.1%}" if before[name] else "from 0"
+                lines.append(f"  {key} {name}: {before[name]:.6g} stored, {now[name]:.6g} now ({relative})")
+    alone = stored.entries.keys() ^ measured.entries.keys()
+    heading = f"{measured.path} beside {stored.path}: {n_same} figures differ by 1 % at most, {len(lines)} by more"
+    if stored.size != measured.size:
+        heading += f"; stored at size '{stored.size['name']}', measured at '{measured.size['name']}'"
+    if alone:
+        heading += f"; {len(alone)} entries are in one of them alone"
+    if stored.processors != measured.processors:
+        heading += f"; measured on {measured.processors}, not {stored.processors}"
+    return [heading, *sorted(lines)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from benchmarks.reproduce.drawing import to_json
 from benchmarks.reproduce.pages import Page, Table
 from benchmarks.reproduce.papers import comparison
 from benchmarks.reproduce.parts import Part
-from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.results import DEFAULT_ANEW, Results
 from benchmarks.reproduce.sizes import SIZES
 
 _BEGIN, _END = "<!-- figures: written by make reproduce -->", "<!-- end of figures -->"
@@ -81,10 +81,13 @@ def _index(parts: Mapping[str, Part], pages: Mapping[str, tuple[Results, Page]])
         " mechanisms.",
         Table(("page", "what"), tuple(rows)).markdown(),
         f"Machines of {'; '.join(told)}. A page names its own.",
-        "`make reproduce PARTS=\"scaling sweep\" SIZE=0.6b` measures parts and writes their pages; `python -m"
-        " benchmarks.reproduce list --size 0.6b` prints the disk space and time that each needs. The same command"
-        " resumes a stopped run. A page says how many processors other programs used meanwhile (the kernel's busy time"
-        " less ours), and seconds over those of the floor where it was at most a quarter.",
+        "`make reproduce PARTS=\"scaling sweep\" SIZE=0.6b` measures parts; `python -m"
+        " benchmarks.reproduce list --size 0.6b` prints the disk space and time that each needs. Where complete results"
+        f" are stored, a part is measured anew into `{DEFAULT_ANEW}`, and every figure that differs from the stored one"
+        " by more than 1 % is printed; with `ARGUMENTS=--replace` the new results replace the stored ones, and the page"
+        " is written again. The same command resumes a stopped run (without `--replace`). A page says how many"
+        " processors other programs used meanwhile (the kernel's busy time less ours), and seconds over those of the"
+        " floor where it was at most a quarter.",
     ]  # fmt: skip
     return "\n\n".join(lines) + "\n"
 

@@ -14,12 +14,13 @@ from benchmarks.peers import Tool
 from benchmarks.process import BenchmarkError, Clocks, available_memory_bytes, busy_seconds, processors_of_others
 from benchmarks.recipes import Case
 from benchmarks.reproduce import models, workplace
+from benchmarks.reproduce.__main__ import Folders, measure_parts
 from benchmarks.reproduce.pages import Figure, Page, Series, Table
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.registry import PARTS
 from benchmarks.reproduce.results import Results, ResultsError, this_machine
 from benchmarks.reproduce.scaling import other_cells
-from benchmarks.reproduce.sizes import SIZES
+from benchmarks.reproduce.sizes import SIZES, Size
 from benchmarks.reproduce.workplace import NoRoomError, Workplace
 from benchmarks.reproduce.writing import markdown_files, papers_text, stored_pages
 
@@ -232,3 +233,59 @@ def test_stored_pages__are_of_results_measured_to_the_end_but_for_parts_that_tel
     results.finish()
     assert set(stored_pages(parts, tmp_path)) == {"whole", "begun"}
     assert "Not measured" not in page.markdown(results, "make it")
+
+
+# --- measuring parts that are stored already ---
+
+
+def part_that_measures(entry: dict[str, Any]) -> Part:
+    """A part with the one entry `a`."""
+
+    def measure(_place: Workplace, _size: Size, results: Results) -> None:
+        results.measure("a", lambda: entry)
+
+    return Part("part", "a part", lambda _size: Needs(0, 0), measure, lambda _results: Page("Part", "**none**", ()))
+
+
+def measured_again(tmp_path: Path, *, seconds: float, size: str = "toy", replace: bool = False) -> None:
+    part = part_that_measures({"seconds": seconds, "bytes": 100, "name": "x"})
+    folders = Folders(tmp_path / "stored", tmp_path / "anew", replace)
+    measure_parts([part], SIZES[size], Workplace(tmp_path / "work"), folders, keep=False)
+
+
+def test_measure__next_to_complete_results_measures_anew_and_prints_the_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured_again(tmp_path, seconds=2.0)
+    stored = tmp_path / "stored/part.json"
+    before = stored.read_bytes()
+    capsys.readouterr()
+    for seconds, change in ((3.0, "+50.0%"), (1.0, "-50.0%")):  # and what was measured anew is no reason to stop
+        measured_again(tmp_path, seconds=seconds)
+        printed = capsys.readouterr().out
+        assert f"a seconds: 2 stored, {seconds:g} now ({change})" in printed
+        assert "1 figures differ by 1 % at most, 1 by more" in printed
+        assert Results.read(tmp_path / "anew/part.json")["a"]["seconds"] == seconds
+    assert stored.read_bytes() == before
+
+
+def test_measure__of_another_size_leaves_the_stored_results_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured_again(tmp_path, seconds=2.0)
+    before = (tmp_path / "stored/part.json").read_bytes()
+    measured_again(tmp_path, seconds=2.0, size="0.6b")
+    assert "stored at size 'toy', measured at '0.6b'" in capsys.readouterr().out
+    assert (tmp_path / "stored/part.json").read_bytes() == before
+
+
+def test_measure__goes_on_where_it_was_stopped_and_replaces_if_asked(tmp_path: Path) -> None:
+    for folder in ("stored", "anew"):
+        folders = Folders(tmp_path / "stored", tmp_path / "anew", replace=False)
+        results, _ = folders.open("part", SIZES["toy"])
+        assert results.path.parent.name == folder
+        results.measure("a", lambda: {"seconds": 7.0})  # and stopped
+        measured_again(tmp_path, seconds=9.0)
+        assert Results.read(tmp_path / folder / "part.json")["a"]["seconds"] == 7.0
+    measured_again(tmp_path, seconds=9.0, replace=True)
+    assert Results.read(tmp_path / "stored/part.json")["a"]["seconds"] == 9.0
