@@ -47,7 +47,7 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-seconds test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench-codecs reproduce pages clean
+.PHONY: help demo test test-seconds test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench-codecs bench-saving bench-resuming reproduce pages clean
 
 help:
 	@echo "make demo        install, write small models, merge them three ways, print a table"
@@ -69,7 +69,8 @@ help:
 	@echo "make docs        the documentation as a site in build/site, in an environment of its own"
 	@echo "make reference   write the pages of docs/reference and the type stubs, which come from the code"
 	@echo "make bench-codecs  sizes of packing beside zstd, lmz, ZipNN and XOR, and its speed, in an environment of its own"
-	@echo "make reproduce  the papers' experiments into docs/benchmarks: PARTS=\"scaling sweep\" SIZE=0.6b, ARGUMENTS for more; all parts without PARTS"
+	@echo "make bench-saving, bench-resuming  partial saves under the Trainer: their cost, and the losses after resuming"
+	@echo "make reproduce  the papers' experiments: PARTS=\"scaling sweep\" SIZE=0.6b; all parts without PARTS. Next to complete results into .bench/results, with the differences printed; ARGUMENTS=--replace overwrites docs/benchmarks/results"
 	@echo "make pages      write docs/benchmarks again from the stored results"
 	@echo "make clean       remove environments, what the demo wrote, and caches"
 
@@ -251,6 +252,13 @@ reference: $(VENV)/.package
 # Public weights too: of packages, as files.
 bench-codecs: $(CODECS_VENV)/.codecs
 	PYTHONPATH=tests:. $(CODECS_VENV)/bin/python -m benchmarks.packed_codecs --weights $(CODECS_VENV)/weights
+
+# Bytes and seconds of partial saves, and losses after resuming from composites of them: minutes, and an hour.
+bench-saving: $(TRAIN_VENV)/.train
+	PYTHONPATH=src:. $(TRAIN_VENV)/bin/python -m benchmarks.partial_saving
+
+bench-resuming: $(TRAIN_VENV)/.train
+	PYTHONPATH=src:. $(TRAIN_VENV)/bin/python -m benchmarks.tailor_resuming
 
 # Each part says first what disk and time it needs, and goes on where it was stopped. `make test-peers` adds the peers.
 reproduce: $(VENV)/.test $(PLOTS_VENV)/.plots $(if $(filter compose resuming,$(or $(PARTS),resuming)),$(TRAIN_VENV)/.train)

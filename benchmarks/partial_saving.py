@@ -1,7 +1,7 @@
 """Command that measures partial saving: bytes, seconds and the share of training time of saves, against full ones.
 
-Run with the interpreter of requirements/train.txt and PYTHONPATH=src:. `python -m benchmarks.partial_saving WORK`.
-Every strategy trains the same model under the Trainer, in a process of its own.
+`make bench-saving` runs it in the environment of requirements/train.txt. Every strategy trains the same model under the
+Trainer, in a process of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.reproduce.pages import Table
 from benchmarks.tailor_training import partial_saves
 
 _FULL = "full"
-_STRATEGIES = (_FULL, "parity", "filter", "latest-changed")
+_STRATEGIES = (_FULL, "paper-parity", "paper-filter", "parity", "filter", "latest-changed")
 _SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12, "vocab_size": 4096}
 _EVERY = 10  # steps between two saves
 _WINDOW_TOKENS = 32
@@ -33,7 +33,7 @@ Saves = list[tuple[int, float]]  # of each: its bytes, and the seconds that trai
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every strategy and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", type=Path)
+    parser.add_argument("work", type=Path, nargs="?", default=Path(".bench/partial-saving"), help="removed at the end")
     parser.add_argument("--saves", type=int, default=8)
     parser.add_argument("--strategy", choices=_STRATEGIES, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)

@@ -1,10 +1,10 @@
 """Command that trains a small language model, resumes it from composites, and compares the losses with no interruption.
 
-Run with the interpreter of requirements/train.txt and PYTHONPATH=src: `python -m benchmarks.tailor_resuming WORK`. For
-every seed, one run saves in full and goes on to the end; others save in part, each with its strategy. Composites are
-made of all of them by `mergepipe tailor` and resumed by the Trainer: the same batches, rates and random states. With
-`--base`, a model on disk is fine-tuned, and composites are made of full saves alone, by the paper's strategies; with
-`--ranks 2`, by two ranks under DeepSpeed's ZeRO-3.
+`make bench-resuming` runs it in the environment of requirements/train.txt. For every seed, one run saves in full and
+goes on to the end; others save in part, each with its strategy. Composites are made of all by `mergepipe tailor`
+and resumed by the Trainer: the same batches, rates and random states. With `--base`, a model on disk is fine-tuned, and
+composites are made of full saves alone, by the paper's strategies; with `--ranks 2`, by two ranks under DeepSpeed's
+ZeRO-3.
 """
 
 from __future__ import annotations
@@ -275,7 +275,8 @@ def run_all(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the experiment and print its table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", type=Path, help="a directory for the runs; the results stay in it")
+    work_help = "a directory for the runs; the results stay in it"
+    parser.add_argument("work", type=Path, nargs="?", default=Path(".bench/tailor-resuming"), help=work_help)
     parser.add_argument("--at", type=int, default=400, help="the step of the interruption")
     parser.add_argument("--every", type=int, default=50, help="steps between two saves")
     parser.add_argument("--after", type=int, default=100, help="steps after resuming")
@@ -302,6 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "step_tokens": task.batch * task.window_tokens,
         "results": [asdict(each) for each in found],
     }
+    given.work.mkdir(parents=True, exist_ok=True)
     (given.work / RESULT).write_text(json.dumps(document, indent=1))
     print(table_of(setting, found).markdown())
     print(f"{time.process_time() - started:.0f} s of processor time", file=sys.stderr)

@@ -159,10 +159,8 @@ def partial_saves(name: str, every: int, model: Any) -> Any:
 
 
 def _strategy(saving: Any, name: str, model: Any) -> Any:
-    if name == "parity":
-        return saving.Schedule("parity")
-    if name == "filter":
-        return saving.Schedule("filter", edge_layers=2, every=5)
+    if name in ("parity", "filter", "paper-parity", "paper-filter"):
+        return saving.Schedule(name, edge_layers=2, every=5)
     n_elements = sum(parameter.numel() for parameter in model.parameters())
     measure, _, budget = name.partition(", ")
     return saving.LatestChanged(_BUDGET_BYTES_A_WEIGHT[budget] * n_elements, measure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from benchmarks.tailor_resuming import Resumed
 from benchmarks.tailor_training import Setting
 from benchmarks.tailor_tree import checkpoint_name, scaled_shapes, write_checkpoint
 
+from benchmarks import partial_saving, tailor_resuming
 from mergepipe.tailor import api
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 
@@ -221,3 +223,35 @@ def test_page__says_first_what_samples_and_whole_blocks_keep() -> None:
 
 def test_page__tells_nats_where_the_full_merge_gains_nothing() -> None:
     assert kept(results({0: 0.02}, full={0: -0.1}))["packed: sample"] == "+0.0200 nats"
+
+
+# --- the commands of docs/internals/benchmarks.md need no arguments ---
+
+
+def test_partial_saving__measures_every_strategy_in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    works: list[Path] = []
+
+    def measured(strategy: str, work: Path, n_saves: int) -> tuple[list[tuple[int, float]], float]:
+        works.append(work)
+        return [(1000 if strategy == "full" else 250, 0.5)] * n_saves, 10.0
+
+    monkeypatch.setattr(partial_saving, "_measure", measured)
+    partial_saving.main([])
+    names = ["full", "paper-parity", "paper-filter", "parity", "filter", "latest-changed"]
+    assert works == [Path(".bench/partial-saving") / name for name in names]
+    rows = [line.split(" | ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert rows == ["100%", *["25%"] * 5]
+
+
+def test_tailor_resuming__keeps_its_results_in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = Resumed("parity", 1, (0, 50), 0.5, 4.0, 4.0, (0.0,) * 100, 3.9)
+    monkeypatch.setattr(tailor_resuming, "run_all", lambda *_: [result])
+    tailor_resuming.main([])
+    stored = json.loads((tmp_path / ".bench/tailor-resuming/resuming.json").read_text())
+    assert [entry["name"] for entry in stored["results"]] == ["parity"]
