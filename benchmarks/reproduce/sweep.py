@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recipes import recipe_text
 from benchmarks.reproduce.family_recipes import (
     FITTED_TEXT,
     analyzed_home,
@@ -22,13 +23,21 @@ from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.workplace import Workplace
 from mergepipe.planning.plan import parse_plan
-from support.families import FamilyPaths
+from support.families import CANCELLING_AND_AGREEING, FamilyPaths
 
 _SHARES, _TOY_SHARES = (10, 30, 50, 70, 90, 100), (50, 100)
 ORDERS = {
     "norm": "`norm`", "conflict": "`conflict`", "paper": "the papers' score", "random": "random", "sample": "sample",
 }  # fmt: skip
 _OPERATOR = "ties"
+_CORRELATED, _CORRELATED_SHAPE, _CORRELATED_SHARES = "correlated", "demo", (25, 50)
+CONTENT_ORDERS = {order: ORDERS[order] for order in ("conflict", "norm", "paper", "random")}
+_CORRELATED_TEXT = (
+    "Four experts of the demo's shapes (34 MB each), summed as task vectors: the deltas of two have a cosine of -0.95,"
+    " so that they nearly cancel, those of the other two one of 0.95. `conflict`, the papers' conflict-aware order,"
+    " knows of it by sketches, and reads first one of the two that agree; the other orders see four deltas of one"
+    " length."
+)
 _TIME_TEXT = (
     "Time falls less than bytes: base and output are read and written under any budget, and on a fast disk the"
     " processor limits the time, because it merges while more is read."
@@ -57,6 +66,12 @@ def _measure(place: Workplace, size: Size, results: Results) -> None:
         for share in _TOY_SHARES if size.is_toy else _SHARES:
             for order in ORDERS if share < 100 else ("norm",):
                 results.measure(f"{k}/{order}/{share}", partial(_point, place, family, k, order, share))
+    shape = "tiny" if size.is_toy else _CORRELATED_SHAPE
+    correlated = place.correlated_family(shape, CANCELLING_AND_AGREEING)
+    for share in _CORRELATED_SHARES:
+        for order in CONTENT_ORDERS:
+            key = f"{_CORRELATED}/{order}/{share}"
+            results.measure(key, partial(_correlated_point, place, correlated, order, share))
 
 
 def _point(place: Workplace, family: FamilyPaths, k: int, order: str, share: int) -> dict[str, Any]:
@@ -71,6 +86,15 @@ def _point(place: Workplace, family: FamilyPaths, k: int, order: str, share: int
         has_floor=True,
     )  # fmt: skip
     return {**result, "accessed_blocks": accessed_share(plan)}
+
+
+def _correlated_point(place: Workplace, family: FamilyPaths, order: str, share: int) -> dict[str, Any]:
+    """Merge experts that cancel or agree as a sum of task vectors, and compare with their full sum."""
+    recipe = place.folder / "correlated.yml"
+    recipe.write_text(recipe_text("task_arithmetic", family.base, {model: {"weight": 1.0} for model in family.experts}))
+    full, home = full_merge(place, recipe), analyzed_home(place, family, len(family.experts))
+    options = ("--budget", f"{share}%", "--select", order, "--home", home)
+    return place.merge(recipe, family.models, *options, judge=judge_against(full, family.base))
 
 
 def _block_size(place: Workplace, family: FamilyPaths, kibi: int) -> dict[str, Any]:
@@ -88,7 +112,7 @@ def accessed_share(path: Path) -> float:
 
 
 def _page(results: Results) -> Page:
-    ks = sorted({int(key.split("/")[0]) for key in results.entries if not key.startswith("blocks/")})
+    ks = sorted({int(key.split("/")[0]) for key in results.entries if _is_of_family(key)})
     last = ks[-1]
     half = {order: results[f"{last}/{order}/50"]["error"] for order in ORDERS}
     everything = results[f"{last}/norm/100"]["error"]
@@ -107,6 +131,7 @@ def _page(results: Results) -> Page:
     body.append(f"Bytes, blocks (of 256 Ki elements), times and relative l2 are those of `norm`. {ERROR_TEXT}")
     for k in ks:
         body += [f"## K = {k}", _table(results, k), _error_figure(results, k)]
+    body += _correlated(results)
     body += ["## Sizes of blocks", *_block_sizes(results), "## Time", _TIME_TEXT, _time_figure(results, ks)]
     return Page("Budget sweep", meaning, tuple(body))
 
@@ -123,7 +148,30 @@ def _table(results: Results, k: int) -> Table:
 
 
 def _shares(results: Results) -> list[int]:
-    return sorted({int(key.split("/")[2]) for key in results.entries if not key.startswith("blocks/")})
+    return sorted({int(key.split("/")[2]) for key in results.entries if _is_of_family(key)})
+
+
+def _is_of_family(key: str) -> bool:
+    return key.partition("/")[0].isdigit()
+
+
+def correlated_errors(results: Results, share: int) -> dict[str, float]:
+    """Return the errors of experts that cancel or agree, by order; nothing where they were not measured."""
+    keys = {order: f"{_CORRELATED}/{order}/{share}" for order in CONTENT_ORDERS}
+    return {order: float(results[key]["error"]) for order, key in keys.items() if key in results}
+
+
+def _correlated(results: Results) -> list[str | Table]:
+    """Tell what each order leaves of experts that cancel or agree."""
+    rows = []
+    for share in _CORRELATED_SHARES:
+        errors = correlated_errors(results, share)
+        if errors:
+            rows.append((f"{share} %", *(f"{errors[order]:.3f}" for order in CONTENT_ORDERS)))
+    if not rows:
+        return []
+    labels = tuple(f"error, {label}" for label in CONTENT_ORDERS.values())
+    return ["## Experts that agree or cancel", _CORRELATED_TEXT, Table(("budget", *labels), tuple(rows))]
 
 
 def _block_sizes(results: Results) -> tuple[str, Table]:
@@ -153,4 +201,10 @@ def _time_figure(results: Results, ks: list[int]) -> Figure:
     return Figure("sweep-time", "Time by budget", "budget, % of the expert bytes", results.clock_name, series)
 
 
-PART = Part("sweep", "TIES at 10 to 100 %, K = 10 and 20, five orders, four sizes of blocks", _needs, _measure, _page)
+PART = Part(
+    "sweep",
+    "TIES at 10 to 100 %, K = 10 and 20, five orders, four sizes of blocks; experts that cancel",
+    _needs,
+    _measure,
+    _page,
+)

@@ -18,7 +18,7 @@ from benchmarks.peers import Tool
 from benchmarks.process import OURS, BenchmarkError, ProcessCost, available_memory_bytes, measure, measure_checked
 from benchmarks.recipes import Case
 from benchmarks.reproduce.sizes import SHAPES
-from support.families import FamilyPaths, family_paths, write_family
+from support.families import Cosines, FamilyPaths, family_paths, write_family
 
 _INSTRUMENTED = (sys.executable, "-m", "benchmarks.reproduce.instrumented")
 _TRAINING_PYTHON = Path(".venv-train/bin/python")
@@ -62,6 +62,15 @@ class Workplace:
             write_family(folder, SHAPES[shape], n_experts, is_fitted=is_fitted)
             (folder / "written").touch()
         return family_paths(folder, n_experts)
+
+    def correlated_family(self, shape: str, cosines: Cosines) -> FamilyPaths:
+        """Write a family whose experts' deltas have given cosines, or find it."""
+        folder = self.folder / f"correlated-{shape}-{len(cosines)}"
+        if not (folder / "written").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            write_family(folder, SHAPES[shape], len(cosines), cosines=cosines)
+            (folder / "written").touch()
+        return family_paths(folder, len(cosines))
 
     def remove(self) -> None:
         """Delete everything in it."""

@@ -19,6 +19,7 @@ from support.family_shapes import DEMO, QWEN3_0_6B, TINY, TINY_LLAMA, Architectu
 from support.rounding import NUMPY_DTYPES
 
 __all__ = [
+    "CANCELLING_AND_AGREEING",
     "DEMO", "QWEN3_0_6B", "TINY", "TINY_LLAMA", "Architecture", "FamilyPaths", "FamilyShape", "FamilyTensor",
     "family_bytes", "family_paths", "write_family", "write_models",
 ]  # fmt: skip
@@ -26,6 +27,12 @@ __all__ = [
 MIN_DELTA_STD = 3e-5
 MAX_DELTA_STD = 1e-3
 _WEIGHT_STD = np.float32(0.02)
+_MIXED_STD = np.float32(1e-3)
+_LEAST_PIVOT = 1e-6
+Cosines = Sequence[Sequence[float]]
+"""By expert its cosines with all experts, 1 with itself."""
+CANCELLING_AND_AGREEING: Cosines = ((1, -0.95, 0, 0), (-0.95, 1, 0, 0), (0, 0, 1, 0.95), (0, 0, 0.95, 1))
+"""Four experts: what the first two change nearly cancels, what the last two change is nearly the same."""
 _TILE_ELEMENTS = 64 * 1024
 _SIDECAR_BYTES = 64 * 1024  # generous room for config and tokenizer
 
@@ -92,12 +99,14 @@ def write_family(
     *,
     threads: int = 2,
     is_fitted: bool = False,
+    cosines: Cosines | None = None,
 ) -> FamilyPaths:
     """Write a base and `experts` models fine-tuned from it under `root`; same arguments, same bytes.
 
     Weights are N(0, 0.02²), norms around 1. An expert is the base plus a normal delta whose size is drawn per expert
     and tensor (`_delta_std`), or one like those of fine-tunes (`is_fitted`, see `_FittedDelta`), rounded to `dtype`;
-    experts 2, 4, ... have the base's embeddings, bit for bit.
+    experts 2, 4, ... have the base's embeddings, bit for bit. With `cosines` all deltas are normal and of one size, and
+    those of each pair of experts have the given cosine before rounding.
     `shard_bytes` caps the tensor bytes of a file (a larger tensor has its own); None writes one file a model.
     Memory: about 2 MB a thread, whatever the shape. FileExistsError: a model is there.
     """
@@ -105,8 +114,32 @@ def write_family(
         raise ValueError(f"experts: {experts} is negative")
     layout = _layout(shape, dtype, shard_bytes)
     paths = family_paths(root, experts)
-    _write_models([_Model(layout, paths, number, seed, is_fitted) for number in range(1 + experts)], threads)
+    mixing = None if cosines is None else mixing_of(cosines)
+    if mixing is not None and len(mixing) != experts:
+        raise ValueError(f"cosines of {len(mixing)} experts for {experts}")
+    _write_models([_Model(layout, paths, number, seed, is_fitted, mixing) for number in range(1 + experts)], threads)
     return paths
+
+
+def mixing_of(cosines: Cosines) -> tuple[tuple[float, ...], ...]:
+    """Return the lower triangle `L` with `L L^T` the cosines: row i mixes independent deltas into that of expert i.
+
+    Raises:
+        ValueError: no deltas have these cosines.
+    """
+    rows: list[list[float]] = []
+    for i, of_expert in enumerate(cosines):
+        row: list[float] = []
+        for j in range(i):
+            rest = of_expert[j] - sum(row[k] * rows[j][k] for k in range(j))
+            row.append(rest / rows[j][j] if rows[j][j] > _LEAST_PIVOT else 0.0)
+        square = of_expert[i] - sum(value * value for value in row)
+        row.append(math.sqrt(max(0.0, square)))
+        rows.append(row)
+        given = [sum(a * b for a, b in zip(row, other, strict=False)) for other in rows]
+        if of_expert[i] != 1.0 or not np.allclose(given, of_expert[: i + 1], atol=1e-9):
+            raise ValueError(f"not the cosines of deltas: {cosines}")
+    return tuple(map(tuple, rows))
 
 
 def write_models(
@@ -182,19 +215,24 @@ class _Model:
     number: int
     seed: int
     is_fitted: bool = False
+    mixing: tuple[tuple[float, ...], ...] | None = None
 
     @property
     def directory(self) -> Path:
         return self.paths.models[self.number]
 
     def is_frozen(self, tensor: FamilyTensor) -> bool:
-        return self.number > 0 and self.number % 2 == 0 and tensor.is_embedding
+        return self.mixing is None and self.number > 0 and self.number % 2 == 0 and tensor.is_embedding
 
     def changes(self, tensor: FamilyTensor) -> _Values:
         """What this model adds to the base's tensor, from its first element on; all of a tensor for the base."""
         random = _generator(self.seed, self.number, tensor.name)
         if self.number == 0:
             return _NormalValues(random, _WEIGHT_STD)
+        if self.mixing is not None:
+            parts = enumerate(self.mixing[self.number - 1])
+            named = [(share, _generator(self.seed, 0, f"delta {k} of {tensor.name}")) for k, share in parts]
+            return _MixedValues(tuple((share, _NormalValues(one, _MIXED_STD)) for share, one in named))
         if self.is_fitted and len(tensor.shape) > 1:
             return _FittedDelta(random, _generator(self.seed, 0, f"shared by deltas of {tensor.name}"), tensor)
         return _NormalValues(random, np.float32(_delta_std(self.seed, self.number, tensor.name)))
@@ -213,6 +251,19 @@ class _NormalValues:
 
     def take(self, n_elements: int) -> NDArray[np.float32]:
         return self.std * self.random.standard_normal(n_elements, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _MixedValues:
+    """A sum of independent values, each times its share."""
+
+    parts: tuple[tuple[float, _Values], ...]
+
+    def take(self, n_elements: int) -> NDArray[np.float32]:
+        total = np.zeros(n_elements, np.float32)
+        for share, values in self.parts:
+            total += np.float32(share) * values.take(n_elements)
+        return total
 
 
 class _FittedDelta:
