@@ -8,8 +8,9 @@ from statistics import mean
 from benchmarks.reproduce.compose import ComposeTimes, compose_times
 from benchmarks.reproduce.family_recipes import PAPER_OPERATORS
 from benchmarks.reproduce.pages import Table
-from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.results import Entry, Results
 from benchmarks.reproduce.resuming import ALONE, VARIANTS, ZERO3, stored_runs
+from benchmarks.reproduce.sweep import CONTENT_ORDERS, correlated_errors
 from benchmarks.tailor_resuming import Resumed
 
 _SCALING = {
@@ -50,7 +51,11 @@ def comparison(results: Mapping[str, Results]) -> str:
     sections: Mapping[str, Callable[[Results], str]] = {
         "scaling": _scaling, "sweep": _fidelity, "resuming": _resuming, "compose": _composing,
     }  # fmt: skip
-    texts = (section(results[name]) for name, section in sections.items() if name in results)
+    texts = [section(results[name]) for name, section in sections.items() if name in results]
+    if "sweep" in results:
+        texts.append(_conflicts(results["sweep"]))
+    if "scaling" in results:
+        texts.insert(1, _baseline(results["scaling"]))
     return "\n\n".join(text for text in texts if text)
 
 
@@ -71,6 +76,55 @@ def _scaling(results: Results) -> str:
         " Models and machines differ: compare how the columns grow."
     )
     return f"### Operators and K\n\n{text}\n\n{Table(tuple(header), tuple(rows)).markdown()}"
+
+
+def _baseline(results: Results) -> str:
+    """Return how many times as long the papers' baseline takes as a merge in full, and as one under their budget."""
+    rows = []
+    for k in (k for k in results.size["ks"] if k in _SCALING):
+        for (naive, theirs), (operator, name) in zip(_SCALING[k], PAPER_OPERATORS.items(), strict=True):
+            script, mergekit = (results.entries.get(f"{operator}/{k}/{tool}") for tool in ("naive torch", "mergekit"))
+            if script is None or mergekit is None:
+                continue
+            full, budget = (results[f"{operator}/{k}/{kind}"] for kind in ("full", "budget"))
+            limited = _times(script, budget, results.clock)
+            rows.append(
+                (
+                    str(k),
+                    name,
+                    f"{naive / theirs:.1f} x",
+                    _times(script, full, results.clock),
+                    _times(mergekit, full, results.clock),
+                    f"{limited}, error {budget['error']:.3f}" if limited != _DID_NOT_END else limited,
+                    f"{_gigabytes(full)}; {_gigabytes(script)}; {_gigabytes(mergekit)}",
+                )
+            )
+    if not rows:
+        return ""
+    text = (
+        "How many times as long other programs take. Theirs: naive script over MergePipe under the budget (64 cores,"
+        f" SSD). Ours: {results.clock_name} of the same kind of script in torch, and of mergekit, over this program in"
+        " full, where nothing is lost, and under the budget, with the error that this costs. On two cores the script is"
+        " bound by the processor, theirs by reading: the ratios have different causes. GB: the largest memory of ours"
+        " in full; the script's; mergekit's."
+    )
+    header = (
+        "K", "operator", "budget, theirs", "in full, script", "in full, mergekit", "budget, script", "GB",
+    )  # fmt: skip
+    return f"### Beside the papers' baseline\n\n{text}\n\n{Table(header, tuple(rows)).markdown()}"
+
+
+_DID_NOT_END = "out of memory"
+
+
+def _times(other: Entry, ours: Entry, clock: str) -> str:
+    return _DID_NOT_END if "out_of_memory_bytes" in other else f"{other[clock] / ours[clock]:.1f} x"
+
+
+def _gigabytes(entry: Entry) -> str:
+    if "out_of_memory_bytes" in entry:
+        return f"> {entry['out_of_memory_bytes'] / 1e9:.1f}"
+    return f"{entry['peak_rss_bytes'] / 1e9:.1f}"
 
 
 def _fidelity(results: Results) -> str:
@@ -95,6 +149,22 @@ def _fidelity(results: Results) -> str:
         "budget", "touched, theirs", "relative l2, theirs", "read, ours", "relative l2, ours", "error, ours",
     )  # fmt: skip
     return f"### Fidelity by budget\n\n{text}\n\n{Table(header, tuple(rows)).markdown()}"
+
+
+def _conflicts(results: Results) -> str:
+    """Return the errors of experts that cancel or agree, which the papers' conflict-aware order is for."""
+    columns = {share: correlated_errors(results, share) for share in (25, 50)}
+    if not all(columns.values()):
+        return ""
+    rows = [
+        (label, *(f"{errors[order]:.3f}" for errors in columns.values())) for order, label in CONTENT_ORDERS.items()
+    ]
+    text = (
+        "Error of a sum of [four experts](benchmarks/sweep.md#experts-that-agree-or-cancel), of which two nearly cancel"
+        " and two agree. The papers state no figure for their conflict-aware score."
+    )
+    header = ("order", *(f"{share} %" for share in columns))
+    return f"### Conflict-aware order\n\n{text}\n\n{Table(header, tuple(rows)).markdown()}"
 
 
 def _resuming(results: Results) -> str:

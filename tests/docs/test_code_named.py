@@ -200,3 +200,19 @@ def test_docstrings__name_what_exists() -> None:
 @pytest.mark.parametrize("name", ["gaps.Gaps", "storage.local.no_such", "Plan.no_such", "mergepipe.no_such"])
 def test_docstrings__that_name_what_is_gone_are_found(name: str) -> None:
     assert not is_known(name, ast.parse("def plan(options): ..."))
+
+
+def test_papers_page__names_modules_and_commands_that_there_are() -> None:
+    section = (
+        (DOCS / "papers.md").read_text(encoding="utf-8").partition("### The papers' words")[2].partition("\n## ")[0]
+    )
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    commands = set(build_command().commands)
+    assert len(rows) > 12
+    for term, module, command in rows:
+        modules = re.findall(r"`([a-z_]+/[a-z_]+\.py)`", module)
+        assert modules, term
+        assert all((DOCS.parent / "src/mergepipe" / path).is_file() for path in modules), modules
+        named = [text.split()[0] for text in re.findall(r"`([a-z]+)[^`_]*`", command)]
+        assert named, term
+        assert set(named) <= commands, term

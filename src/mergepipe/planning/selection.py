@@ -237,7 +237,7 @@ def paper_rates(items: Items, candidates: Candidates) -> NDArray[np.float64]:
 
     Where nothing is known the delta is one of typical elements, see `Candidates.score_EB`.
 
-    Source: arXiv 2602.13273, the score of Algorithm 1.
+    Source: arXiv 2602.13273, the score of blocks in PLANGEN.
     """
     columns = candidates.columns
     coefficient_EB = np.abs(coefficients(columns, candidates.rules))[:, columns.tensor_B]
