@@ -1131,7 +1131,8 @@ _NOT_IN_CATALOG = "not in the catalog: `mergepipe catalog rebuild` adds it"
 class SnapshotReport(Displayed):
     """One published snapshot. `is_present` tells whether its manifest is still at `path`, `is_recorded` whether the
     catalog knows it. Of one in a bucket or repository nothing says when it was made. `version` and what follows are of
-    its manifest: empty in a list, and where it is gone."""
+    its manifest: empty in a list, and where it is gone. `touched`: tensors that a list was asked for, with the blocks
+    that experts contributed to."""
 
     sid: str = shown("snapshot")
     path: Path | Location = shown("path", lambda snapshot: snapshot.place)
@@ -1154,6 +1155,7 @@ class SnapshotReport(Displayed):
     dtypes: tuple[str, ...] = shown("dtype", lambda r: ", ".join(r.dtypes), once=True, default=())
     notices: tuple[str, ...] = shown("notice", str, default=())
     recipe: str = shown(default="")
+    touched: tuple[TensorUse, ...] = shown(default=())
 
     @property
     def place(self) -> str:

@@ -210,7 +210,7 @@ def containing(rows: Sequence[SnapshotRow], reference: str) -> tuple[SnapshotRow
     `reference` is a path (of a model or of a file in it), a name, an `hf://` address, or the first digits of a commit,
     a content digest or a sid.
     """
-    holding = {row.sid for row in rows if any(_is_named(source, reference) for source in row.inputs)}
+    holding = {row.sid for row in rows if any(is_named(source, reference) for source in row.inputs)}
     inherited = holding
     while inherited:
         inherited = {row.sid for row in rows if any(source.sid in inherited for source in row.inputs)} - holding
@@ -218,7 +218,8 @@ def containing(rows: Sequence[SnapshotRow], reference: str) -> tuple[SnapshotRow
     return tuple(row for row in rows if row.sid in holding)
 
 
-def _is_named(source: Input, reference: str) -> bool:
+def is_named(source: Input, reference: str) -> bool:
+    """Whether a reference, as `containing` takes it, names an input."""
     places = (source.path, *source.path.split("+"))  # of a model with an adapter each by itself
     if reference.startswith("hf://"):
         return any(place == reference or place.startswith((f"{reference}@", f"{reference}/")) for place in places)

@@ -19,7 +19,7 @@ from mergepipe.checkpoints.content_id import digest_of_files
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, Unchanged, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_elements
 from mergepipe.checkpoints.quantised import MASK_BITS
-from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span, element_count
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span
 from mergepipe.core.units import format_bytes
 from mergepipe.engine.work import FREE, OMITTED, level_of_blocks
 from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError, did_you_mean
@@ -27,7 +27,7 @@ from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value, with_in
 from mergepipe.operators.base import NUMBERS_OF
 from mergepipe.operators.statistics import N_SKETCH, TensorStatistics
 from mergepipe.options import home_of
-from mergepipe.planning.plan import ALL, Access, Plan, PlannedTensor, format_runs
+from mergepipe.planning.plan import ALL, Plan, PlannedTensor
 from mergepipe.planning.selection import layer_of
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.reports import BlockUse, ExpertMask, ExpertShare, Explanation, LayerShare, Overlap, TensorUse
@@ -35,6 +35,7 @@ from mergepipe.runs.adapters import AdapterWriter
 from mergepipe.runs.budget import BlockCounts, analysis_advice, blocks_by_level, count_blocks, level_name, verdict_of
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.stored_plan import plan_of, read_plan
+from mergepipe.runs.touch_map import full_merge_tensors, runs_text
 from mergepipe.runs.work import KnownStatistics
 from mergepipe.snapshots.manifest import BASE_ROLE, FILE_SUFFIXES, MANIFEST_NAME, Manifest, changing_adapters
 from mergepipe.snapshots.staging import Staging, check_target
@@ -98,7 +99,7 @@ def explanation_of(
     source = plan if plan is not None else manifest
     if source is None:
         raise ValueError("neither a plan nor a manifest")
-    tensors = plan.tensors if plan is not None else _full_merge_tensors(manifest) if manifest is not None else ()
+    tensors = plan.tensors if plan is not None else full_merge_tensors(manifest) if manifest is not None else ()
     sources = plan.models if plan is not None else manifest.inputs if manifest is not None else ()
     models = [(source.model, source.path) for source in sources if source.role != BASE_ROLE]
     block_elements = DEFAULT_BLOCK_ELEMENTS if plan is None else plan.block_elements
@@ -133,27 +134,6 @@ def explanation_of(
         recipe_notices=() if plan is None else plan.recipe_notices,
         advice=() if plan is None else analysis_advice(plan),
     )
-
-
-def _full_merge_tensors(manifest: Manifest) -> tuple[PlannedTensor, ...]:
-    """List the tensors of a full merge as if they were planned: every block of every expert, on the default grid."""
-    n_experts = sum(source.is_expert for source in manifest.inputs)
-    experts = tuple(range(n_experts))
-    tensors = []
-    for tensor in manifest.tensors:
-        adapters = changing_adapters(tensor.reason)
-        if tensor.action != Action.MERGE.value and adapters is None:
-            continue
-        n_elements = element_count(tensor.shape)
-        n_blocks = BlockGrid(n_elements, DEFAULT_BLOCK_ELEMENTS).n_blocks
-        blocks = ((0, n_blocks),) if n_blocks else ()
-        accesses = [Access(blocks)] * n_experts
-        if adapters is not None:  # of a snapshot with adapters folded in: the others leave the base as it is
-            accesses = [Access(blocks) if expert in adapters else Access(free=blocks) for expert in experts]
-        reads = tuple(dict.fromkeys(accesses))
-        read_of = tuple(reads.index(access) for access in accesses)
-        tensors.append(PlannedTensor(tensor.name, n_elements, 0, experts, reads, read_of))
-    return tuple(tensors)
 
 
 def _expert_shares(
@@ -226,7 +206,7 @@ def _tensor_uses(
         levels_EB = level_of_blocks(tensor, BlockGrid(tensor.n_elements, block_elements).n_blocks)
         experts = sorted(zip(tensor.models, levels_EB, strict=True), key=lambda expert: expert[0])
         blocks = tuple(use for e, levels_B in experts for use in _uses(levels_B, names[e], reading(tensor), omitted))
-        touched = _runs_text(np.any(levels_EB > OMITTED, axis=0))
+        touched = runs_text(np.any(levels_EB > OMITTED, axis=0))
         uses.append(TensorUse(tensor.name, levels_EB.shape[1], touched, blocks))
     return tuple(uses)
 
@@ -242,13 +222,7 @@ def _uses(levels_B: NDArray[np.int16], model: str, reading: str, why_omitted: st
             use, why = "omitted", why_omitted
         else:
             use, why = f"read at level {level}", f"{level_name(level)}; {reading}"
-        yield BlockUse(model, use, _runs_text(levels_B == level), why)
-
-
-def _runs_text(is_in_B: NDArray[np.bool_]) -> str:
-    """Format the blocks that are in a set as runs."""
-    edges = np.flatnonzero(np.diff(is_in_B, prepend=False, append=False)).tolist()
-    return format_runs(tuple(zip(edges[::2], edges[1::2], strict=True)))
+        yield BlockUse(model, use, runs_text(levels_B == level), why)
 
 
 # --- masks of a snapshot's experts ---

@@ -22,6 +22,7 @@ from mergepipe.catalog.snapshots import (
     RebuildReport,
     SnapshotRow,
     containing,
+    is_named,
     read_manifest,
     row_of,
     sid_of_unchanged_input,
@@ -37,10 +38,11 @@ from mergepipe.recipes.model_location import (
     resolve_model_name,
 )
 from mergepipe.recipes.references import referenced_paths
-from mergepipe.reports import Garbage, GcReport, SnapshotReport
+from mergepipe.reports import BlockUse, Garbage, GcReport, SnapshotReport, TensorUse
 from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,
     NOTICES_KEY,
+    Input,
     Manifest,
     parse_manifest,
     record_folder,
@@ -66,6 +68,7 @@ def list_snapshots(
     contained: str | Path | None = None,
     operator: str | None = None,
     since: date | None = None,
+    touched: str | None = None,
     home: str | Path | None = None,
 ) -> tuple[SnapshotReport, ...]:
     """List the snapshots that the catalog knows, newest first.
@@ -76,16 +79,75 @@ def list_snapshots(
             or more first digits of a commit, a content digest or a sid.
         operator: only those that this operator made.
         since: only those that were made on this day (UTC) or later.
+        touched: a shell pattern of tensors (`model.layers.0.*`): only those in which experts, or `contained`, have
+            contributed to such a tensor, by the touch maps of their manifests, with the blocks. Snapshots that are gone
+            are left out.
     """
     rows = Catalog(home_of(home)).snapshots()
+    touches = None if touched is None else _Touches(rows, touched, None if contained is None else str(contained))
     since = since.date() if isinstance(since, datetime) else since
     if contained is not None:
         rows = containing(rows, str(contained))
-    return tuple(
-        _report(row, is_recorded=True)
-        for row in rows
-        if operator in (None, row.operator) and (since is None or row.created.date() >= since)
+    rows = tuple(
+        row for row in rows if operator in (None, row.operator) and (since is None or row.created.date() >= since)
     )
+    if touches is None:
+        return tuple(_report(row, is_recorded=True) for row in rows)
+    held = ((row, touches.of(row)) for row in rows)
+    return tuple(replace(_report(row, is_recorded=True), touched=uses) for row, uses in held if uses)
+
+
+class _Touches:
+    """What snapshots hold of experts in some tensors: of all, or of the model that `reference` names.
+
+    A snapshot holds in a tensor what an expert contributes to it, if that is the model, or a snapshot that holds it
+    there; and all that its base, if that is a snapshot, holds there. Manifests are read once.
+    """
+
+    def __init__(self, rows: Sequence[SnapshotRow], pattern: str, reference: str | None) -> None:
+        self._rows = {row.sid: row for row in reversed(rows)}
+        self._pattern = pattern
+        self._reference = reference
+        self._uses: dict[Path, tuple[TensorUse, ...]] = {}
+
+    def of(self, row: SnapshotRow) -> tuple[TensorUse, ...]:
+        """Return what a snapshot holds; nothing of one that is not there."""
+        if row.path not in self._uses:
+            self._uses[row.path] = ()  # a snapshot that was replaced by one made from it ends there
+            self._uses[row.path] = self._found(row)
+        return self._uses[row.path]
+
+    def _of_input(self, source: Input) -> tuple[TensorUse, ...]:
+        """Return what an input holds that is a snapshot; nothing of any other."""
+        row = self._rows.get(source.sid or "")
+        return () if row is None else self.of(row)
+
+    def _found(self, row: SnapshotRow) -> tuple[TensorUse, ...]:
+        from mergepipe.runs.touch_map import touched_tensors
+
+        if not _has_manifest(row.path):
+            return ()
+        manifest = read_manifest_value(Stores(), Location.local(row.path))
+        if manifest.sid != row.sid:
+            return ()
+        experts = [source for source in row.inputs if source.is_expert]
+
+        def counts(expert: int, tensor: str) -> bool:
+            source = experts[expert]
+            if self._reference is None or is_named(source, self._reference):
+                return True
+            return tensor in {use.name for use in self._of_input(source)}
+
+        uses = list(touched_tensors(manifest, self._pattern, counts))
+        if self._reference is not None:
+            for base in (source for source in row.inputs if not source.is_expert):
+                uses += [_of_base(base, use) for use in self._of_input(base)]
+        return tuple(uses)
+
+
+def _of_base(base: Input, use: TensorUse) -> TensorUse:
+    """Return what a snapshot has of a tensor from its base, by the blocks that the base says."""
+    return replace(use, uses=(BlockUse(base.model, "base", use.touched, "of the base, a snapshot itself"),))
 
 
 def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotReport:

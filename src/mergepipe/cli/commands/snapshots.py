@@ -35,7 +35,12 @@ def _day(text: str, name: str) -> date:
         raise RecipeError.of("option.invalid", name, f"'{text}' is not a date", "write it as 2026-11-23") from None
 
 
-@command("mergepipe ls", "mergepipe ls --with models/math --operator ties --since 2026-11-01", name="ls")
+@command(
+    "mergepipe ls",
+    "mergepipe ls --with models/math --operator ties --since 2026-11-01",
+    "mergepipe ls --with models/math --touched model.embed_tokens.weight",
+    name="ls",
+)
 def list_snapshots(
     *,
     contained: Annotated[
@@ -51,13 +56,32 @@ def list_snapshots(
     since: Annotated[
         date | None, Flag("Only snapshots made on this day or later.", metavar="YYYY-MM-DD", read=_day)
     ] = None,
+    touched: Annotated[
+        str | None,
+        Flag(
+            "Only snapshots in which experts, or the one of --with, contributed to these tensors; prints the blocks.",
+            metavar="GLOB",
+        ),
+    ] = None,
     home: Annotated[str | None, HOME] = None,
     printing: PrintOptions,
 ) -> None:
     """List the snapshots in the catalog, newest first."""
-    snapshots = mergepipe.list_snapshots(contained=contained, operator=operator, since=since, home=home)
+    snapshots = mergepipe.list_snapshots(
+        contained=contained, operator=operator, since=since, touched=touched, home=home
+    )
     if printing.as_json:
         print(report_json({"snapshots": snapshots}))
+        return
+    if touched is not None:
+        held = tuple(
+            (snapshot.sid[:SHORT_SID], snapshot.place, tensor.name, use.model, use.blocks, str(tensor.blocks))
+            for snapshot in snapshots
+            for tensor in snapshot.touched
+            for use in tensor.uses
+        )
+        table = Table(("sid", "path", "tensor", "from", "blocks", "of"), held)
+        print(printable_lines(columns_text(table)) if held else "no snapshots")
         return
     rows = tuple(
         (
