@@ -37,7 +37,7 @@ from mergepipe.runs.inputs import open_path
 from mergepipe.runs.stored_plan import plan_of, read_plan
 from mergepipe.runs.touch_map import full_merge_tensors, runs_text
 from mergepipe.runs.work import KnownStatistics
-from mergepipe.snapshots.manifest import BASE_ROLE, FILE_SUFFIXES, MANIFEST_NAME, Manifest, changing_adapters
+from mergepipe.snapshots.manifest import BASE_ROLE, FILE_SUFFIXES, MANIFEST_NAME, Manifest
 from mergepipe.snapshots.staging import Staging, check_target
 from mergepipe.storage.contract import BESIDE, RangeFile, Store, is_file
 from mergepipe.storage.ledger import Purpose

@@ -296,7 +296,8 @@ class _Extraction:
         delta_MN = self._delta(tensor, changed, span).reshape(tensor.shape[-2:])
         if not np.all(np.isfinite(delta_MN)):
             message = f"the difference of '{name}' from the base holds infinities or NaN"
-            raise CorruptError.of("tensor.not-finite", self.model.path, message, "a low-rank adapter cannot represent them")
+            hint = "a low-rank adapter cannot represent them"
+            raise CorruptError.of("tensor.not-finite", self.model.path, message, hint)
         oriented_MN = delta_MN.T if self._is_transposed(name) else delta_MN
         seed = int.from_bytes(blake3(name.encode()).digest(8), "little")
         return truncated_svd(oriented_MN, self.options.rank, self.options.energy, seed)
