@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, DELTA_FLAG, F32, GRAIN_ELEMENTS, DType, RawBlock, Span
 from mergepipe.engine.jobs import Reduction
-from mergepipe.engine.work import StagedReduction
+from mergepipe.engine.staged_reduction import StagedReduction
 from mergepipe.operators.base import BlockFunction, MagnitudeCut, Operator, OperatorInput, Reduced, Scalar
 from mergepipe.operators.spec import Scope
 

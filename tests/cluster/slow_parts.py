@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe.engine.make_part import make_part
-from mergepipe.engine.work import MergeWork, Part, PartResult
+from mergepipe.engine.output_parts import Part, PartResult
+from mergepipe.engine.work import MergeWork
 from mergepipe.errors import LimitError
 from mergepipe.jobs import merge_on_ray
 from mergepipe.runs import parts

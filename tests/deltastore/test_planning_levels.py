@@ -18,7 +18,7 @@ import mergepipe
 from mergepipe import pack
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Level
-from mergepipe.engine.work import level_of_blocks
+from mergepipe.engine.planned_access import level_of_blocks
 from mergepipe.options import PlanOptions
 from mergepipe.planning.budget import Policy
 from mergepipe.planning.plan import ALL, Plan, parse_plan

@@ -12,17 +12,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.core.blocks import DTYPES
 from mergepipe.engine.make_part import make_part
-from mergepipe.engine.work import EngineOptions, Observer, OutputPlan, plan_output, split
+from mergepipe.engine.observer import Observer
+from mergepipe.engine.output_parts import split, split_sizes
+from mergepipe.engine.work import EngineOptions, plan_output
 from mergepipe.runs.inputs import open_inputs
 from mergepipe.runs.work import CatalogLink, merge_work
-from mergepipe.snapshots.shards import TensorSpec, plan_shards
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.disk_families import make_models, write_family
-
-U8 = DTYPES["U8"]
 
 
 def test_make_part__reports_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,9 +45,8 @@ def test_make_part__reports_while_it_writes(tmp_path: Path, monkeypatch: pytest.
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=12), st.integers(1, 7))
 def test_split__deals_every_shard_once_and_evenly(sizes: list[int], n_parts: int) -> None:
-    output = OutputPlan(plan_shards([TensorSpec(str(i), U8, (n,)) for i, n in enumerate(sizes)], 1), ())
-    parts = split(output, n_parts)
+    parts = split_sizes(sizes, n_parts)
     assert len(parts) == n_parts
-    assert sorted(shard for part in parts for shard in part.shards) == list(range(len(output.shards)))
-    loads = [sum(output.shards[shard].file_bytes for shard in part.shards) for part in parts]
-    assert max(loads) - min(loads) <= max(shard.file_bytes for shard in output.shards)
+    assert sorted(shard for part in parts for shard in part.shards) == list(range(len(sizes)))
+    loads = [sum(sizes[shard] for shard in part.shards) for part in parts]
+    assert max(loads) - min(loads) <= max(sizes)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import GRAIN_ELEMENTS, BlockGrid, RawBlock, itemsize_of_code
 from mergepipe.engine.block_reductions import join_products
 from mergepipe.engine.jobs import Job, TensorWork
+from mergepipe.engine.observer import Observer, OnStatistics
 from mergepipe.engine.order_statistics import RankSearch
 from mergepipe.engine.pipeline import Pipeline
 from mergepipe.engine.segments import (
@@ -25,7 +26,7 @@ from mergepipe.engine.segments import (
     tasks_of,
     uncut_blocks,
 )
-from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, OnStatistics
+from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.kernels.reduce import COARSE_BINS, DeltaStretches, sum_squares, summarize_block
 from mergepipe.operators.base import NOTHING_REDUCED, Reduced
 from mergepipe.operators.statistics import (

@@ -17,6 +17,8 @@ from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.checkpoints.open_files import open_pinned
 from mergepipe.core.blocks import GRAIN_ELEMENTS
 from mergepipe.engine.jobs import Job
+from mergepipe.engine.observer import SILENT, Observer
+from mergepipe.engine.output_parts import Part, PartResult
 from mergepipe.engine.pipeline import Pipeline, Sink
 from mergepipe.engine.segments import (
     BufferSizes,
@@ -32,7 +34,8 @@ from mergepipe.engine.segments import (
     tasks_of,
     uncut_blocks,
 )
-from mergepipe.engine.work import SILENT, EngineOptions, MergeWork, Observer, OutputPlan, Part, PartResult, tensor_work
+from mergepipe.engine.tensor_work import tensor_work
+from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan
 from mergepipe.planning.problem import sufficient_levels
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.snapshots.shards import DurableProgress, ShardWriter

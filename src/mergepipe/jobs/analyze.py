@@ -30,8 +30,9 @@ from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.flags import public_call, several
 from mergepipe.engine import analysis
 from mergepipe.engine.jobs import Tap
+from mergepipe.engine.observer import Observer
 from mergepipe.engine.segments import Piece
-from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer
+from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.errors import NotFoundError
 from mergepipe.jobs.evaluate import write_text_importance
 from mergepipe.jobs.explain import overlaps_of

@@ -21,7 +21,7 @@ from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_file
 from mergepipe.checkpoints.quantised import MASK_BITS
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span
 from mergepipe.core.units import format_bytes
-from mergepipe.engine.work import FREE, OMITTED, level_of_blocks
+from mergepipe.engine.planned_access import FREE, OMITTED, level_of_blocks
 from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value, with_inputs_found
 from mergepipe.operators.base import NUMBERS_OF

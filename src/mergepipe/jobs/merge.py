@@ -22,7 +22,8 @@ from mergepipe.core.linear_algebra import linear_algebra_build
 from mergepipe.core.outcome import private_outputs, published_but
 from mergepipe.core.units import plural
 from mergepipe.engine.make_part import make_part
-from mergepipe.engine.work import Observer, whole
+from mergepipe.engine.observer import Observer
+from mergepipe.engine.output_parts import whole
 from mergepipe.errors import RecipeError
 from mergepipe.options import ExecutorName, MergeOptions, OutputOptions, PathStyle, RunOptions
 from mergepipe.planning.plan import NOTHING_READ, PLAN_FORMAT, Plan

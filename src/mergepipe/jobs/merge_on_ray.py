@@ -19,7 +19,8 @@ from typing import Any, Final
 
 import mergepipe
 from mergepipe.core.units import format_bytes
-from mergepipe.engine.work import EngineOptions, split_sizes
+from mergepipe.engine.output_parts import split_sizes
+from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import (
     ConflictError,
     CorruptError,

@@ -10,7 +10,8 @@ from typing import Any
 from mergepipe.core.flags import public_call, several
 from mergepipe.core.outcome import published_but, warn_of
 from mergepipe.core.units import positive, whole
-from mergepipe.engine.work import Observer, split, split_sizes
+from mergepipe.engine.observer import Observer
+from mergepipe.engine.output_parts import split, split_sizes
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.jobs.merge import MergeRun
 from mergepipe.jobs.snapshots import is_snapshot_of

@@ -17,7 +17,8 @@ from mergepipe.core.linear_algebra import linear_algebra_build
 from mergepipe.core.outcome import Notice
 from mergepipe.core.units import first_names
 from mergepipe.engine.make_part import make_part
-from mergepipe.engine.work import EngineOptions, plan_output, whole
+from mergepipe.engine.output_parts import whole
+from mergepipe.engine.work import EngineOptions, plan_output
 from mergepipe.errors import ConflictError, NotFoundError, OutputError, Problem, UnsupportedError
 from mergepipe.jobs.merge import MergeRun, intermediate_writer
 from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value, with_inputs_found

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Readable, TensorEntry, Unchanged, block_costs_bytes
 from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.core.units import format_bytes
+from mergepipe.engine.planned_access import FREE, OMITTED, level_of_blocks
 from mergepipe.engine.segments import at_level
-from mergepipe.engine.work import FREE, OMITTED, level_of_blocks
 from mergepipe.errors import REPOSITORY
 from mergepipe.planning.budget import BudgetRequest
 from mergepipe.planning.candidates import REASON_MISSING

@@ -16,7 +16,9 @@ from mergepipe.core.records import Size, decode, encode
 from mergepipe.core.strict_json import canonical_json, digest_of
 from mergepipe.core.units import first_names
 from mergepipe.engine.make_part import make_part
-from mergepipe.engine.work import EngineOptions, MergeWork, Observer, OutputPlan, Part, PartResult
+from mergepipe.engine.observer import Observer
+from mergepipe.engine.output_parts import Part, PartResult
+from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.plan import Plan

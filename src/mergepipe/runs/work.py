@@ -20,15 +20,9 @@ from mergepipe.checkpoints.content_id import content_digest, content_id
 from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
 from mergepipe.core.units import format_bytes, format_seconds
-from mergepipe.engine.work import (
-    EngineOptions,
-    ExpertQuantities,
-    KnownQuantities,
-    MergeWork,
-    OutputPlan,
-    PlannedAccess,
-    plan_output,
-)
+from mergepipe.engine.known_quantities import ExpertQuantities, KnownQuantities
+from mergepipe.engine.planned_access import PlannedAccess
+from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output
 from mergepipe.errors import MergePipeError, OutputError, RecipeError
 from mergepipe.operators.base import MagnitudeCut, OperatorInput, RecipeRule, is_calibrated
 from mergepipe.operators.registry import operator_named
