@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
-from mergepipe.checkpoints.open_files import decoded, read_elements, whole_cost_bytes
+from mergepipe.checkpoints.open_files import decoded, whole_cost_bytes
 from mergepipe.core.blocks import F32, DType, Span, element_count
 from mergepipe.storage import ranges as ranges
 from mergepipe.storage.contract import RangeFile
@@ -344,107 +344,6 @@ class _OpenedRows:
             values_N = decoded(raw, dtype.kernel_code)
             total_W += values_N.reshape(-1, width).sum(axis=0, dtype=np.float64)
         return (total_W / n_rows).astype(np.float32)
-
-
-# --- rows of tokens that a model lacks, made of its rows as another model's row is of its rows ---
-
-
-_MOST_BASIS_BYTES = 1 << 28
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PursuedRows(ComputedTensor):
-    """Rows that stand to a model's rows as a donor's do to the donor's, in float32.
-
-    Orthogonal matching pursuit: each row `wanted_N` of the donor's is approximated by at most `n_atoms` of its rows
-    `donor_C`, one after another that with the largest inner product with what is left, all with the weights of least
-    squares at every step. The same combination of the model's rows `own_C` is the result. Source: Pati et al., 1993;
-    atoms are not normalised, as in mergekit-tokensurgeon. Memory: the donor's rows in float32, and 256 MiB.
-    """
-
-    own: Readable
-    donor: Readable
-    own_C: NDArray[np.int64]
-    donor_C: NDArray[np.int64]
-    wanted_N: NDArray[np.int64]
-    n_atoms: int
-    dtype = F32
-
-    @property
-    def name(self) -> str:
-        return self.own.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.wanted_N.size, *self.own.shape[1:])
-
-    @property
-    def stored(self) -> tuple[TensorEntry, ...]:
-        return (*self.own.stored, *self.donor.stored)
-
-    def cost_bytes(self, span: Span) -> int:
-        return whole_cost_bytes((self.own, self.donor))
-
-    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
-        """Return a fetch of spans, of which the first reads the donor's rows; keeps these."""
-        width, lock, kept = element_count(self.shape[1:]), threading.Lock(), list[NDArray[np.float32]]()
-
-        def rows(tensor: Readable, row_R: NDArray[np.int64], purpose: Purpose) -> NDArray[np.float32]:
-            chosen = gathered_rows(tensor, row_R)
-            raw = read_elements(chosen, Span(0, chosen.n_elements), files, purpose)
-            return decoded(raw, chosen.dtype.kernel_code).reshape(row_R.size, -1)
-
-        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-            with lock:  # one at a time, on all processors
-                kept.extend([] if kept else [rows(self.donor, self.donor_C, purpose)])
-                first, stop = span.start // width, -(-span.stop // width)
-                step = max(1, _MOST_BASIS_BYTES // (8 * self.n_atoms * kept[0].shape[1]))
-                parts = [
-                    made(kept[0], self.wanted_N[at : min(at + step, stop)], purpose) for at in range(first, stop, step)
-                ]
-            skipped = span.start - first * width
-            out[:] = np.concatenate(parts, dtype=np.float32)[skipped : skipped + span.n_elements].view(np.uint8)
-
-        def made(atoms_CD: NDArray[np.float32], wanted_N: NDArray[np.int64], purpose: Purpose) -> NDArray[np.float64]:
-            chosen_NK, weights_NK = pursued(atoms_CD, rows(self.donor, wanted_N, purpose), self.n_atoms)
-            used, place_NK = np.unique(chosen_NK, return_inverse=True)
-            own_UW = rows(self.own, self.own_C[used], purpose).astype(np.float64)
-            pairs = zip(place_NK.reshape(chosen_NK.shape), weights_NK, strict=True)
-            return np.concatenate([weight_K @ own_UW[place_K] for place_K, weight_K in pairs])
-
-        return fetch
-
-
-def pursued(
-    atoms_CD: NDArray[np.float32], targets_ND: NDArray[np.float32], n_atoms: int
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Approximate targets by `n_atoms` atoms each, or all: return the atoms' numbers and their weights, (N, K) both.
-
-    An atom that adds nothing to those before it weighs 0. The chosen atoms' orthonormal basis is kept in float64.
-    """
-    (n_targets, width), n_atoms = targets_ND.shape, min(n_atoms, len(atoms_CD))
-    basis_NKD, left_ND = np.zeros((n_targets, n_atoms, width)), targets_ND.astype(np.float64)
-    chosen_NK, weights_NK = np.zeros((n_targets, n_atoms), np.int64), np.zeros((n_targets, n_atoms))
-    triangle_NKK, every = np.tile(np.eye(n_atoms), (n_targets, 1, 1)), np.arange(n_targets)
-    for k in range(n_atoms):
-        products_NC = np.abs(left_ND.astype(np.float32) @ atoms_CD.T)
-        np.put_along_axis(products_NC, chosen_NK[:, :k], -1, axis=1)
-        chosen_NK[:, k] = products_NC.argmax(axis=1)
-        atom_ND = atoms_CD[chosen_NK[:, k]].astype(np.float64)
-        size_N, along_NK = np.linalg.norm(atom_ND, axis=1), np.zeros((n_targets, k))
-        for _ in range(2):  # twice is enough for orthogonality
-            part_NK = np.einsum("nkd,nd->nk", basis_NKD[:, :k], atom_ND)
-            atom_ND -= np.einsum("nk,nkd->nd", part_NK, basis_NKD[:, :k])
-            along_NK += part_NK
-        rest_N = np.linalg.norm(atom_ND, axis=1)
-        is_new_N = rest_N > 1e-6 * size_N
-        basis_NKD[:, k] = np.where(is_new_N[:, None], atom_ND / np.where(is_new_N, rest_N, 1)[:, None], 0)
-        triangle_NKK[:, :k, k] = np.where(is_new_N[:, None], along_NK, 0)
-        triangle_NKK[every, k, k] = np.where(is_new_N, rest_N, 1)
-        weights_NK[:, k] = np.einsum("nd,nd->n", basis_NKD[:, k], left_ND)
-        left_ND -= weights_NK[:, k, None] * basis_NKD[:, k]
-    weights_NK = np.linalg.solve(triangle_NKK, weights_NK[:, :, None])[:, :, 0].astype(np.float64)
-    return chosen_NK, weights_NK
 
 
 def _one_run(span: Span) -> _Runs:

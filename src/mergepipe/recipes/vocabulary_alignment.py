@@ -26,12 +26,12 @@ from mergepipe.checkpoints.embedding_rows import (
 from mergepipe.checkpoints.gathered_rows import (
     ZERO,
     GatheredRows,
-    PursuedRows,
     RowMap,
     RowRange,
     common_dtype,
     mean_origin,
 )
+from mergepipe.checkpoints.pursued_rows import PursuedRows
 from mergepipe.checkpoints.vocabulary import (
     AddedToken,
     TokenizerFiles,

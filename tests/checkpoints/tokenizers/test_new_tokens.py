@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from vocabulary_cases import EMBED, HEAD, write_model
 
 import mergepipe
-from mergepipe.checkpoints.gathered_rows import pursued
+from mergepipe.checkpoints.pursued_rows import pursued
 from mergepipe.errors import MergePipeError
 
 LETTERS = list("abcdefghijklmnopqrstuvwxyz")
