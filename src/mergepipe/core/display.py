@@ -31,7 +31,7 @@ _BACKTICKS = re.compile("`+")
 
 
 class WrittenAsText:
-    """A value whose `str` is what users and records see of it, as a path's is."""
+    """A value that is shown and stored as `str(value)`."""
 
     __slots__ = ()
 

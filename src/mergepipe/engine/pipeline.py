@@ -156,7 +156,10 @@ class Pipeline:
         self._next_tick = 0.0
 
     def hold_limits(self, tasks: Sequence[MergeTask] | None) -> HoldLimits:
-        """Return what may be held between passes: as little as `tasks` take, where reading again costs little."""
+        """Return how many buffers one tensor may keep between passes.
+
+        On local disks only as many as `tasks` need: reading again is cheap there.
+        """
         if tasks is None or self._is_dear:
             return HoldLimits.of(self._pool.limit)
         return HoldLimits.sparing(self._pool.limit, self._sizes, tasks)
@@ -236,7 +239,10 @@ class Pipeline:
         return running.finished or running.current.last_reads
 
     def _may_read_on(self, running: _RunningJob) -> bool:
-        """Whether one more buffer may be filled. A job that holds all of its tensor may use all once it is oldest."""
+        """Whether one more buffer may be filled.
+
+        Look-ahead is limited, except for the oldest job when it must hold its whole tensor.
+        """
         oldest = self._active[0]
         ahead = sum(job.buffers for job in self._active if job is not oldest)
         if running is oldest and not running.current.holds_all:

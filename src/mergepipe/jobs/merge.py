@@ -303,7 +303,7 @@ class MergeRun:
         return planned
 
     def _begin(self, staging: Staging, progress: MergeProgress) -> None:
-        """Keep the plan for who resumes this run, and tell what it goes on from and what takes long."""
+        """Store the plan for a later resume; report resumed progress and slow steps."""
         if self._plan is not None and self._settings.plan_key and not staging.is_continued:
             store_plan(staging.directory, self._settings.plan_key, self._plan)
         if progress.done:

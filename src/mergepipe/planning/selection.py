@@ -51,7 +51,7 @@ class Selection:
 
 
 def planned_bytes(candidates: Candidates, block_E: NDArray[np.int64], *, reads: bool) -> NDArray[np.int64]:
-    """Add to the bytes of blocks those of indices, and where anything is read those of content ids."""
+    """Return block bytes + index bytes, + content-id bytes if any block is read."""
     return np.asarray(block_E + candidates.side_E + candidates.content_E * reads, np.int64)
 
 
@@ -222,8 +222,8 @@ def descending_order(rate_I: NDArray[np.float64]) -> Order:
 def norm_order(items: Items, is_unknown_I: NDArray[np.bool_]) -> Order:
     """Order items by falling score per byte; ties by expert, tensor, block.
 
-    Of equal items of which nothing is known, those of all experts for one block or tensor come together, and those
-    blocks and tensors in an order that spreads over the model.
+    Items without statistics tie; a tie keeps all experts of a block or tensor together, and visits the blocks in hashed
+    order, which spreads over the model.
     """
     if not is_unknown_I.any():
         return descending_order(items.rate_I)

@@ -330,7 +330,7 @@ def spectral_cost(tasks: Sequence[MergeTask]) -> str:
 
 
 def requantisation_error(inputs: Inputs) -> float | None:
-    """Return the root mean square of what new codes like the base's lose, over that of the numbers they stand for.
+    """Return the relative RMS error of quantising the result as the base is.
 
     0.0 where all are the base's own; None where nothing is stored so, or not by this process.
     """

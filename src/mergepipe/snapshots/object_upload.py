@@ -355,7 +355,7 @@ def _take_over(folder: BucketFolder, marker: _Marker, silence_seconds: float) ->
 
 
 def check_unused(folder: BucketFolder, own_starts: tuple[str, ...], record_name: str = MANIFEST_NAME) -> None:
-    """Refuse a prefix at which something lies whose name does not begin as those of our own objects do."""
+    """Raise if the prefix holds objects that are not ours: their names start otherwise."""
     strangers = [name for name in folder.list_all() if not name.startswith(own_starts)]
     if record_name in strangers:
         raise _exists(folder, record_name)

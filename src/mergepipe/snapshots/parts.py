@@ -201,7 +201,7 @@ class PartsPlace(ABC):
         """Take over the finished file of a shard, before it is recorded. An equal one may be there."""
 
     def take_back(self, shard: int, digests: Sequence[TensorDigest], folder: Path) -> None:  # noqa: B027
-        """Move the file of a shard of which there is no record back into the folder that it was made in, if it left."""
+        """Undo `keep_file` for a shard that was never recorded as done."""
 
     def give(self, shard: int, digests: Sequence[TensorDigest], content: Path) -> None:  # noqa: B027
         """Put a shard's file into the folder from which the output is published, if it is published from one."""

@@ -381,7 +381,7 @@ class Staging:
 
 @contextlib.contextmanager
 def temporary_folder(job: str, parent: Path | None = None) -> Iterator[Path]:
-    """Make a folder, by default in that of the system, which goes when the context ends; of a dead process, by `gc`."""
+    """Make a temporary folder, deleted on exit, or by `gc` after a crash."""
     name = f"mergepipe-{job}-{uuid.uuid4().hex}"
     with Staging((parent or Path(tempfile.gettempdir())) / name, force=False) as staging:
         yield staging.path

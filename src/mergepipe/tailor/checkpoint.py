@@ -376,7 +376,7 @@ class StateReader:
             self._files.clear()
 
     def read(self, state: StoredState, *spans: Span) -> NDArray[np.uint8]:
-        """Return the bytes of elements of `state`, those of one span after those of another."""
+        """Return the bytes of `spans` of a state, concatenated."""
         return self.read_many([(state, spans)])[0]
 
     def read_many(self, requests: Sequence[tuple[StoredState, Sequence[Span]]]) -> list[NDArray[np.uint8]]:

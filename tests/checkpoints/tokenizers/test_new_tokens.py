@@ -76,7 +76,7 @@ def test_subword__gives_new_tokens_the_mean_of_what_the_model_reads_in_them(plac
 def test_omp__combines_the_rows_of_common_tokens_as_the_donors_rows_make_up_its_new_ones(
     place: Path, monkeypatch: pytest.MonkeyPatch, *, is_tied: bool
 ) -> None:
-    monkeypatch.setattr("mergepipe.checkpoints.gathered_rows._MOST_BASIS_BYTES", 1)  # a row at a time
+    monkeypatch.setattr("mergepipe.checkpoints.pursued_rows._MOST_BASIS_BYTES", 1)  # a row at a time
     donor = load_file(place / "donor" / "model.safetensors")
     if is_tied:  # its head is its embedding
         del donor[HEAD]

@@ -71,7 +71,7 @@ class HubRepository:
             return str(self._api.model_info(self.location.root, revision=self.branch).sha)
 
     def check_writable(self) -> None:
-        """Ask how a small file would be stored, which only who may write is told."""
+        """Fail early without write permission: the Hub says only to writers how it would store a file."""
         self._upload(self._package.CommitOperationAdd(self._path("README.md"), b"-"))
 
     def upload(self, name: str, path: Path) -> str:
