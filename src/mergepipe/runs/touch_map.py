@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, element_count
-from mergepipe.engine.work import OMITTED, level_of_blocks
+from mergepipe.engine.planned_access import OMITTED, level_of_blocks
 from mergepipe.planning.plan import Access, PlannedTensor, format_runs
 from mergepipe.recipes.tasks import Action
 from mergepipe.reports import BlockUse, TensorUse
