@@ -99,7 +99,7 @@ FIGURES = (
     Figure("comprehensions per 10,000 tokens", house_figures.comprehensions_per_10k_tokens, 58.6, 38),
     Figure("comprehensions with another inside", house_figures.n_nested_comprehensions, 82, 25),
     Figure("section rulers", house_figures.n_rulers, 278, 120),
-    Figure("distinct names", house_figures.n_names, 9_550, 9_100),
+    Figure("distinct names", house_figures.n_names, 9_610, 9_100),
     Figure("nodes of a function, 99th percentile", house_figures.nodes_of_a_function_p99, 494, 420),
     Figure("modules in import circles", lambda: len(house_figures.modules_in_circles()), 20, 0),
     Figure("percent of the lines that jobs.merge reaches", house_figures.reach_of_merge_percent, 80.5, 60),

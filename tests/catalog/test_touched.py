@@ -1,9 +1,10 @@
-"""Snapshots by what they hold of an expert in a tensor, from the touch maps of their manifests."""
+"""Which snapshots hold something of a model: in a tensor, by touch maps, and at all, by lineage from the model down."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +33,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def merge(home: Path, out: str, base: str, experts: str, **budget: object) -> None:
+def merge(home: Path, out: str, base: str, experts: str, **budget: Any) -> None:
     models = {home / name: {"weight": 0.5} for name in experts}
-    options = {"select": "norm", "block_elements": BLOCK, **budget} if budget else {}
+    options: dict[str, Any] = {"select": "norm", "block_elements": BLOCK, **budget} if budget else {}
     mergepipe.merge(recipe_of("task_arithmetic", models, home / base), home / out, **options)
 
 
@@ -96,3 +97,34 @@ def test_touched__is_printed_by_ls(home: Path) -> None:
     (snapshot,) = content["snapshots"]
     assert [(use["name"], use["touched"]) for use in snapshot["touched"]] == [("layers.1.weight", "0-1")]
     assert run_command(["ls", "--touched", "nothing"]).out.strip() == "no snapshots"
+
+
+def test_lineage__goes_down_from_a_model_that_is_no_snapshot(home: Path) -> None:
+    merge(home, "first", "base", "a")
+    merge(home, "second", "base", "ab")
+    models = {home / "first": {"weight": 0.5}}
+    mergepipe.merge(recipe_of("task_arithmetic", models, home / "base"), home / "third")
+    nodes = mergepipe.lineage(home / "a", down=True)
+    assert [(node.depth, node.role, Path(node.path).name) for node in nodes] == [
+        (0, "model", "a"), (1, "expert", "first"), (2, "expert", "third"), (1, "expert", "second"),
+    ]  # fmt: skip
+    assert (nodes[0].sid, nodes[0].operator) == (None, None)
+    printed = run_command(["lineage", "--down", str(home / "a")]).out.splitlines()
+    assert printed[0] == f"model {home / 'a'}"
+    assert printed[1].startswith(f"├─ expert of {home / 'first'} = task_arithmetic ")
+    assert [node.depth for node in mergepipe.lineage(home / "base", down=True)] == [0, 1, 2, 1, 1]
+    assert run_command(["lineage", str(home / "a")]).exit_code != 0  # upwards there is nothing to know
+    write_model(home / "unused", {"norm.weight": np.zeros(8, np.float32)})
+    assert "not a snapshot" in run_command(["lineage", "--down", str(home / "unused")]).err
+
+
+def test_lineage__down_from_a_content_digest_finds_copies(home: Path) -> None:
+    for folder, out in (("a", "first"), ("moved", "second")):
+        models = {home / folder: {"weight": 0.5, "density": 0.5}}  # what is dropped follows from the content
+        mergepipe.merge(recipe_of("dare_linear", models, home / "base"), home / out)
+        if folder == "a":
+            (home / "a").rename(home / "moved")
+    (_, expert) = mergepipe.show(home / "first").inputs
+    assert expert.content_id is not None
+    made = mergepipe.lineage(expert.content_id[:10], down=True)
+    assert [Path(node.path).name for node in made[1:]] == ["first", "second"]

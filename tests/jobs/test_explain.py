@@ -92,9 +92,12 @@ def test_bound__is_stated_by_plans_and_explanations_and_merges_warn_where_it_is_
     """Of three experts one is read: its weight becomes 1 where it was 1/3, and its delta is longer than the others'."""
     monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
     rng = np.random.default_rng(5)
-    deltas = {name: (scale * rng.standard_normal((64, 64))) for name, scale in (("a", 0.3), ("b", 0.1), ("c", 0.1))}
+    lengths = {"a": 0.3, "b": 0.1, "c": 0.1}
+    deltas = {name: np.asarray(scale * rng.standard_normal((64, 64))) for name, scale in lengths.items()}
+    total = np.sum(list(deltas.values()), axis=0)
     base = rng.standard_normal((64, 64)).astype(np.float32)
-    for name, delta in {"base": np.zeros_like(base), **deltas}.items():
+    write_model(tmp_path / "base", {"layers.0.weight": base})
+    for name, delta in deltas.items():
         write_model(tmp_path / name, {"layers.0.weight": (base + delta).astype(np.float32)})
     names = ["base", *deltas]
     run_command(["analyze", *(str(tmp_path / name) for name in names)])
@@ -106,7 +109,7 @@ def test_bound__is_stated_by_plans_and_explanations_and_merges_warn_where_it_is_
         options = [*reading_one, "--where-omitted", where_omitted]
         planned = run_command(["plan", str(recipe), *options, "-o", str(plan), "--json"])
         bound = json.loads(planned.out)["bound"]
-        error = np.linalg.norm(sum(deltas.values()) / 3 - deltas["a"] * (1.0 if is_worse else 1 / 3))
+        error = np.linalg.norm(total / 3 - deltas["a"] * (1.0 if is_worse else 1 / 3))
         assert error <= bound["distance"] <= 1.3 * error + 3
         assert (bound["distance"] > bound["nothing_read"]) is is_worse
         explained = run_command(["explain", str(plan)]).out

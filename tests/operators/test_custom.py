@@ -335,11 +335,13 @@ def test_influence__has_the_coefficients_in_force(operator: str, normalize: bool
 def test_influence__says_what_is_trimmed_and_what_can_be_renormalised() -> None:
     found = {name: operator_named(name).influence(operator_input(name), None) for name in operator_specs()}
     assert {name for name, each in found.items() if each.trims} == {"ties"}
-    assert {name for name, each in found.items() if each.renormalizes} == {"linear"}
+    assert {name for name, each in found.items() if each.divided is not None} == {"linear"}
+    additive = {name for name, each in found.items() if each.is_additive}
+    assert additive == {"linear", "task_arithmetic", "passthrough"} & found.keys()
     for name, each in found.items():
         assert each.is_known
         assert len(each.coefficients_E) == len(each.energy_factor_E) == len(operator_input(name).experts)
-    assert not operator_named("linear").influence(operator_input("linear", normalize=False), None).renormalizes
+    assert not operator_named("linear").influence(operator_input("linear", normalize=False), None).divided
 
 
 @pytest.mark.parametrize("operator", ["dare_linear", "dare_ties"])

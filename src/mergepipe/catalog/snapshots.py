@@ -204,6 +204,26 @@ def trace(rows: Sequence[SnapshotRow], root: SnapshotRow, *, down: bool) -> tupl
     return tuple(nodes)
 
 
+def trace_model(rows: Sequence[SnapshotRow], reference: str) -> tuple[LineageNode, ...]:
+    """Return all that is made from a model, as `trace` does of a snapshot; nothing where no snapshot is.
+
+    `reference` names the model as `containing` takes it: by its content digest, copies of it are found too.
+    """
+    marked = [_marked(row, reference) for row in rows]
+    made = [row for row in marked if any(source.sid == reference for source in row.inputs)]
+    if not made:
+        return ()
+    model = replace(made[0], sid=reference, path=Path(reference), operator="", inputs=())
+    first, *others = trace(marked, model, down=True)
+    return (replace(first, role="model", model=reference, path=reference, sid=None, operator=None), *others)
+
+
+def _marked(row: SnapshotRow, reference: str) -> SnapshotRow:
+    """Return a row in which the inputs that a reference names have it as their sid."""
+    inputs = (replace(source, sid=reference) if is_named(source, reference) else source for source in row.inputs)
+    return replace(row, inputs=tuple(inputs))
+
+
 def containing(rows: Sequence[SnapshotRow], reference: str) -> tuple[SnapshotRow, ...]:
     """Keep the snapshots that a model is in: as an input of their own, or of snapshots they are made from.
 

@@ -26,6 +26,7 @@ from mergepipe.catalog.snapshots import (
     read_manifest,
     row_of,
     sid_of_unchanged_input,
+    trace_model,
 )
 from mergepipe.checkpoints.directory import is_packed
 from mergepipe.core.flags import several
@@ -193,14 +194,20 @@ def lineage(snapshot: str | Path, *, down: bool = False, home: str | Path | None
     A copy in another folder, in a bucket or on the Hub is known by its sid.
 
     Args:
-        down: trace what was made from the snapshot instead. The bytes of a node are those that it read of its parent.
+        down: trace what was made from the snapshot instead, or from a model, named as `list_snapshots` takes it. The
+            bytes of a node are those that it read of its parent.
     """
     catalog = Catalog(home_of(home))
     place = find_elsewhere(snapshot)
-    hint = "`mergepipe show` lists its inputs"
     if place is None:
         with contextlib.suppress(NotFoundError):
             return catalog.lineage(str(snapshot), down=down)
+    if down:
+        made = trace_model(catalog.snapshots(), str(snapshot))
+        if made:
+            return made
+    hint = "`mergepipe show` lists its inputs"
+    if place is None:
         path = record_folder(Path(snapshot))
         if not _has_manifest(path):
             path = find_snapshot_path(snapshot, home_of(home))

@@ -71,4 +71,5 @@ def _touched(tensor: PlannedTensor, n_blocks: int, experts: Sequence[str], count
         for e, is_asked, is_read_B in zip(tensor.models, is_asked_E.tolist(), is_read_EB, strict=True)
         if is_asked and is_read_B.any()
     )
-    return TensorUse(tensor.name, n_blocks, runs_text(is_read_EB[is_asked_E].any(axis=0)), uses)
+    touched_B = np.any(is_read_EB[is_asked_E], axis=0)
+    return TensorUse(tensor.name, n_blocks, runs_text(np.asarray(touched_B)), uses)

@@ -108,17 +108,28 @@ def show(snapshot: SnapshotName, *, home: Annotated[str | None, HOME] = None) ->
 @command(
     "mergepipe lineage merged/",
     "mergepipe lineage merged/ --down",
+    "mergepipe lineage models/math --down",
     "mergepipe lineage merged/ --dot | dot -Tsvg > lineage.svg",
 )
 def lineage(
-    snapshot: SnapshotName,
+    snapshot: Annotated[
+        str,
+        Argument(
+            "SID|PATH",
+            "A snapshot's directory or address (s3://, hf://org/name), its sid, or the first digits of it. With --down "
+            "also a model, as `mergepipe ls --with` takes it.",
+        ),
+    ],
     *,
-    down: Annotated[bool, Flag("Show what was made from the snapshot instead.")] = False,
+    down: Annotated[bool, Flag("Show what was made from the snapshot, or from a model, instead.")] = False,
     dot: Annotated[bool, Flag("Print a graph in the DOT language.")] = False,
     home: Annotated[str | None, HOME] = None,
     printing: PrintOptions,
 ) -> None:
-    """Show the inputs of a snapshot, or what was made from it, through all generations."""
+    """Show the inputs of a snapshot, or what was made from it, through all generations.
+
+    Copies of a model are found by the first digits of its content digest, where a merge recorded one.
+    """
     nodes = mergepipe.lineage(snapshot, down=down, home=home)
     if printing.as_json:
         print(report_json({"nodes": nodes}))
