@@ -137,9 +137,10 @@ def _page(results: Results) -> Page:
     body.append(_error_figure(told))
     packed = any(model.is_packed for model in told)
     meaning = (
-        "**Larger models behave like small ones: what is read is what the budget says, and time goes with the bytes"
-        f"{'; packed experts make the same budget go further' if packed else ''}.**"
+        "**Larger models behave like small ones: what is read is what the budget says, and on one machine time goes"
+        f" with the bytes{'; packed experts make the same budget go further' if packed else ''}.**"
         + "".join(model.meaning() for model in told)
+        + (_TWO_MACHINES if any("cpu" in entry for entry in results.entries.values()) else "")
     )
     return Page("Scaling in the size of the model", meaning, tuple(body))
 
@@ -233,6 +234,11 @@ def _error_figure(told: Sequence[_ToldModel]) -> Figure:
         tuple(series),
     )  # fmt: skip
 
+
+_TWO_MACHINES = (
+    " Rows with * were measured on another processor, which decodes packed experts more slowly: their times do not"
+    " compare with those of rows without. All rows have yet to be measured on one machine."
+)
 
 PART = Part(
     "models", "the same operators and budget on larger models, whose experts are packed to fit", _needs, _measure,
