@@ -198,14 +198,13 @@ def lineage(snapshot: str | Path, *, down: bool = False, home: str | Path | None
             bytes of a node are those that it read of its parent.
     """
     catalog = Catalog(home_of(home))
-    place = find_elsewhere(snapshot)
-    if place is None:
-        with contextlib.suppress(NotFoundError):
-            return catalog.lineage(str(snapshot), down=down)
+    with contextlib.suppress(NotFoundError):
+        return catalog.lineage(str(snapshot), down=down)
     if down:
         made = trace_model(catalog.snapshots(), str(snapshot))
         if made:
             return made
+    place = find_elsewhere(snapshot)
     hint = "`mergepipe show` lists its inputs"
     if place is None:
         path = record_folder(Path(snapshot))
