@@ -46,6 +46,7 @@ KEYWORD_OF_OPTION = {
     "--no-resume": "resume=False",
     "--objective": "objectives",
     "--parts": "n_parts",
+    "--rename": "adapter_names",
     "--rung": "rungs",
     "--shard-size": "shard_size",
     "--tokenizer": "tokenizer_of",

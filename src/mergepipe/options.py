@@ -470,6 +470,12 @@ class ApplyLoraOptions(OutputOptions):
     allow_unapplied: tuple[str, ...] = option(
         (), "Leave out modules with this name that BASE lacks. May be given several times.", metavar="GLOB"
     )
+    adapter_names: tuple[str, ...] = option(
+        (),
+        "Read OLD in the adapter's names, one or more parts between dots, as NEW. May be given several times.",
+        name="--rename",
+        metavar="OLD=NEW",
+    )
     tokenizer_of: str | None = option(
         None,
         "The tokenizer and chat template that OUT gets.",
@@ -588,6 +594,7 @@ class ModelOptions(TailorOptions):
         None, "If CKPT has a LoRA without a configuration: scale it by A divided by its rank.", metavar="A",
         check=_check_finite,
     )  # fmt: skip
+    strict: bool = option(False, "Refuse a model whose weights are not those of its architecture.")
 
 
 @dataclass(frozen=True, kw_only=True)

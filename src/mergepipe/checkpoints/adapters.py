@@ -62,6 +62,7 @@ _FEWEST_PARTS = 2  # what is left of a name after its prefix is gone must still 
 _MOST_CANDIDATES = 500
 _TASK_HEAD = re.compile(r"(?:^|\.)(?:score|classifier|classification_head|qa_outputs|v_head|reward_head)\.")
 _TIED_KEY = "tie_word_embeddings"
+_RENAME_HINT = "--rename OLD=NEW reads parts of its names as the base has them"
 
 
 def _mismatch(where: object, message: str, hint: str = "") -> MergePipeError:
@@ -96,7 +97,8 @@ def base_names(
         elif name not in optional:
             candidates = [base_name for base_name in base if base_name.rpartition(".")[2] == name.rpartition(".")[2]]
             message = f"{shown(name)} has no counterpart in the base"
-            raise _mismatch(where, message, did_you_mean(name, candidates[:_MOST_CANDIDATES]))
+            similar = did_you_mean(name, candidates[:_MOST_CANDIDATES])
+            raise _mismatch(where, message, f"{similar} {_RENAME_HINT}".strip())
     return renamed
 
 
@@ -146,14 +148,20 @@ def _prefix_change(names: Sequence[str], base: Collection[str], where: object) -
 # --- open an adapter as a checkpoint of deltas against a base ---
 
 
-def open_adapter(store: Store, path: Location, base: Checkpoint, allow_unapplied: Sequence[str] = ()) -> Checkpoint:
+def open_adapter(
+    store: Store,
+    path: Location,
+    base: Checkpoint,
+    allow_unapplied: Sequence[str] = (),
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> Checkpoint:
     """Open the adapter in the directory `path`; its tensors are named like the `base` tensors they change.
 
     Deltas are computed when they are fetched. Weights that the adapter stores in full (`modules_to_save`, biases) are
     stored tensors. What it does not touch is absent. What the base lacks is an error, unless a pattern of
-    `allow_unapplied` has it. No tensor byte is read.
+    `allow_unapplied` has it. Parts of the adapter's names are changed by `names`. No tensor byte is read.
     """
-    adapter = read_adapter(store, path)
+    adapter = read_adapter(store, path).renamed(names)
     if adapter.config.kind == KOHYA:
         message = "its names are Kohya's, which do not identify the tensors of the base"
         raise unsupported_adapter(path, message, "merge such adapters with `mergepipe lora merge`")
@@ -254,12 +262,12 @@ def is_same_weight(name: str, other: str) -> bool:
     return f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}")
 
 
-def with_own_head(store: Store, weights: Checkpoint, adapter: Location) -> Checkpoint:
+def with_own_head(store: Store, weights: Checkpoint, adapter: Location, names: Mapping[str, str]) -> Checkpoint:
     """Give `weights` an output head of its own, equal to the embedding, where `adapter` changes only one of the two.
 
     In training one of them stayed as it was, though the model stores one tensor for both. Trained tokens change both.
     """
-    stored = read_adapter(store, adapter)
+    stored = read_adapter(store, adapter).renamed(names)
     changed = [*(f"{module}.weight" for module in stored.modules), *stored.full]
     tied = tied_head(store, weights)
     if tied is None or stored.config.keeps_tied:

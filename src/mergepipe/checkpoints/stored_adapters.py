@@ -32,7 +32,7 @@ from mergepipe.checkpoints.open_files import decoded
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
+from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, FileId, Store, is_folder
 from mergepipe.storage.location import Location
 
@@ -102,6 +102,7 @@ class AdapterConfig:
     kind: str = "LORA"  # a key of `_ALPHAS`, or MLX: transposed factors; KOHYA: flattened names, ranks of the tensors
     base: str = ""  # the model that it was trained on, as the configuration names it
     layers: tuple[tuple[int, int], ...] = ()  # layer_replication: the ranges of layers that the model was made of
+    names: Mapping[str, str] = field(default_factory=dict)  # of modules under other names: the one in training
 
     def rank_of(self, module: str) -> int:
         """The rank of one module's factors; LoHa multiplies two products of the configured one."""
@@ -110,6 +111,7 @@ class AdapterConfig:
 
     def _value(self, stated: Mapping[str, T], module: str, default: T) -> T:
         """Return what is stated of a module: by the first pattern that matches the end of its name at a dot."""
+        module = self.names.get(module, module)
         if self.kind in (KOHYA, ADALORA):
             return stated.get(module, default)
         try:
@@ -379,6 +381,45 @@ class StoredAdapter:
     def saved_modules(self) -> tuple[str, ...]:
         """The modules that are stored in full."""
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.full))
+
+    def renamed(self, names: Mapping[str, str]) -> StoredAdapter:
+        """Return the adapter with parts of its names changed, one after the other; ranks and alphas stay as they were.
+
+        Raises:
+            MergePipeError: two names become one.
+        """
+        if not names:
+            return self
+        config = replace(
+            self.config,
+            parameters=tuple(_with_parts(text, names) for text in self.config.parameters),
+            tokens=self._under(self.config.tokens, names),
+            names={_with_parts(module, names): module for module in self.modules},
+        )
+        return replace(
+            self, config=config, modules=self._under(self.modules, names), full=self._under(self.full, names),
+            copies=self._under(self.copies, names), tokens=self._under(self.tokens, names),
+            gains=self._under(self.gains, names),
+        )  # fmt: skip
+
+    def _under(self, values: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
+        """Return what is stored under names whose parts are changed."""
+        renamed: dict[str, T] = {}
+        for name, value in values.items():
+            other = _with_parts(name, names)
+            if other in renamed:
+                message = f"{shown(name)} and another name of it both become {shown(other)}"
+                raise MismatchError.of("adapter.mismatch", self.path, message, "rename longer parts of its names")
+            renamed[other] = value
+        return renamed
+
+
+def _with_parts(name: str, names: Mapping[str, str]) -> str:
+    """Change parts of a dotted name, each of them one or more words between dots."""
+    dotted = f".{name}."
+    for part, other in names.items():
+        dotted = dotted.replace(f".{part}.", f".{other}." if other else ".")
+    return dotted.strip(".")
 
 
 def read_adapter(store: Store, path: Location) -> StoredAdapter:

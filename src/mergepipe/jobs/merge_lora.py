@@ -27,7 +27,7 @@ from mergepipe.core.flags import public_call, several
 from mergepipe.core.outcome import private_outputs
 from mergepipe.core.strict_json import shown
 from mergepipe.core.units import format_percent, one_of
-from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError, invalid_option
 from mergepipe.jobs.load import load_file
 from mergepipe.jobs.merge import merge, run_merge
 from mergepipe.operators.registry import operator_named, operator_specs
@@ -106,6 +106,8 @@ def apply_lora(
     recipe = apply_recipe(str(base), [str(adapter) for adapter in several(adapters)], made.weights, made.dtype)
     if made.tokenizer_of is not None:
         recipe["adapter_tokenizer"] = made.tokenizer_of
+    if made.adapter_names:
+        recipe["adapter_names"] = dict(map(_renaming, made.adapter_names))
     memory_bytes = made.memory_bytes or min(APPLY_MEMORY_BYTES, default_memory_bytes())
     merging = made.common(MergeOptions, allow_dropped=made.allow_unapplied, memory_bytes=memory_bytes)
     try:
@@ -113,6 +115,14 @@ def apply_lora(
     except MergePipeError as error:  # the lines of a recipe that nobody wrote tell nothing
         problems = (replace(problem, where=_RECIPE_LINE.sub("", problem.where)) for problem in error.problems)
         raise type(error)(*problems) from error
+
+
+def _renaming(text: str) -> tuple[str, str]:
+    """Return the two names in `OLD=NEW`."""
+    part, sign, other = text.partition("=")
+    if not sign or not part.strip("."):
+        raise invalid_option("--rename", f"{text!r} is not OLD=NEW", "write a part of a name, and what the base has")
+    return part, other
 
 
 @public_call(MergeLoraOptions)

@@ -211,7 +211,8 @@ class Recipe:
     `modules` is not empty. `name` is what other documents of the same file call the result. `keeps_dtypes`: the dtype
     is `auto`, so that every tensor keeps the base's; `is_like_base`: weights are stored as FP8 like the base's.
     `notices` are those of all documents of the file. `adapter_tokenizer`: whether the output gets the tokenizer of the
-    `base` or the one next to the `adapter`; the latter where it fits, if nothing is stated.
+    `base` or the one next to the `adapter`; the latter where it fits, if nothing is stated. `adapter_names`: parts of
+    the names in adapters, with what the base calls them.
     """
 
     path: Location
@@ -227,6 +228,7 @@ class Recipe:
     tokenizer: TokenizerRequest | None = None
     chat_template: str | None = None
     adapter_tokenizer: str | None = None
+    adapter_names: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
     keeps_dtypes: bool = False
     is_like_base: bool = False

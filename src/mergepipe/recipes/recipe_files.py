@@ -200,6 +200,7 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
     return replace(
         recipe, tokenizer=tokenizer, chat_template=template, name=name, is_like_base=root.get("out_dtype") == LIKE_BASE,
         keeps_dtypes=AUTO in (root.get("out_dtype"), root.get("dtype")), adapter_tokenizer=adapter_tokenizer,
+        adapter_names=_adapter_names(reader, root.get("adapter_names")),
     )  # fmt: skip
 
 
@@ -210,6 +211,17 @@ def _adapter_tokenizer(reader: DocumentReader, value: Value) -> str | None:
     if value is not None:
         reader.wrong_kind(value, ("adapter_tokenizer",), "base or adapter")
     return None
+
+
+def _adapter_names(reader: DocumentReader, value: Value) -> dict[str, str]:
+    """Return the parts of the names in adapters that the base has other names for, in order."""
+    names: dict[str, str] = {}
+    for part, other in (reader.mapping(value, ("adapter_names",)) or {}).items():
+        if isinstance(other, str) and part.strip("."):
+            names[part] = other
+        else:
+            reader.wrong_kind(other, ("adapter_names", part), "the name that the base has, as text")
+    return names
 
 
 def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | None:

@@ -13,6 +13,7 @@ from blake3 import blake3
 import mergepipe
 from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.adapters import TIED_HEAD, apply_adapter, count_scaled_by_0, open_adapter, with_own_head
+from mergepipe.checkpoints.architecture_names import name_problems
 from mergepipe.checkpoints.architectures import architecture_of
 from mergepipe.checkpoints.codes import CodedTensor, Requantised
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
@@ -24,6 +25,7 @@ from mergepipe.checkpoints.directory import (
     names_shown,
     open_checkpoint,
     open_packed_expert,
+    parse_config,
     require_text_path,
 )
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
@@ -33,6 +35,7 @@ from mergepipe.checkpoints.stacked_experts import in_layout_of
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.blocks import DTypeKind, element_count
 from mergepipe.core.outcome import DroppedTensor, Notice, notice_at, told_once
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import plural
 from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
 from mergepipe.options import OutputOptions, PathStyle, RecipeOptions
@@ -64,32 +67,41 @@ def open_model(
     *,
     as_weights: bool = False,
     allow_unapplied: Sequence[str] = (),
+    adapter_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Checkpoint:
     """Open one model of a recipe; reads headers and configurations, and a few samples of a delta's base.
 
     `base` is what deltas and adapters are taken against and whose layout of fused tensors is followed; None for the
     base itself, which must be full weights. An adapter that is applied to the base is taken for its differences alone,
     unless `as_weights`. What it changes and its base lacks is an error unless a pattern of `allow_unapplied` has it.
+    `adapter_names` are parts of its names, with what the base calls them.
     """
     for path in (model.path, model.adapter):
         if path is not None:
             require_text_path(path)
     if model.adapter is None:
-        return _open(store, model.path, base, is_delta=model.is_delta)
+        return _open(store, model.path, base, adapter_names, is_delta=model.is_delta)
     is_same = base is not None and not as_weights and _is_same(store, model.path, base)
     if base is not None and is_same and not any(isinstance(tensor, Adapted) for tensor in base.tensors.values()):
-        return open_adapter(store, model.adapter, base, allow_unapplied)
+        return open_adapter(store, model.adapter, base, allow_unapplied, adapter_names)
     weights = _open(store, model.path, base)
     if weights.kind is not CheckpointKind.FULL:
         raise UnsupportedError.of(
             "model.unsupported", model.path, "holds differences from a base; an adapter applies to weights only"
         )
     if as_weights or base is None:
-        weights = with_own_head(store, weights, model.adapter)
-    return apply_adapter(weights, open_adapter(store, model.adapter, weights, allow_unapplied))
+        weights = with_own_head(store, weights, model.adapter, adapter_names)
+    return apply_adapter(weights, open_adapter(store, model.adapter, weights, allow_unapplied, adapter_names))
 
 
-def _open(store: Store, path: Location, base: Checkpoint | None, *, is_delta: bool = False) -> Checkpoint:
+def _open(
+    store: Store,
+    path: Location,
+    base: Checkpoint | None,
+    adapter_names: Mapping[str, str] = MappingProxyType({}),
+    *,
+    is_delta: bool = False,
+) -> Checkpoint:
     """Open what lies at one path; `is_delta`: plain weights there are differences."""
     if is_packed(store, path):
         if base is not None and base.quantisation:
@@ -107,9 +119,9 @@ def _open(store: Store, path: Location, base: Checkpoint | None, *, is_delta: bo
                 "merge the weights that are saved after training is resumed from it",
             )  # fmt: skip
         if is_adapter(names):
-            return open_adapter(store, path, _required(base, path, "an adapter"))
+            return open_adapter(store, path, _required(base, path, "an adapter"), names=adapter_names)
     elif path.name in ADAPTER_NAMES:
-        return open_adapter(store, path.parent, _required(base, path, "an adapter"))
+        return open_adapter(store, path.parent, _required(base, path, "an adapter"), names=adapter_names)
     opened = dequantised(store, open_checkpoint(store, path))
     if is_delta:
         _required(base, path, "a delta")
@@ -381,7 +393,10 @@ def _opened(
     def open_named(model: ModelInput, base: Checkpoint | None, *, as_weights: bool = False) -> Checkpoint:
         """Open a model as `open_model`; errors name the line of the recipe too."""
         try:
-            return open_model(store, model, base, as_weights=as_weights, allow_unapplied=allow_dropped)
+            return open_model(
+                store, model, base, as_weights=as_weights, allow_unapplied=allow_dropped,
+                adapter_names=recipe.adapter_names,
+            )  # fmt: skip
         except MergePipeError as error:
             located = (replace(problem, where=f"{model.where}: {problem.where}") for problem in error.problems)
             raise type(error)(*located) from error
@@ -463,12 +478,27 @@ def _opened(
         for model, checkpoint in zip(models, checkpoints, strict=True)
         if checkpoint.is_untied and architecture_of(TokenizerFiles(checkpoint, store).document(CONFIG_NAME)) is None
     ]  # fmt: skip
+    config = TokenizerFiles(base, store).document(CONFIG_NAME)
+    unlike = [
+        notice_at("recipe.unclear", f"'{models[0].text}'", text, changes_result=True)
+        for text in _name_notices(recipe, config, resolution)
+    ]
     tokenizer, of_tokenizer = choose_tokenizer(recipe, base, resolution.tasks, store)
-    of_models = (*coded, *idle, *ignored, *guessed, *of_tokenizer)
+    of_models = (*coded, *idle, *ignored, *guessed, *unlike, *of_tokenizer)
     notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens, *of_models)))
     if strictness.strict:
         refuse_notices(notices)
     return Inputs(recipe, checkpoints, resolution, alignment, parts, notices, tokenizer=tokenizer)
+
+
+def _name_notices(recipe: Recipe, config: dict[str, JsonValue], resolution: Resolution) -> list[str]:
+    """List notices about weights that the output's architecture has and the output not, and the other way round."""
+    if recipe.mixture is not None:
+        from mergepipe.recipes.mixture import mixture_config
+
+        config = parse_config(mixture_config(config, recipe.mixture, recipe.path.name), recipe.path)
+    problems = name_problems(config, [task.name for task in resolution.tasks])
+    return [] if problems is None else problems.texts()
 
 
 def _vocabulary_notices(
