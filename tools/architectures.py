@@ -26,10 +26,13 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from mergepipe.checkpoints.architecture_names import NameProblems, class_names, name_problems
 from mergepipe.checkpoints.architectures import with_beginning
 from mergepipe.recipes.layer_options import RULES, Entries, LayerRule
+from tools.architecture_names import entry_of, kinds_of_names
 
 TABLE = Path(__file__).parent.parent / "src" / "mergepipe" / "checkpoints" / "architectures.json"
+NAMES = TABLE.with_name("architecture_names.json")
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ")
 N_LAYERS = 4
 MOST_ELEMENTS = 4_000_000
@@ -92,6 +95,11 @@ def small_options(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def built(model_type: str, name: str, changes: Mapping[str, Any] | None = None) -> Any:
     """Return the model of a class without values: small, or as large as it is by default where that is refused."""
+    return maker(model_type, name, changes)[0]
+
+
+def maker(model_type: str, name: str, changes: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+    """Return a model as `built`, and a function that makes such a model with further options changed."""
     config_class = CONFIG_MAPPING[model_type]
     model_class = getattr(transformers, name)
     own_class = getattr(model_class, "config_class", None) or config_class
@@ -103,10 +111,45 @@ def built(model_type: str, name: str, changes: Mapping[str, Any] | None = None) 
             try:
                 config = fitting(**{**options, **(changes or {})})
                 with torch.device("meta"):
-                    return model_class._from_config(config)
+                    model = model_class._from_config(config)
+                accepted = {**options, **(changes or {})}
+                return model, lambda more, fitting=fitting, accepted=accepted: model_class._from_config(
+                    fitting(**with_sections(accepted, more))
+                )
             except Exception as error:  # any refusal of a size
                 last_error = error
     raise last_error
+
+
+def with_sections(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Change options, section by section."""
+    changed = dict(options)
+    for key, value in changes.items():
+        is_section = isinstance(value, dict) and isinstance(changed.get(key), dict)
+        changed[key] = with_sections(changed[key], value) if is_section else value
+    return changed
+
+
+def names_entry(model_type: str, name: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what the table of names says of a class of which the `facts` are known; None where it is left out."""
+    model, make = maker(model_type, name)
+    kinds = kinds_of_names(make, tied_weights, model.config.to_dict())
+    entry = entry_of(kinds, model, get_model_conversion_mapping(model, add_legacy=False))
+    if entry is None:
+        return None
+    head = facts.get("head")
+    stated = {"head": head} if head in facts.get("untied", {}) else {}
+    return {"types": facts["types"], **stated, **entry}
+
+
+def is_quiet(model_type: str, name: str) -> bool:
+    """Whether the table in the package finds nothing wrong with what a class saves, in both layouts."""
+    model = built(model_type, name)
+    state = {key: value for key, value in model.state_dict().items() if key not in tied_weights(model)}
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    config = {**model.config.to_dict(), "architectures": [name], "model_type": model_type}
+    layouts = (state, revert_weight_conversion(model, state))
+    return all(name_problems(config, [*names]) == NameProblems() for names in layouts)
 
 
 def tied_weights(model: Any) -> dict[str, str]:
@@ -296,12 +339,45 @@ def table_text(table: Mapping[str, Any]) -> str:
     return "{" + ",\n".join(lines) + "}\n"
 
 
+def write_names(architectures: Mapping[str, Any], release: str) -> None:
+    """Write the table of names, without classes that it would be wrong about."""
+    entries: dict[str, Any] = {}
+    for key, facts in architectures.items():
+        try:
+            entry = names_entry(facts["types"][0], key.partition("@")[0], facts)
+        except Exception:  # one class that cannot be built with options changed
+            continue
+        if entry is not None:
+            entries[key] = entry
+    NAMES.write_text(names_text(entries, release), encoding="utf-8")
+    class_names.cache_clear()
+    quiet: dict[str, Any] = {}
+    for key, entry in entries.items():
+        try:
+            is_right = is_quiet(entry["types"][0], key.partition("@")[0])
+        except Exception:  # a conversion that needs values
+            continue
+        if is_right:
+            quiet[key] = entry
+    NAMES.write_text(names_text(quiet, release), encoding="utf-8")
+
+
+def names_text(entries: Mapping[str, Any], release: str) -> str:
+    """Write one class a line, so that a reader parses the one it needs."""
+    lines = []
+    for key, entry in entries.items():
+        lines.append(f"{json.dumps(key)}: {json.dumps(entry, separators=(',', ':'))}")
+    head = f'{{\n"transformers": {json.dumps(release)},\n"architectures": {{\n'
+    return head + ",\n".join(lines) + "\n}\n}\n"
+
+
 def main() -> None:
     """Write the table."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     table, failed = table_of(architectures())
     TABLE.write_text(table_text(table), encoding="utf-8")
+    write_names(table["architectures"], table["transformers"])
     print(f"{len(table['architectures'])} classes of transformers {transformers.__version__}, {len(failed)} not built:")
     for name, reason in failed.items():
         print(f"  {name}: {reason}")

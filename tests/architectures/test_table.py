@@ -12,6 +12,7 @@ from mergepipe.checkpoints.architectures import TABLE_NAME, architecture_of, lay
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers
 TABLE: dict[str, Any] = json.loads(files("mergepipe.checkpoints").joinpath(TABLE_NAME).read_text(encoding="utf-8"))
+FEW_NAMES = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "BambaForCausalLM", "BertForMaskedLM")
 FEW = ("BertForMaskedLM", "GraniteMoeForCausalLM", "MambaForCausalLM", "LlamaForCausalLM@exaone")
 
 
@@ -29,6 +30,19 @@ def test_the_table__says_what_a_class_does(name: str) -> None:
     for model_type in entry["types"][:1]:
         facts = facts_of(model_type, name.partition("@")[0])
         assert {**facts, "types": entry["types"]} == {**entry, "type": model_type}
+
+
+@pytest.mark.parametrize("key", FEW_NAMES)
+def test_the_table_of_names__says_what_a_class_has(key: str) -> None:
+    from tools.architectures import is_quiet, names_entry
+
+    content = files("mergepipe.checkpoints").joinpath("architecture_names.json").read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(content)
+    assert table["transformers"] == TABLE["transformers"]
+    facts = TABLE["architectures"][key]
+    entry = json.loads(json.dumps(names_entry(facts["types"][0], key, facts)))
+    assert entry == table["architectures"][key]
+    assert is_quiet(facts["types"][0], key)
 
 
 def test_the_table__says_what_types_read_of_single_layers() -> None:

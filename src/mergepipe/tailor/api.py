@@ -138,6 +138,7 @@ def _request(checkpoints: Sequence[str | Path], options: AverageOptions) -> Aver
         None if options.config is None else absolute(options.config),
         None if options.adapter_config is None else absolute(options.adapter_config),
         options.lora_alpha,
+        is_strict=options.strict,
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mergepipe
+from mergepipe.checkpoints.architecture_names import name_problems
 from mergepipe.checkpoints.directory import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAMES,
@@ -259,8 +260,24 @@ class Averaging:
         notices = [f"{path} is skipped: it is a composite made by `mergepipe tailor`" for path in self.left_out]
         if self.notice and self.request.is_model:
             notices.append(self.notice)
+        notices += self._name_notices()
         ordered = tuple(sorted(files, key=lambda plan: plan.name))
         return CompositionPlan(self.assignment, steps, (), ordered, tuple(notices))
+
+    def _name_notices(self) -> list[str]:
+        """List how a model's weights differ from those of its architecture.
+
+        Raises:
+            MergePipeError: they differ, and the request is strict.
+        """
+        if not self.request.is_model or self.request.is_adapter:
+            return []
+        config = read_config(self.store, self.request.config or self.newest.lender or self.newest.path)
+        problems = name_problems(config, self.views)
+        texts = [] if problems is None else problems.texts()
+        if texts and self.request.is_strict:
+            raise mismatched(self.newest.path, "; ".join(texts), "without --strict this is a warning")
+        return texts
 
     def job(self, text: str, out: Location) -> Job:
         """Describe the average that is written at `out`, with the recipe `text`."""

@@ -313,7 +313,8 @@ class AverageRequest:
     `weights` are a scheme's name or one number a checkpoint, in the order given. `alpha` is for `ema`; None is the
     default. `dtype` and `config` (which lends configuration and tokenizer) are
     for models; None is what the newest has. What a checkpoint's adapter is scaled by is in `adapter_config`, else
-    `lora_alpha` over its rank. With `is_adapter` the adapter of one checkpoint is written, and no model.
+    `lora_alpha` over its rank. With `is_adapter` the adapter of one checkpoint is written, and no model. With
+    `is_strict` a model whose weights are not those of its architecture is refused.
     """
 
     checkpoints: tuple[Location, ...]
@@ -325,6 +326,7 @@ class AverageRequest:
     adapter_config: Location | None = None
     lora_alpha: float | None = None
     is_adapter: bool = False
+    is_strict: bool = False
 
     @property
     def is_model(self) -> bool:
