@@ -53,7 +53,7 @@ def in_files(name: str) -> str:
 def test_apply_lora__renames_parts_of_the_names_of_an_adapter(folder: Path) -> None:
     import torch
 
-    with pytest.raises(MismatchError, match="--rename OLD=NEW"):
+    with pytest.raises(MismatchError, match="OLD=NEW reads parts of its names"):
         apply_lora(folder / "base", [folder / "adapter"], folder / "out", catalog=False)
     report = apply_lora(folder / "base", [folder / "adapter"], folder / "out", catalog=False, adapter_names=RENAME)
     assert [(account.adapted_modules, account.applied_modules) for account in report.adapters] == [(9, 9)]
