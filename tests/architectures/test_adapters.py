@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mergepipe import apply_lora
-from support.architectures import loaded
+from support.architectures import adapted, loaded, small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and PEFT
 RENAMED = {
@@ -24,43 +23,6 @@ RENAMED = {
     "MixtralForCausalLM": "mixtral",
     "LlamaForCausalLM": "exaone",
 }
-
-
-def small_model(name: str, model_type: str) -> Any:
-    """Return a small model of a class with random values."""
-    import torch
-    import transformers
-    from tools.architectures import built
-
-    torch.manual_seed(0)
-    config = built(model_type, name).config
-    model = getattr(transformers, name)._from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        parameter.data = 0.1 * torch.randn_like(parameter)
-    return model.eval()
-
-
-def adapted(model: Any) -> Any:
-    """Return the model with a LoRA of every linear layer and of fused experts, whose factors are random."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-
-    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    experts = {
-        name.split(".", 3)[-1]
-        for name, parameter in model.named_parameters()
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and parameter.dim() == 3
-    }
-    head = {
-        name.rpartition(".")[2] for name, module in model.named_modules() if module is model.get_output_embeddings()
-    }
-    options = {"target_modules": sorted(linear - head), "target_parameters": sorted(experts) or None}
-    made = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, **options))
-    draw = torch.Generator().manual_seed(1)
-    for parameter in made.parameters():
-        if parameter.requires_grad:
-            parameter.data = 0.1 * torch.randn(parameter.shape, generator=draw)
-    return made.eval()
 
 
 @pytest.mark.parametrize("name", RENAMED)

@@ -91,6 +91,26 @@ def mxfp4(seed: int) -> tuple[Tensors, NDArray[np.float64]]:
     return {"l.weight_packed": pairs, "l.weight_scale": scales}, E2M1[codes] * 2.0 ** (spread(scales, 32) - 127)
 
 
+def exponents(seed: int, *shape: int) -> NDArray[Any]:
+    """Scales that are powers of two."""
+    return (codes_of(seed, 20, *shape) + 110).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
+
+
+def deepseek_experts(seed: int) -> tuple[Tensors, NDArray[np.float64]]:
+    """What DeepSeek-V4 stores of experts."""
+    codes, scales = codes_of(seed, 16, ROWS, COLUMNS), exponents(seed + 1, ROWS, COLUMNS // 32)
+    pairs = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8).view(np.int8)
+    return {"l.weight": pairs, "l.scale": scales}, E2M1[codes] * spread(scales, 32)
+
+
+def deepseek_blocks(seed: int) -> tuple[Tensors, NDArray[np.float64]]:
+    """What DeepSeek-V4 stores of other matrices: a scale for each block of 128 rows and columns, the last one cut."""
+    values = np.random.default_rng(seed).normal(size=(ROWS, COLUMNS)) * 40
+    codes, scales = values.astype(ml_dtypes.float8_e4m3fn), exponents(seed + 1, -(-ROWS // 128), COLUMNS // 128)
+    of_rows = np.repeat(scales.astype(np.float64), 128, axis=0)[:ROWS]
+    return {"l.weight": codes, "l.scale": scales}, codes.astype(np.float64) * spread(of_rows, 128)
+
+
 def gptq(seed: int, n_bits: int = 4, *, is_in_order: bool = False) -> tuple[Tensors, NDArray[np.float64]]:
     most, groups = 1 << n_bits, COLUMNS // GROUP
     codes, zeros = codes_of(seed, most, COLUMNS, ROWS), codes_of(seed + 1, most - 1, groups, ROWS)
@@ -151,6 +171,8 @@ SCHEMES: Mapping[str, Callable[[int], tuple[Tensors, NDArray[np.float64]]]] = {
     "NVFP4": nvfp4,
     "NVFP4, of ModelOpt": modelopt,
     "MXFP4": mxfp4,
+    "MXFP4, of DeepSeek-V4": deepseek_experts,
+    "FP8 with scales that are powers of two, of DeepSeek-V4": deepseek_blocks,
     "GPTQ of 4 bits": gptq,
     "GPTQ of 4 bits, no order named": lambda seed: gptq(seed, is_in_order=True),  # of auto-round
     "GPTQ of 3 bits": lambda seed: gptq(seed, 3),

@@ -721,6 +721,13 @@ class _Place:
     row: int = 0
 
 
+def _ending(layer: str) -> str:
+    """Return the name of a layer from the word before its first number on: `layers.3`."""
+    words = layer.split(".")
+    first = next((place for place, word in enumerate(words) if word.isdigit()), 1)
+    return ".".join(words[max(0, first - 1) :])
+
+
 class _BaseExperts:
     """The matrices of a base's experts, whichever way it stores them."""
 
@@ -740,15 +747,22 @@ class _BaseExperts:
         """Whether there are all matrices that a name of the other layout stands for."""
         return bool(self.places(name))
 
+    def _base_layer(self, layer: str) -> str:
+        """Return the base's name of a layer, where only what precedes its number may differ; the name if none fits."""
+        if layer in self._of_layer:
+            return layer
+        fitting = [other for other in self._of_layer if _ending(other) == _ending(layer)]
+        return fitting[0] if len(fitting) == 1 else layer
+
     def places(self, name: str) -> list[_Place]:
         """List the matrices of a name, expert by expert; none where one is missing."""
         fused = fused_name(name)
         if fused is None:
-            pieces = list(pieces_of(name, ()))
+            pieces = [replace(piece, layer=self._base_layer(piece.layer)) for piece in pieces_of(name, ())]
         else:
-            layer, roles = fused
+            layer = self._base_layer(fused[0])
             experts = sorted(self._of_layer.get(layer, ()))
-            pieces = [Piece(layer, expert, role) for expert in experts for role in roles]
+            pieces = [Piece(layer, expert, role) for expert in experts for role in fused[1]]
         if not all(piece in self._places for piece in pieces):
             return []
         placed, row = [], 0

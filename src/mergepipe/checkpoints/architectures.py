@@ -52,8 +52,15 @@ class Architecture:
     renamed: Mapping[str, str]
 
     def stored_name(self, name: str, tensors: Collection[str]) -> str | None:
-        """Return the name that a weight has among `tensors`: its own, or the one that loading changes to it."""
-        for candidate in (name, self.name_in_files(name)):
+        """Return the name that a weight has among `tensors`: its own, or the one that loading changes to it.
+
+        Names that loading changes may lack the word that all names of the model without its head begin with.
+        """
+        in_files = self.name_in_files(name)
+        candidates = [name, in_files]
+        if in_files != name and self.embedding is not None:
+            candidates.append(in_files.removeprefix(f"{self.embedding.partition('.')[0]}."))
+        for candidate in candidates:
             if candidate in tensors:
                 return candidate
         return None

@@ -114,12 +114,18 @@ def _nibbles(raw: NDArray[np.uint8], values: NDArray[np.float32], *, high_first:
     return np.ascontiguousarray(pairs[raw].reshape(*raw.shape[:-1], -1))
 
 
+U8_EXPONENTS = -1
+E8M0_EXPONENTS = -2
+"""What stands for the kernel code of scales that are exponents of powers of two: bytes, or a dtype of their own."""
+_POWERS_OF_TWO = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.inf)).astype(np.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class ScaledFP8(Scheme):
     """FP8 codes times scales: one for all, one for each row, or one for each block of rows and columns.
 
-    `float32(code) * float32(scale)`: transformers and compressed-tensors. Stored: codes, scales; without a
-    `scale_kernel` (-1) these are exponents of powers of two, as in MXFP8.
+    `float32(code) * float32(scale)`: transformers and compressed-tensors. Stored: codes, scales, which `scale_kernel`
+    says how to read.
     """
 
     block: tuple[int, int]
@@ -136,9 +142,7 @@ class ScaledFP8(Scheme):
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         values = decoded(raw[0], self.code_kernel).reshape(-1, self.columns)
-        has_exponents = self.scale_kernel < 0
-        scales = _powers_of_two(raw[1]) if has_exponents else decoded(raw[1], self.scale_kernel)
-        scales = scales.reshape(-1, self._groups)
+        scales = _scales(raw[1], self.scale_kernel).reshape(-1, self._groups)
         of_row = np.arange(rows.start, rows.stop) // self.block[0] - rows.start // self.block[0]
         return _times(values, scales[of_row], self.block[1])
 
@@ -329,10 +333,12 @@ class PackedFP4(Scheme):
     """Numbers of 4 bits (E2M1), two in a byte, times a scale for each group of columns of a row.
 
     NVFP4: FP8 scales, divided by one for all, or (`multiplies`, ModelOpt) times that. MXFP4: scales that are powers of
-    two. Stored: codes, scales, and for NVFP4 the one for all, whose dtype has the code `of_all_kernel`.
+    two. Stored: codes, scales, which `scale_kernel` says how to read, and for NVFP4 the one for all, whose dtype has
+    the code `of_all_kernel`.
     """
 
     groups: int
+    scale_kernel: int
     of_all_kernel: int = -1
     multiplies: bool = False
 
@@ -341,10 +347,9 @@ class PackedFP4(Scheme):
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         values = _nibbles(raw[0], _E2M1).reshape(-1, self.columns)
-        scales = _powers_of_two(raw[1])
+        scales = _scales(raw[1], self.scale_kernel)
         if len(raw) > 2:
             of_all = decoded(raw[2], self.of_all_kernel)[0]
-            scales = decoded(raw[1], F8_E4M3.kernel_code)
             scales = scales * of_all if self.multiplies else scales / of_all
         return _times(values, scales.reshape(-1, self.groups), self.columns // self.groups)
 
@@ -369,7 +374,7 @@ class StackedMXFP4(Scheme):
             last = min(self.n_inputs, first + rows.stop - at)
             start, stop = first // 32, -(-last // 32)
             values = _nibbles(codes[expert, :, start * 16 : stop * 16], _E2M1)
-            _times(values, _powers_of_two(scales[expert, :, start:stop]), 32)
+            _times(values, _scales(scales[expert, :, start:stop], U8_EXPONENTS), 32)
             done = at - rows.start
             out[done : done + last - first] = values[:, first - start * 32 : last - start * 32].T
             at += last - first
@@ -470,8 +475,17 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def _powers_of_two(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
-    return np.asarray(np.ldexp(np.float32(1), exponents.astype(np.int32) - 127), np.float32)
+def _scales(raw: NDArray[np.uint8], kernel: int) -> NDArray[np.float32]:
+    """Decode scales: floating point, or exponents of powers of two, as torch does.
+
+    The last exponent is too large for float32 where it is a byte, and a NaN in the dtype.
+    """
+    if kernel >= 0:
+        return decoded(raw, kernel)
+    powers = _POWERS_OF_TWO[raw]
+    if kernel == E8M0_EXPONENTS:
+        powers[raw == 255] = np.nan
+    return powers
 
 
 def codes_in_words(n_bits: int) -> tuple[int, int]:

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.codes import (
+    E8M0_EXPONENTS,
+    U8_EXPONENTS,
     BitsAndBytes4,
     BitsAndBytes8,
     CodedTensor,
@@ -50,11 +52,13 @@ _CODES = (
 )
 # Scales say so only beside a tensor that is not plain floating point: `X.weight_scale` beside `X.weight`, or
 # `X_scales` beside `X`.
-_SCALE = re.compile(r"(.+?)(\.weight)?[._](scale|scales|scale_inv|scale_2|zero_point)")
+_SCALE = re.compile(r"(.+?)(\.weight)?[._](scale|scales|scale_inv|scale_2|zero_point|qscale_weight)")
 _FP8 = (F8_E4M3, F8_E5M2)
 _FLOATS = (BF16.name, F16.name, F32.name, F64.name)  # of scales: the libraries multiply by any of them
-_EXPONENTS = ("U8", "F8_E8M0")  # of powers of two
-_ACTIVATION_SCALES = re.compile(r"(.+)\.(input_scale|input_global_scale|output_scale|activation_scale|[kqv]_scale)")
+_EXPONENTS = {"U8": U8_EXPONENTS, "F8_E8M0": E8M0_EXPONENTS}  # of powers of two
+_ACTIVATION_SCALES = re.compile(
+    r"(.+)\.(input_scale|input_global_scale|output_scale|activation_scale|qscale_act|[kqv]_scale)"
+)
 _MOST_STATE_BYTES = 1 << 16  # of the description of one weight of bitsandbytes
 _BLOCK = 128  # rows and columns of a block, unless the configuration says otherwise
 
@@ -143,8 +147,8 @@ class _Finder:
             self._bits_and_bytes_4(stem.removesuffix(".quant_state"), name)
         elif name.endswith("_blocks"):
             self._stacked(name.removesuffix("_blocks"))
-        elif ending in ("weight_scale", "weight_scale_inv"):
-            self._fp8(stem, name)
+        elif ending in ("weight_scale", "weight_scale_inv", "scale", "qscale_weight"):
+            self._scaled(stem, name)
         elif ending == MASK_BITS and self._checkpoint.tensors[name].dtype.name == "U8":
             stored = self._entries(name)
             shape = (*stored[0].shape[:-1], 8 * math.prod(stored[0].shape[-1:]))
@@ -176,31 +180,58 @@ class _Finder:
             self._stated = _quantization_configs(self._store, self._checkpoint)
         return self._stated[component_of(name, self._checkpoint.components)]
 
-    def _fp8(self, stem: str, name: str) -> None:
+    def _scaled(self, stem: str, name: str) -> None:
         parts = self._entries(f"{stem}.weight", name)
         if not parts or len(parts[0].shape) != 2:
             return
         codes, scales = parts
-        of_all = self._entries(f"{stem}.weight_scale_2")
-        if of_all and codes.dtype.name == "U8" and scales.dtype == F8_E4M3:
-            rows, columns = codes.shape
-            fp4 = PackedFP4(2 * columns, columns // 8, of_all[0].kernel_code, multiplies=True)
-            tensor = CodedTensor(codes.name, (rows, 2 * columns), (*parts, *of_all), fp4)
-            self._add("NVFP4", tensor, [_Part((F8_E4M3.name,), (rows, columns // 8)), _Part(_FLOATS, (1,))])
-        if codes.dtype not in _FP8:
-            return
+        if codes.dtype in _FP8:
+            self._fp8(codes, scales)
+        elif codes.dtype.name == "U8" and scales.dtype == F8_E4M3:
+            of_all = self._entries(f"{stem}.weight_scale_2")
+            if of_all:
+                self._fp4("NVFP4", codes.name, (*parts, *of_all), multiplies=True)
+        elif codes.dtype.name == "I8" and scales.dtype.name == "F8_E8M0":
+            self._fp4("MXFP4", codes.name, parts)
+
+    def _fp8(self, codes: TensorEntry, scales: TensorEntry) -> None:
         has_exponents = scales.dtype.name in _EXPONENTS
-        if scales.dtype.kind is DTypeKind.FLOAT or has_exponents:
-            if codes.name in self.made:
-                other = self.made[codes.name].stored[1].name
-                message = f"{shown(codes.name)} has two scales, {shown(other)} and {shown(name)}"
-                raise damaged(self._checkpoint.path, message, "download it again")
-            block = _block_of(self._checkpoint, codes, scales, self._config(codes.name))
-            scheme = ScaledFP8(max(1, codes.shape[1]), block, codes.kernel_code, scales.kernel_code)
-            name = "FP8 with scales that are powers of two" if has_exponents else "FP8 with scales"
-            self._add(
-                name, CodedTensor(codes.name, codes.shape, parts, scheme), [_Part((scales.dtype.name,), scales.shape)]
-            )
+        if scales.dtype.kind is not DTypeKind.FLOAT and not has_exponents:
+            return
+        if codes.name in self.made:
+            other = self.made[codes.name].stored[1].name
+            message = f"{shown(codes.name)} has two scales, {shown(other)} and {shown(scales.name)}"
+            raise damaged(self._checkpoint.path, message, "download it again")
+        block = _block_of(self._checkpoint, codes, scales, self._config(codes.name))
+        scale_kernel = _EXPONENTS.get(scales.dtype.name, scales.kernel_code)
+        scheme = ScaledFP8(max(1, codes.shape[1]), block, codes.kernel_code, scale_kernel)
+        tensor = CodedTensor(codes.name, codes.shape, (codes, scales), scheme)
+        name = "FP8 with scales that are powers of two" if has_exponents else "FP8 with scales"
+        self._add(name, tensor, [_Part((scales.dtype.name,), scales.shape)])
+
+    def _fp4(
+        self,
+        scheme: str,
+        name: str,
+        parts: Sequence[TensorEntry],
+        also: Iterable[str] = (),
+        *,
+        multiplies: bool = False,
+    ) -> None:
+        """Make a weight of codes of 4 bits, scales, and for NVFP4 the scale of all."""
+        codes, scales, *of_all = parts
+        rows, columns = codes.shape[0], 2 * codes.shape[1]
+        width = 16 if of_all else 32
+        if columns % width or not columns:
+            return
+        groups = columns // width
+        wanted = [_Part((scales.dtype.name,), (rows, groups))]
+        if of_all:
+            fp4 = PackedFP4(columns, groups, F8_E4M3.kernel_code, of_all[0].kernel_code, multiplies)
+            wanted.append(_Part(_FLOATS, (1,)))
+        else:
+            fp4 = PackedFP4(columns, groups, _EXPONENTS[scales.dtype.name])
+        self._add(scheme, CodedTensor(name, (rows, columns), tuple(parts), fp4), wanted, also)
 
     def _compressed(self, stem: str) -> None:
         parts = self._entries(f"{stem}.weight_packed", f"{stem}.weight_scale")
@@ -209,18 +240,11 @@ class _Finder:
         (codes, scales), name, also = parts, f"{stem}.weight", [f"{stem}.weight_shape"]
         rows, groups = codes.shape[0], scales.shape[1]
         if codes.dtype.name == "U8":
-            columns = 2 * codes.shape[1]
-            is_nvfp4 = scales.dtype == F8_E4M3
-            parts += self._entries(f"{stem}.weight_global_scale") if is_nvfp4 else ()
-            if len(parts) != 2 + is_nvfp4 or not (is_nvfp4 or scales.dtype.name == "U8"):
-                return
-            if is_nvfp4:
-                wanted = [_Part((F8_E4M3.name,), (rows, columns // 16)), _Part(_FLOATS, (1,))]
-                fp4 = PackedFP4(columns, columns // 16, parts[2].kernel_code)
-            else:
-                wanted = [_Part(("U8",), (rows, columns // 32))]
-                fp4 = PackedFP4(columns, columns // 32)
-            self._add("NVFP4" if is_nvfp4 else "MXFP4", CodedTensor(name, (rows, columns), parts, fp4), wanted, also)
+            of_all = self._entries(f"{stem}.weight_global_scale")
+            if scales.dtype == F8_E4M3 and of_all:
+                self._fp4("NVFP4", name, (*parts, *of_all), also)
+            elif scales.dtype.name == "U8":
+                self._fp4("MXFP4", name, parts, also)
         elif codes.dtype.name == "I32" and groups:
             n_bits = self._bits_of(name, stem, codes)
             columns = codes.shape[1] * 32 // n_bits if n_bits else 0
@@ -473,10 +497,13 @@ def _declared(store: Store, checkpoint: Checkpoint) -> str:
     stated = _quantization_configs(store, checkpoint) if coded else {}
     for tensor in coded:
         folder = component_of(tensor.name, checkpoint.components)
-        if stated[folder]:
-            method = shown(stated[folder].get("quant_method", "unnamed"))
-            stored = f"{shown(tensor.name)} is {tensor.dtype.name}"
-            return f"{_config_name(folder)} declares the quantisation {method}, and {stored}"
+        if not stated[folder]:
+            continue
+        method = stated[folder].get("quant_method", "unnamed")
+        if method == "fp8" and tensor.dtype.itemsize > 1:  # a table of numbers: its codes are bytes
+            continue
+        stored = f"{shown(tensor.name)} is {tensor.dtype.name}"
+        return f"{_config_name(folder)} declares the quantisation {shown(method)}, and {stored}"
     return ""
 
 

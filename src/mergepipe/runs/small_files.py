@@ -153,7 +153,10 @@ def _unquantised(config: bytes) -> bytes:
     """Say nothing of a quantisation: the output has numbers."""
     content = parsed_config(config) or {}
     stated = [section.pop(QUANTIZATION_KEY, None) for section in (content, *text_sections(content))]
-    return config_bytes(content) if any(stated) else config
+    if not any(stated):
+        return config
+    content.pop("expert_dtype", None)  # of DeepSeek-V4: what codes its experts are
+    return config_bytes(content)
 
 
 def _with_adapter_tokenizer(

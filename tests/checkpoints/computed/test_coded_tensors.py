@@ -113,7 +113,7 @@ def test_merge__of_gpt_oss_stays_within_its_budget(tmp_path: Path) -> None:
     assert report.expert_bytes <= report.planned_bytes < stored + (32 << 10)
 
 
-@pytest.mark.parametrize("scheme", ["bitsandbytes NF4", "MXFP4"])
+@pytest.mark.parametrize("scheme", ["bitsandbytes NF4", "MXFP4", "MXFP4, of DeepSeek-V4"])
 def test_lora_apply__adds_to_the_numbers_of_codes(tmp_path: Path, scheme: str) -> None:
     tensors, numbers = SCHEMES[scheme](0)
     rng = np.random.default_rng(1)
@@ -137,6 +137,10 @@ def test_lora_apply__adds_to_the_numbers_of_codes(tmp_path: Path, scheme: str) -
         ),
         ("NVFP4, of ModelOpt", "l.weight_scale_2", np.ones(2, np.float32), r"\[2\]; .* must be \[1\]"),
         ("NVFP4", "l.weight_scale", np.ones((96, 8), ml_dtypes.float8_e4m3fn), r"\[96, 8\]; .* must be \[96, 16\]"),
+        (
+            "MXFP4, of DeepSeek-V4", "l.scale", np.ones((96, 4), ml_dtypes.float8_e8m0fnu),
+            r"\[96, 4\]; .* must be \[96, 8\]",
+        ),
         ("bitsandbytes NF4", "l.weight.absmax", np.ones(7, np.float32), r"\[7\]; .* must be \[384\]"),
         ("bitsandbytes int8", "l.SCB", np.ones(7, np.float32), r"\[7\]; .* must be \[96\]"),
     ],
@@ -146,6 +150,18 @@ def test_check__refuses_scales_of_a_wrong_shape(
 ) -> None:
     path = model(tmp_path / "m", SCHEMES[scheme](0)[0] | {name: tensor})
     with pytest.raises(CorruptError, match=message):
+        mergepipe.check(recipe(tmp_path, "linear", path, path))
+
+
+@pytest.mark.parametrize("scheme", ["MXFP4", "MXFP4, of DeepSeek-V4", "NVFP4", "NVFP4, of ModelOpt"])
+def test_check__refuses_codes_of_4_bits_that_are_no_whole_groups(tmp_path: Path, scheme: str) -> None:
+    tensors, _ = SCHEMES[scheme](0)
+    names = list(tensors)
+    width = 32 if scheme.startswith("MXFP4") else 16
+    tensors[names[0]] = np.ascontiguousarray(tensors[names[0]][:, : 3 * width // 4])
+    tensors[names[1]] = np.ascontiguousarray(tensors[names[1]][:, :1])
+    path = model(tmp_path / "m", tensors)
+    with pytest.raises(UnsupportedError, match="shows that the weights are quantised"):
         mergepipe.check(recipe(tmp_path, "linear", path, path))
 
 

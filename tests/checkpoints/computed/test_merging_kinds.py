@@ -262,7 +262,7 @@ def test_open_model__refuses_a_composite(tmp_path: Path) -> None:
     [
         ({"l.qweight": W.astype(np.int32), "l.qzeros": W.astype(np.int32), "l.scales": W}, "GPTQ or AWQ"),
         ({"l.weight_packed": W.astype(np.int32), "l.weight_scale": W}, "compressed-tensors, packed"),
-        ({"l.weight": FP8, "l.scale": W}, "F8_E4M3 with scales"),
+        ({"l.weight": FP8, "l.scales": W}, "F8_E4M3 with scales"),
         ({"l.weight": W.astype(np.int8), "l.weight_scale": W}, "I8 with scales"),
         ({"l.weight": W.astype(np.uint8), "l.weight.absmax": W, "l.weight.quant_map": W}, "bitsandbytes, 4 bits"),
         ({"l.weight": W, "l.SCB": W[:, 0]}, "bitsandbytes, 8 bits"),

@@ -335,6 +335,18 @@ def test_merge__reads_scales_of_groups_of_columns_and_exponents(tmp_path: Path, 
     np.testing.assert_array_equal(load_file(tmp_path / "out" / "model.safetensors")["l.weight"], expected)
 
 
+def test_merge__reads_every_exponent_as_torch_does(tmp_path: Path) -> None:
+    exponents = np.arange(256, dtype=np.uint8)[:, None]
+    codes = np.ones((256, 32), ml_dtypes.float8_e4m3fn)
+    stored = {"l.weight": codes, "l.scale": exponents.view(ml_dtypes.float8_e8m0fnu)}
+    model = write_model(tmp_path / "m", stored)
+    mergepipe.merge(recipe(tmp_path, "linear", model, dtype="float32"), tmp_path / "out", options=NO_CATALOG)
+    expected = torch.from_numpy(exponents).view(torch.float8_e8m0fnu).float().numpy()
+    read = load_file(tmp_path / "out" / "model.safetensors")["l.weight"]
+    np.testing.assert_array_equal(read, np.broadcast_to(expected, codes.shape))
+    assert np.isnan(read[-1]).all()
+
+
 def test_average__refuses_codes(tmp_path: Path) -> None:
     models = [quantised_model(tmp_path / name, "blocks") for name in ("one", "two")]
     with pytest.raises(UnsupportedError, match="shows that the weights are quantised"):
