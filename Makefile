@@ -47,7 +47,7 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-seconds test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench-codecs bench-saving bench-resuming reproduce pages clean
+.PHONY: help demo test test-seconds test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-architectures architectures test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench-codecs bench-saving bench-resuming reproduce pages clean
 
 help:
 	@echo "make demo        install, write small models, merge them three ways, print a table"
@@ -60,6 +60,8 @@ help:
 	@echo "make test-benchmarks  the benchmarks, in small"
 	@echo "make test-faults crashes at every operation, power loss, many processes at once"
 	@echo "make test-fuzz   a million damaged inputs of every format"
+	@echo "make test-architectures  small models of every architecture of transformers, against transformers and PEFT"
+	@echo "make architectures  the same, into the table of docs/guide/kinds-of-models.md"
 	@echo "make test-frameworks   train, compose and resume under DeepSpeed, the Trainer and FSDP2, in an environment of its own"
 	@echo "make smoke-frameworks  one such proof of each kind, in a minute"
 	@echo "make test-ray    merge on a Ray cluster of two nodes, and take one away, in an environment of its own"
@@ -219,6 +221,14 @@ test-faults: $(VENV)/.test
 test-fuzz: $(VENV)/.test
 	MERGEPIPE_FUZZ_INPUTS=$(or $(FUZZ_INPUTS),1000000) MERGEPIPE_FUZZ_SEED=$(or $(FUZZ_SEED),0) \
 		MERGEPIPE_FUZZ_MINUTES=$(or $(FUZZ_MINUTES),60) $(PYTEST) -n 2 --no-fsync tests/fuzz
+
+# Small models of every architecture of transformers through apply, merge, slices and export: as stored.
+test-architectures: $(VENV)/.test
+	$(PYTEST) -n 2 --no-fsync tests/architectures
+
+# The results of that, stored, and written into docs/guide/kinds-of-models.md: of what has none of these releases yet.
+architectures: $(VENV)/.test
+	PYTHONPATH=src:tests:. $(BIN)/python -m support.architecture_sweep
 
 test-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
 	$(FRAMEWORK_PYTEST) tests/tailor tests/checkpoints/test_component_frameworks.py

@@ -75,6 +75,9 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], list[tuple[int, int]], str]] 
         "first_k_dense_replace",
     ),
     "a period that is broken": ("JambaForCausalLM", "JambaConfig", {**TEXT, **PERIODS}, FRONT, "attn_layer_period"),
+    "a head with columns for each layer": (
+        "EsmForMaskedLM", "EsmConfig", {**NARROW, "pad_token_id": 1, "mask_token_id": 2}, REPEATED, "contact_head",
+    ),
     "embeddings with columns for each layer": (
         "Gemma3nForCausalLM", "Gemma3nTextConfig",
         {**NARROW, "num_key_value_heads": 2, "head_dim": 8, "vocab_size_per_layer_input": 64,
@@ -115,6 +118,19 @@ def test_slices__that_a_configuration_cannot_state_are_refused_by_name(name: str
     with pytest.raises(UnsupportedError, match=option):
         sliced(base, ranges, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_slices__of_a_decoder_leave_what_is_said_of_the_encoder(tmp_path: Path) -> None:
+    sizes = {"layers": 4, "attention_heads": 4, "ffn_dim": 48}
+    options = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
+    options |= {"vocab_size": 64, "d_model": 32, "attention_window": [4, 8, 4, 8]}
+    base = saved("LEDForConditionalGeneration", "LEDConfig", options, tmp_path / "base")
+    slices = [{"sources": [{"model": str(base), "layer_range": [*layers]}]} for layers in REPEATED]
+    recipe = {"merge_method": "passthrough", "modules": {"decoder": {"slices": slices}}, "base_model": str(base)}
+    run_merge(recipe, tmp_path / "out", catalog=False)
+    config = loaded("LEDForConditionalGeneration", tmp_path / "out").config
+    assert config.attention_window == [4, 8, 4, 8]
+    assert (config.encoder_layers, config.decoder_layers) == (4, 6)
 
 
 def test_slices__behind_the_first_block_of_t5_keep_its_attention_bias(tmp_path: Path) -> None:

@@ -65,18 +65,25 @@ def adapted(model: Any) -> Any:
     """Return the model with a LoRA of every linear layer and of fused experts, whose factors are random."""
     import torch
     from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
 
-    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     experts = {
         name.split(".", 3)[-1]
         for name, parameter in model.named_parameters()
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and parameter.dim() == 3
     }
-    head = {
-        name.rpartition(".")[2] for name, module in model.named_modules() if module is model.get_output_embeddings()
-    }
-    options = {"target_modules": sorted(linear - head), "target_parameters": sorted(experts) or None}
-    made = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, **options))
+    head = model.get_output_embeddings()
+    linear = set()
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head:
+            linear.add(name if last.isdigit() else last)
+    if head is not None:
+        linear -= {name.rpartition(".")[2] for name, module in model.named_modules() if module is head}
+    if "mamba" in model.config.model_type:
+        linear.discard("out_proj")  # which PEFT refuses
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=sorted(linear), target_parameters=sorted(experts) or None)
+    made = get_peft_model(model, config)
     draw = torch.Generator().manual_seed(1)
     for parameter in made.parameters():
         if parameter.requires_grad:

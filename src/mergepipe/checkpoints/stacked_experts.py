@@ -10,6 +10,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.checkpoints.architectures import Architecture
 from mergepipe.checkpoints.codes import CodedTensor
 from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
 from mergepipe.checkpoints.open_files import decoded_into
@@ -114,6 +115,25 @@ class Piece:
     layer: str
     expert: int
     role: str
+
+
+def in_names_of(base: Checkpoint, checkpoint: Checkpoint, architecture: Architecture) -> Checkpoint:
+    """Return the checkpoint with the names of `base` for weights that loading renames in one of the two."""
+    missing = {name for name in base.tensors if name not in checkpoint.tensors}
+    changes = {}
+    for name in missing:
+        stored = architecture.stored_name(name, checkpoint.tensors)
+        if stored is not None and stored not in base.tensors:
+            changes[stored] = name
+    tensors: dict[str, Readable] = {}
+    for name, tensor in checkpoint.tensors.items():
+        changed = changes.get(name)
+        if changed is None and name not in base.tensors:
+            changed = architecture.stored_name(name, missing)
+        if changed is not None and isinstance(tensor, _Part):
+            tensor = replace(tensor, name=changed)
+        tensors[tensor.name] = tensor
+    return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
 def in_layout_of(base: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:

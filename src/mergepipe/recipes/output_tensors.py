@@ -526,9 +526,18 @@ def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
         return config
     origins = [origin % layers.before for origin in layers.origins]
     for section, keys in stated:
-        section.update(dict.fromkeys(keys, layers.after))
-        follow_slices(section, origins, layers.before, layer_defaults(section.get("model_type")), where=where)
+        _changed(section, keys, layers, origins, where)
     return config_bytes(content)
+
+
+def _changed(section: Json, keys: Sequence[str], layers: LayerCount, origins: Sequence[int], where: object) -> None:
+    """Let a section say of the output's layers what it says of the model's."""
+    kept = {}
+    if "decoder" in layers.prefix and "attention_window" in section:  # of LED's encoder
+        kept["attention_window"] = section["attention_window"]
+    section.update(dict.fromkeys(keys, layers.after))
+    follow_slices(section, origins, layers.before, layer_defaults(section.get("model_type")), where=where)
+    section.update(kept)
 
 
 def check_layer_kinds(
@@ -547,6 +556,10 @@ def check_layer_kinds(
     origins = [origin % layers.before for origin in layers.origins]
     if origins == [*range(layers.before)]:
         return
+    for name in before:
+        if name.endswith("contact_head.regression.weight"):  # of ESM
+            message = f"{shown(name)} has columns for each layer, which slices do not move"
+            raise UnsupportedError.of("model.unsupported", where, message, "merge it without slices")
     kinds_before = [""] * layers.before
     kinds_after = [""] * layers.after
     is_known = False
@@ -554,8 +567,7 @@ def check_layer_kinds(
         is_known = is_known or is_known_type(section.get("model_type"))
         defaults = layer_defaults(section.get("model_type"))
         kinds_before = [*map(operator.add, kinds_before, stated_kinds(section, layers.before, defaults))]
-        section.update(dict.fromkeys(keys, layers.after))
-        follow_slices(section, origins, layers.before, defaults, where=where)
+        _changed(section, keys, layers, origins, where)
         kinds_after = [*map(operator.add, kinds_after, stated_kinds(section, layers.after, defaults))]
     if not is_known and len({*kinds_before}) == 1:
         return  # nothing is known of how such a model builds its layers

@@ -31,7 +31,7 @@ from mergepipe.checkpoints.directory import (
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
 from mergepipe.checkpoints.quantised import dequantised, stored_like
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
-from mergepipe.checkpoints.stacked_experts import in_layout_of
+from mergepipe.checkpoints.stacked_experts import in_layout_of, in_names_of
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.blocks import DTypeKind, element_count
 from mergepipe.core.outcome import DroppedTensor, Notice, notice_at, told_once
@@ -110,7 +110,7 @@ def _open(
             )
             raise UnsupportedError.of("model.unsupported", path, message, "unpack it, and name the unpacked model")
         packed = open_packed_expert(store, path, base)
-        return packed if base is None else in_layout_of(base, packed)
+        return packed if base is None else _laid_out_as(base, packed, store)
     if is_folder(store, path):
         names = list_names(store, path)
         if MANIFEST_NAME in names and is_composite(store, path) and not read_composite(store, path).is_model:
@@ -126,7 +126,16 @@ def _open(
     if is_delta:
         _required(base, path, "a delta")
         opened = _as_delta(opened)
-    return opened if base is None else in_layout_of(base, opened)
+    return opened if base is None else _laid_out_as(base, opened, store)
+
+
+def _laid_out_as(base: Checkpoint, opened: Checkpoint, store: Store) -> Checkpoint:
+    """Return a checkpoint with the names that the base has for the same weights, and its experts in the same layout."""
+    if base.tensors.keys() - opened.tensors.keys():
+        architecture = architecture_of(TokenizerFiles(base, store).document(CONFIG_NAME))
+        if architecture is not None and architecture.renamed:
+            opened = in_names_of(base, opened, architecture)
+    return in_layout_of(base, opened)
 
 
 def _as_delta(weights: Checkpoint) -> Checkpoint:
