@@ -21,11 +21,12 @@ from support.model_folders import write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and PEFT
 CLASS = "DeepseekV4ForCausalLM"
+KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"]
 SIZES = {
     "vocab_size": 64, "hidden_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 32,
     "num_attention_heads": 4, "q_lora_rank": 64, "o_lora_rank": 32, "o_groups": 2, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 32, "num_hash_layers": 1, "qk_rope_head_dim": 16,
-    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"] * 2,
+    "layer_types": KINDS,
 }  # fmt: skip
 PUBLISHED_NAMES = (
     (r"^model\.", ""), (r"^embed_tokens\.", "embed."), (r"^hc_head\.hc_", "hc_head_"),
@@ -45,7 +46,7 @@ def published(folder: Path, seed: int) -> Path:
     """Write a small model as DeepSeek-V4 is published, with random codes."""
     from safetensors.numpy import load_file
 
-    plain = saved(CLASS, "DeepseekV4Config", {**SIZES, "layer_types": SIZES["layer_types"][:4]}, folder / "plain")
+    plain = saved(CLASS, "DeepseekV4Config", SIZES, folder / "plain")
     rng = np.random.default_rng(seed)
     tensors: dict[str, NDArray[Any]] = {}
     for loaded_name, values in load_file(plain / "model.safetensors").items():

@@ -122,8 +122,9 @@ def test_slices__that_a_configuration_cannot_state_are_refused_by_name(name: str
 
 def test_slices__of_a_decoder_leave_what_is_said_of_the_encoder(tmp_path: Path) -> None:
     sizes = {"layers": 4, "attention_heads": 4, "ffn_dim": 48}
-    options = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
-    options |= {"vocab_size": 64, "d_model": 32, "attention_window": [4, 8, 4, 8]}
+    options: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "attention_window": [4, 8, 4, 8]}
+    for side in ("encoder", "decoder"):
+        options |= {f"{side}_{name}": size for name, size in sizes.items()}
     base = saved("LEDForConditionalGeneration", "LEDConfig", options, tmp_path / "base")
     slices = [{"sources": [{"model": str(base), "layer_range": [*layers]}]} for layers in REPEATED]
     recipe = {"merge_method": "passthrough", "modules": {"decoder": {"slices": slices}}, "base_model": str(base)}

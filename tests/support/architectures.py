@@ -74,12 +74,13 @@ def adapted(model: Any) -> Any:
     }
     head = model.get_output_embeddings()
     linear = set()
+    others = set()
     for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head:
-            linear.add(name if last.isdigit() else last)
-    if head is not None:
-        linear -= {name.rpartition(".")[2] for name, module in model.named_modules() if module is head}
+        is_linear = isinstance(module, torch.nn.Linear | Conv1D) and module is not head
+        (linear if is_linear else others).add(name)
+    of_others = {name.rpartition(".")[2] for name in others}
+    last_words = {name: name.rpartition(".")[2] for name in linear}
+    linear = {name if last in of_others else last for name, last in last_words.items()}
     if "mamba" in model.config.model_type:
         linear.discard("out_proj")  # which PEFT refuses
     config = LoraConfig(r=2, lora_alpha=4, target_modules=sorted(linear), target_parameters=sorted(experts) or None)

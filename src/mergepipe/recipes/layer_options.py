@@ -228,7 +228,7 @@ def _is_numbers(name: str, value: Sequence[JsonValue], n_layers: int) -> bool:
     for number in value:
         if type(number) is not int:
             return False
-        if not 0 <= number < n_layers:
+        if number < 0:
             return False
     return True
 
