@@ -21,8 +21,9 @@ from support.slow_cases import slow_unless
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and PEFT
 RESULTS = stored()
 FAST = (
-    "BertForMaskedLM", "GraniteMoeForCausalLM", "JambaForCausalLM", "LlavaForConditionalGeneration",
-    "MambaForCausalLM", "Qwen3MoeForCausalLM", "T5ForConditionalGeneration", "WhisperForConditionalGeneration",
+    "CohereForCausalLM", "GPT2LMHeadModel", "Gemma4ForCausalLM", "JambaForCausalLM", "LEDForConditionalGeneration",
+    "MambaForCausalLM", "MllamaForCausalLM", "OlmoHybridForCausalLM", "Qwen2VLForConditionalGeneration",
+    "Qwen3MoeForCausalLM", "T5ForConditionalGeneration",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from mergepipe.errors import UnsupportedError
 Kinds = tuple[bool, ...]
 """Of every layer: whether a rule holds for it."""
 
-# Lists of the numbers of the layers that have something: all below the number of layers, ascending.
+# Lists of the numbers of the layers that have something, ascending; those of layers that are not there say nothing.
 _NUMBERS = frozenset({
     "attn_layer_indices", "cross_attention_layers", "deepstack_visual_indexes", "full_attn_idxs", "global_attn_indexes",
     "hybrid_layer_ids", "kv_source_layers", "local_layer_ids", "mlp_only_layers", "moe_layers", "ple_layer_ids",
@@ -198,7 +198,7 @@ def follow_slices(
 
 def _followed(name: str, value: JsonValue, origins: Sequence[int], before: int) -> JsonValue:
     """Return the value of an option for the layers at `origins`: unchanged if it says nothing of single layers."""
-    if isinstance(value, list) and _is_numbers(name, value, before):
+    if isinstance(value, list) and _is_numbers(name, value):
         numbers: list[JsonValue] = []
         for layer, origin in enumerate(origins):
             if origin in value:
@@ -222,7 +222,7 @@ def _followed(name: str, value: JsonValue, origins: Sequence[int], before: int) 
     return value
 
 
-def _is_numbers(name: str, value: Sequence[JsonValue], n_layers: int) -> bool:
+def _is_numbers(name: str, value: Sequence[JsonValue]) -> bool:
     if name not in _NUMBERS:
         return False
     for number in value:
@@ -270,7 +270,7 @@ def stated_kinds(section: Mapping[str, JsonValue], n_layers: int, defaults: Laye
     """Say of every layer, as a text to compare, all that a section says of it."""
     facts: list[Sequence[JsonValue]] = []
     for name, value in section.items():
-        if isinstance(value, list) and _is_numbers(name, value, n_layers):
+        if isinstance(value, list) and _is_numbers(name, value):
             facts.append([layer in value for layer in range(n_layers)])
         elif isinstance(value, list) and _is_per_layer(name, value, n_layers):
             facts.append(value)
