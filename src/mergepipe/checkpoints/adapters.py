@@ -747,7 +747,7 @@ class _BaseExperts:
         """Whether there are all matrices that a name of the other layout stands for."""
         return bool(self.places(name))
 
-    def _base_layer(self, layer: str) -> str:
+    def _stored_name(self, layer: str) -> str:
         """Return the base's name of a layer, where only what precedes its number may differ; the name if none fits."""
         if layer in self._of_layer:
             return layer
@@ -758,9 +758,9 @@ class _BaseExperts:
         """List the matrices of a name, expert by expert; none where one is missing."""
         fused = fused_name(name)
         if fused is None:
-            pieces = [replace(piece, layer=self._base_layer(piece.layer)) for piece in pieces_of(name, ())]
+            pieces = [replace(piece, layer=self._stored_name(piece.layer)) for piece in pieces_of(name, ())]
         else:
-            layer = self._base_layer(fused[0])
+            layer = self._stored_name(fused[0])
             experts = sorted(self._of_layer.get(layer, ()))
             pieces = [Piece(layer, expert, role) for expert in experts for role in fused[1]]
         if not all(piece in self._places for piece in pieces):

@@ -110,7 +110,7 @@ def _open(
             )
             raise UnsupportedError.of("model.unsupported", path, message, "unpack it, and name the unpacked model")
         packed = open_packed_expert(store, path, base)
-        return packed if base is None else _laid_out_as(base, packed, store)
+        return packed if base is None else _with_names(base, packed, store)
     if is_folder(store, path):
         names = list_names(store, path)
         if MANIFEST_NAME in names and is_composite(store, path) and not read_composite(store, path).is_model:
@@ -126,10 +126,10 @@ def _open(
     if is_delta:
         _required(base, path, "a delta")
         opened = _as_delta(opened)
-    return opened if base is None else _laid_out_as(base, opened, store)
+    return opened if base is None else _with_names(base, opened, store)
 
 
-def _laid_out_as(base: Checkpoint, opened: Checkpoint, store: Store) -> Checkpoint:
+def _with_names(base: Checkpoint, opened: Checkpoint, store: Store) -> Checkpoint:
     """Return a checkpoint with the names that the base has for the same weights, and its experts in the same layout."""
     if base.tensors.keys() - opened.tensors.keys():
         architecture = architecture_of(TokenizerFiles(base, store).document(CONFIG_NAME))
