@@ -23,9 +23,9 @@ from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.workplace import Workplace
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.remote.pinned_store import open_store
 from support.families import FamilyPaths
 from support.fault_server import BucketServer, Link

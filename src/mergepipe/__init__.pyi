@@ -156,6 +156,7 @@ def apply_lora(
     weights: float | Sequence[float] = (),
     dtype: str | None = None,
     allow_unapplied: str | Sequence[str] = (),
+    adapter_names: str | Sequence[str] = (),
     tokenizer_of: str | None = None,
 ) -> MergeReport:
     """Add LoRA adapters to `base` and publish the result at `out`, complete or not at all: a merge of `base+adapter`.
@@ -293,12 +294,12 @@ def merge(
     tokenizer: bool = True,
     mergekit_config: bool = True,
 ) -> MergeReport:
-    """Merge as the recipe says and publish the result at `out`, complete or not at all.
+    """Merge the models of a recipe and publish the result at `out`, complete or not at all.
 
-    `out` is a folder, one file (its name ends in .safetensors or .gguf, and its record is a folder beside it), a prefix
-    of a bucket (`s3://bucket/prefix`, `gs://`, `az://`), which must hold nothing yet, or a repository of the Hub
+    `out` is a folder, one file (its name ends in .safetensors or .gguf, and its record is a folder next to it), a
+    prefix of a bucket (`s3://bucket/prefix`, `gs://`, `az://`), which must hold nothing yet, or a repository of the Hub
     (`hf://org/name`). Without a `budget` all experts are read in full. With one, a plan is made and run. With a
-    `target_loss` budgets are tried until it is met; `tried` of the report tells what each read and gave.
+    `target_loss` budgets are tried until it is met; `tried` of the report has the bytes and the loss of each.
 
     Args:
         options: what is merged and how; the fields of `MergeOptions` are keywords, too: `budget="25%"`, `seed=7`.
@@ -446,8 +447,9 @@ def pack(
 ) -> PackReport:
     """Pack each expert into a store `out/NAME`, bit for bit; one that is there already is left as it is.
 
-    With `out` in a bucket the stores grow in `home`, which needs room for those of eight experts, and are uploaded when
-    they are complete; each is visible there with its header, which is written last.
+    With `out` in a bucket or on the Hub the stores grow in `home`, which needs room for those of eight experts, and are
+    uploaded when they are complete. In a bucket each is visible with its header, which is written last, on the Hub by a
+    commit of its own, where the files that it keeps name no paths of this machine.
 
     All are read in one pass with the base, eight at a time. Every element is decoded again and compared while it is
     packed. An interrupted run is resumed. `on_progress` tells the bytes of experts that are packed.
@@ -594,7 +596,7 @@ def run(
 def run_part(
     plan: Plan | str | Path,
     out: str | Path,
-    part: tuple[int, int] | None = None,
+    part: tuple[int, int] | str | None = None,
     *,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
@@ -620,7 +622,7 @@ def run_part(
     is read again. Whoever completes the last one publishes the output; the same bytes as `run`.
 
     Args:
-        part: (2, 7) is the second of seven parts: output files, dealt out by bytes. None only finishes.
+        part: (2, 7) or "2/7" is the second of seven parts: output files, dealt out by bytes. None only finishes.
         options: as of `run`, without `resume`. `shard_bytes` must be the same for all parts. What the output says of
             its inputs follows the call that publishes it.
 

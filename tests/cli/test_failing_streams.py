@@ -17,7 +17,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.cli import main
 from mergepipe.cli.guard import failure_of
 from mergepipe.errors import MergePipeError, Problem
-from mergepipe.jobs import merge as merging
+from mergepipe.jobs import merge_run as merging
 from support.command_line import Workplace, make_workplace
 
 FULL = Path("/dev/full")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe.cli import Interrupts
+from mergepipe.cli.interrupts import Interrupts
 from support.command_line import SIGNAL_AT_EVENT, Ran, Workplace, file_bytes, finish, make_workplace, start_python
 
 # Says that it is about to begin, and begins.

@@ -16,8 +16,9 @@ from mergepipe.engine.make_part import make_part
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.output_parts import split, split_sizes
 from mergepipe.engine.work import EngineOptions, plan_output
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import open_inputs
-from mergepipe.runs.work import CatalogLink, merge_work
+from mergepipe.runs.work import merge_work
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.disk_families import make_models, write_family

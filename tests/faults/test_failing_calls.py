@@ -22,7 +22,7 @@ from commands import COMMANDS, Command, check_finished, merge_command
 import mergepipe
 from mergepipe.engine import pipeline
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, StorageError
-from mergepipe.jobs import merge as merging
+from mergepipe.jobs import merge_run as merging
 from mergepipe.snapshots import staging
 from mergepipe.storage import owned
 from mergepipe.storage.output import OutputFile

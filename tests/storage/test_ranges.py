@@ -22,11 +22,11 @@ from mergepipe.deltastore.encode_pass import read_sample
 from mergepipe.deltastore.index import read_index
 from mergepipe.errors import CorruptError
 from mergepipe.jobs.diff import norm
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile, SpilledFiles
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import KEPT_BYTES, read_descriptor_range, read_exact, request, request_bytes, scratch
 from mergepipe.tailor.checkpoint import Piece, StateReader, StoredState
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan

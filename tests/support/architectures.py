@@ -73,8 +73,8 @@ def adapted(model: Any) -> Any:
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and parameter.dim() == 3
     }
     head = model.get_output_embeddings()
-    linear = set()
-    others = set()
+    linear: set[str] = set()
+    others: set[str] = set()
     for name, module in model.named_modules():
         is_linear = isinstance(module, torch.nn.Linear | Conv1D) and module is not head
         (linear if is_linear else others).add(name)

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.checkpoints.open_files import decoded, read_span
 from mergepipe.core.blocks import Span
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import PAGE_BYTES
 
 

@@ -8,7 +8,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.statistics_file import StatisticsFile
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.runs.inputs import open_path
-from mergepipe.runs.work import KnownStatistics
+from mergepipe.runs.known_statistics import KnownStatistics
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 

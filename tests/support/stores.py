@@ -10,10 +10,11 @@ from typing import NoReturn
 from unittest.mock import patch
 
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
-from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, Store, StoreTerms
+from mergepipe.storage.contract import Entry, FileKind, FileStatus, Store, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.stores import OPENERS
 
 

@@ -54,7 +54,7 @@ def test_existing_output__force_is_advised_only_where_it_replaces(work: Workplac
 
 def test_check__states_the_disk_space_that_the_merge_asks_for(work: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("mergepipe.jobs.merge.check_free_space", lambda _, nbytes: asked.append(nbytes))
+    monkeypatch.setattr("mergepipe.jobs.merge_run.check_free_space", lambda _, nbytes: asked.append(nbytes))
     mergepipe.merge(work.recipe, work.out)
     assert asked == [mergepipe.check(work.recipe).disk_bytes]
 

@@ -16,9 +16,9 @@ from mergepipe.checkpoints.open_files import decoded, once, read_elements, read_
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.core.blocks import F32, DType, DTypeKind, Span
 from mergepipe.errors import CorruptError
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, read_exact, request_bytes, round_up
 
 # --- compute an adapter's delta of one tensor: a product of two thin matrices, never held as a whole ---

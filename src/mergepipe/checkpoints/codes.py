@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
 from mergepipe.checkpoints.open_files import decoded, once, read_elements, read_span, whole_cost_bytes
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F32, ITEMSIZE_BY_KERNEL_CODE, DType, Span
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 
 
 @dataclass(frozen=True, slots=True)

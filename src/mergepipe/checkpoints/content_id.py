@@ -18,9 +18,10 @@ from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, LeveledTe
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.blocks import Span
 from mergepipe.core.strict_json import canonical_json, digest_of
-from mergepipe.storage.contract import FileId, RangeFile, Store
+from mergepipe.storage.contract import FileId, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import aligned_buffer, read_exact, request_bytes
 
 CHUNK_BYTES = 8 << 20

@@ -14,10 +14,13 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, DType, Span, element_count
-from mergepipe.storage.contract import FileId, RangeFile
+from mergepipe.storage.contract import FileId
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import PAGE_BYTES, read_exact
+
+GGUF_SUFFIX = ".gguf"
 
 
 class CheckpointKind(StrEnum):

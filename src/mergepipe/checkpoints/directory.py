@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,15 +12,16 @@ from importlib import import_module
 from itertools import islice
 from pathlib import PurePosixPath
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, Readable, TensorEntry
+from mergepipe.checkpoints.config_files import _HINT, _parsed, parse_config
+from mergepipe.checkpoints.contract import GGUF_SUFFIX, Checkpoint, CheckpointFile, Readable, TensorEntry
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.sharded_tensors import ShardedTensor, joined_shards
 from mergepipe.checkpoints.torch_file import SUFFIXES as TORCH_SUFFIXES
 from mergepipe.checkpoints.torch_file import read_torch_weights
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
-from mergepipe.core.strict_json import MAX_DEPTH, JsonValue, is_too_deep, object_members, shown
+from mergepipe.core.strict_json import JsonValue, object_members, shown
 from mergepipe.core.units import first_names
 from mergepipe.errors import (
     CorruptError,
@@ -114,48 +114,6 @@ def _hub_blobs(root: Location) -> Location | None:
 # --- a model's configuration as loaders parse it: one judgement for what is merged and for what is verified ---
 
 
-Json = dict[str, Any]
-
-_HINT = "put the model's own configuration in its place"
-
-
-def parse_config(raw: bytes, where: object) -> Json:
-    """Parse a configuration: one JSON object in UTF-8, nested no deeper than `MAX_DEPTH`.
-
-    As in loaders, the last of two equal keys counts, and NaN and half surrogate pairs pass.
-    """
-    content = _parsed(raw, where)
-    if not isinstance(content, dict):
-        raise damaged(where, f"is not a JSON object, found {shown(content)}", _HINT)
-    return content
-
-
-def _parsed(raw: bytes, where: object) -> object:
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        message = f"is not JSON: byte 0x{raw[error.start]:02x} at {error.start} is not UTF-8"
-        raise damaged(where, message, _HINT) from None
-    try:
-        content: object = json.loads(text)
-        if is_too_deep(content):
-            raise RecursionError
-    except RecursionError:
-        raise damaged(where, f"is nested deeper than {MAX_DEPTH} levels", _HINT) from None
-    except ValueError as error:
-        message = f"is not JSON: {error}" if raw.strip() else "is empty, a JSON object is needed"
-        raise damaged(where, message, _HINT) from None
-    return content
-
-
-def config_bytes(content: Json) -> bytes:
-    """Write a configuration; text that is no UTF-8 (half surrogate pairs) is escaped as it was."""
-    try:
-        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:
-        return (json.dumps(content, indent=2) + "\n").encode()
-
-
 # --- choose the file of a directory that holds the weights, from the names alone ---
 
 
@@ -167,8 +125,8 @@ _SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$", re.ASCII)
 _INDEX_ENDING = ".index.json"
 _INDEX = re.compile(r".*(?P<suffix>\.\w+)\.index(\.\w+)?\.json", re.ASCII)  # of a variant: `.index.fp16.json`
 _DCP_SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors", re.ASCII)  # of torch's Hugging Face writer
+GGUF_MAGIC = b"GGUF"
 _FOREIGN_SUFFIXES = (".gguf", ".h5", ".msgpack", ".onnx")
-GGUF_MAGIC, GGUF_SUFFIX = b"GGUF", ".gguf"
 _LFS_POINTER = b"version https://git-lfs"
 # What training leaves beside the weights, in files of the same kind.
 _NOT_WEIGHTS = (

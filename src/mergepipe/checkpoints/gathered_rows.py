@@ -14,9 +14,9 @@ from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, Tens
 from mergepipe.checkpoints.open_files import decoded, whole_cost_bytes
 from mergepipe.core.blocks import F32, DType, Span, element_count
 from mergepipe.storage import ranges as ranges
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import PAGE_BYTES, scratch
 
 ZERO = -1

@@ -18,8 +18,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.codes import CodedTensor, Scheme
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, Readable, TensorEntry
-from mergepipe.checkpoints.directory import GGUF_SUFFIX, config_bytes, parse_config
+from mergepipe.checkpoints.config_files import config_bytes, parse_config
+from mergepipe.checkpoints.contract import GGUF_SUFFIX, Checkpoint, CheckpointFile, Readable, TensorEntry
 from mergepipe.checkpoints.open_files import decoded, open_files, read_span
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, read_pieces, read_vocabulary

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Checkpoint, Readable, Tensor, TensorEntry
 from mergepipe.core.blocks import ITEMSIZE_BY_KERNEL_CODE, Span
 from mergepipe.errors import ConflictError, MergePipeError, StorageError
-from mergepipe.storage.contract import FileId, RangeFile, Store
+from mergepipe.storage.contract import FileId, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import allow_open_files, read_exact
 
 

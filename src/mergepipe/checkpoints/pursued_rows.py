@@ -13,9 +13,9 @@ from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, Tens
 from mergepipe.checkpoints.gathered_rows import gathered_rows
 from mergepipe.checkpoints.open_files import decoded, read_elements, whole_cost_bytes
 from mergepipe.core.blocks import F32, Span, element_count
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 
 _MOST_BASIS_BYTES = 1 << 28
 

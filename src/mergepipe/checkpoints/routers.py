@@ -18,10 +18,11 @@ from mergepipe.checkpoints.open_files import decoded_into, once, read_elements
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
 from mergepipe.core.blocks import F32, DType, Span
 from mergepipe.errors import MismatchError, RecipeError, library
-from mergepipe.storage.contract import RangeFile, Store, sidecar_limit
+from mergepipe.storage.contract import Store, sidecar_limit
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import write_durably
+from mergepipe.storage.range_file import RangeFile
 
 RANDOM_MODES: Final = ("random", "uniform_random")
 CHEAP_MODE: Final = "cheap_embed"

@@ -14,9 +14,9 @@ from mergepipe.checkpoints.open_files import read_span
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import damaged, unsupported
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from mergepipe.checkpoints.codes import CodedTensor
 from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
 from mergepipe.checkpoints.open_files import decoded_into
 from mergepipe.core.blocks import F32, DType, Span, element_count
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 
 # --- put tensors together into one: those of one shape along its first dimensions, or pieces of any length ---
 

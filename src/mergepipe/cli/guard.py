@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
-from mergepipe.cli import Interrupts
+from mergepipe.cli.interrupts import Interrupts
 from mergepipe.cli.printing import coloured_failure, report_json
 from mergepipe.core.display import printable, printable_lines
 from mergepipe.core.outcome import Place, committed_places, published_error

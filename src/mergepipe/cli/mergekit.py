@@ -146,9 +146,9 @@ def merge_as_mergekit(
     printing = ReportOptions(quiet=bool(flags.quiet))
     if not printing.quiet:
         tell(f"notice: {notice}" for notice in flags.notices())
-    from mergepipe.jobs.merge import run_merge
+    from mergepipe.jobs.merge_run import run_merge
     from mergepipe.recipes.yaml_source import read_recipe
-    from mergepipe.runs.work import merge_settings
+    from mergepipe.runs.merge_settings import merge_settings
 
     working_folder = Location.local(Path.cwd())  # which paths are relative to, as in mergekit
     with progress_shown(context.obj, silent=printing.quiet) as on_progress:

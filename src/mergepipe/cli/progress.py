@@ -16,7 +16,7 @@ from mergepipe.core.display import printable
 from mergepipe.core.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from mergepipe.cli import Interrupts
+    from mergepipe.cli.interrupts import Interrupts
     from mergepipe.reports import Progress
 
 WINDOW_SECONDS = 5.0

@@ -38,9 +38,10 @@ from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Piece, RawBytes, corrupt
 from mergepipe.deltastore.tensor import EncodedTensor, PackedTensor, PlainTensor
 from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError
 from mergepipe.snapshots.manifest import absolute_reference
-from mergepipe.storage.contract import STORE_HEADER_BYTES, FileId, RangeFile, Store
+from mergepipe.storage.contract import STORE_HEADER_BYTES, FileId, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 
 # --- a packed tensor whose base is a tensor of another store ---
 # a checkpoint of a training run, packed on the one before

@@ -21,9 +21,9 @@ from mergepipe.deltastore.index import digest, make_row
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, HEAD_DENSITY, Codec, EncodedBlock, Piece, RawBytes
 from mergepipe.kernels.compiled import Floats
 from mergepipe.kernels.merge import take_delta
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, read_exact, request_bytes, round_up
 
 # --- the cut of a tensor, chosen from a sample of its deltas before the pass that encodes it ---

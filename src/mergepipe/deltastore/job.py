@@ -34,9 +34,10 @@ from mergepipe.errors import OutputError, RecipeError, UnsupportedError
 from mergepipe.reports import BaseMatch
 from mergepipe.snapshots.object_upload import check_apart, staging_place
 from mergepipe.snapshots.staging import check_target
-from mergepipe.storage.contract import FileId, FileKind, RangeFile, Store, map_at_once
+from mergepipe.storage.contract import FileId, FileKind, Store, map_at_once
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 
 # --- compare an expert with the bases that it may have been fine-tuned from, by samples of tensors of the same ---
 

@@ -26,9 +26,9 @@ from mergepipe.deltastore.codec import BlockContext, decode_block, decode_deltas
 from mergepipe.deltastore.index import StoreIndex, StoreIndexReader
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, LADDERS, PIECES_OF, Codec, Level, Piece, RawBytes, corrupt
 from mergepipe.errors import MismatchError
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import PAGE_BYTES, read_exact, request_bytes, round_up, scratch
 
 # --- a tensor that a store holds unencoded because the base lacks it: one byte range, located by the index ---

@@ -42,8 +42,9 @@ from mergepipe.operators.statistics import (
     rank_of_density,
 )
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import scratch
 
 

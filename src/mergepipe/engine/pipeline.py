@@ -32,10 +32,11 @@ from mergepipe.engine.segments import (
 )
 from mergepipe.errors import StorageError
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import SpilledFiles
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import BufferPool, request
 
 FEWEST_READERS = 8

@@ -43,11 +43,12 @@ from mergepipe.recipes.references import locate_reference
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.inputs import open_model, open_path
-from mergepipe.runs.work import KnownStatistics
-from mergepipe.storage.contract import RangeFile, is_folder
+from mergepipe.runs.known_statistics import KnownStatistics
+from mergepipe.storage.contract import is_folder
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output_places import output_place
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import WaitingRoom, read_exact
 from mergepipe.storage.stores import Stores
 

@@ -18,9 +18,10 @@ from mergepipe.core.units import format_bytes
 from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value
 from mergepipe.reports import ByteProgress, ProgressCallback, SnapshotDiff, TensorChange
 from mergepipe.snapshots.manifest import InputRecord, Manifest, OutputTensor
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.stores import Stores
 
 

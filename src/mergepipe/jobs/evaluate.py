@@ -32,12 +32,12 @@ from mergepipe.core.strict_json import canonical_json
 from mergepipe.core.units import first_names, format_bytes
 from mergepipe.errors import LimitError, MergePipeError, RecipeError, UnsupportedError, library
 from mergepipe.jobs.load import load_file
-from mergepipe.jobs.merge import run_budgeted
+from mergepipe.jobs.merge_run import run_budgeted
 from mergepipe.jobs.plan import PlanRequest
 from mergepipe.planning.budget import parse_budget
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, TriedBudget
-from mergepipe.runs.work import MergeSettings
+from mergepipe.runs.merge_settings import MergeSettings
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.snapshots.staging import temporary_folder
 from mergepipe.storage import owned

@@ -34,15 +34,16 @@ from mergepipe.reports import BlockUse, ExpertMask, ExpertShare, Explanation, La
 from mergepipe.runs.adapters import AdapterWriter
 from mergepipe.runs.budget import BlockCounts, analysis_advice, blocks_by_level, count_blocks, level_name, verdict_of
 from mergepipe.runs.inputs import open_path
+from mergepipe.runs.known_statistics import KnownStatistics
 from mergepipe.runs.stored_plan import plan_of, read_plan
 from mergepipe.runs.touch_map import full_merge_tensors, runs_text
-from mergepipe.runs.work import KnownStatistics
 from mergepipe.snapshots.manifest import BASE_ROLE, FILE_SUFFIXES, MANIFEST_NAME, Manifest
 from mergepipe.snapshots.staging import Staging, check_target
-from mergepipe.storage.contract import BESIDE, RangeFile, Store, is_file
+from mergepipe.storage.contract import BESIDE, Store, is_file
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output_places import output_place
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.stores import Stores
 
 

@@ -14,8 +14,9 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.adapters import TIED_HEAD, tied_head
+from mergepipe.checkpoints.config_files import Json
 from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
-from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json
+from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME
 from mergepipe.checkpoints.embedding_rows import embedding_ending
 from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_elements
 from mergepipe.checkpoints.stacked_experts import fused_name, inputs_first
@@ -37,10 +38,11 @@ from mergepipe.runs.work import tensor_bytes_by_file, tensor_bytes_read
 from mergepipe.snapshots.manifest import BASE_ROLE, EXPERT_ROLE, EXTRACTED_ADAPTER, InputRecord
 from mergepipe.snapshots.staging import check_free_space
 from mergepipe.snapshots.whole_output import staged_beside
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output_places import ANYWHERE, output_place
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.stores import Stores
 
 _WEIGHT, _BIAS = ".weight", ".bias"

@@ -29,15 +29,17 @@ from mergepipe.engine.make_part import pass_tensors
 from mergepipe.engine.segments import Piece
 from mergepipe.engine.work import EngineOptions, MergeWork
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError, library
-from mergepipe.jobs.merge import intermediate_writer
+from mergepipe.jobs.merge_run import intermediate_writer
 from mergepipe.jobs.plan import make_plan, plan_request
 from mergepipe.options import MergeOptions, OutputOptions, PathStyle, threads_of
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.recipes.yaml_source import RecipeText
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs, open_path, recipe_of, with_known_digests, with_parameters
+from mergepipe.runs.merge_settings import settings_without_output
 from mergepipe.runs.small_files import planned_sidecars
-from mergepipe.runs.work import CatalogLink, merge_work, output_of, settings_without_output
+from mergepipe.runs.work import merge_work, output_of
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.adapted_tensors import read_finite
+from mergepipe.checkpoints.config_files import Json, parse_config
 from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_config
+from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.checkpoints.stored_adapters import KOHYA, PREFIX, AdaptedModule, StoredAdapter, read_adapter
@@ -29,7 +30,8 @@ from mergepipe.core.strict_json import shown
 from mergepipe.core.units import format_percent, one_of
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError, invalid_option
 from mergepipe.jobs.load import load_file
-from mergepipe.jobs.merge import merge, run_merge
+from mergepipe.jobs.merge import merge
+from mergepipe.jobs.merge_run import run_merge
 from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.spec import BaseRole
 from mergepipe.options import (
@@ -54,14 +56,15 @@ from mergepipe.runs.adapters import (
     stated_targets,
     targets_of,
 )
+from mergepipe.runs.merge_settings import merge_settings
 from mergepipe.runs.model_card import base_id, hub_id_of, stated_base_id
-from mergepipe.runs.work import merge_settings
 from mergepipe.snapshots.manifest import ADAPTER_ROLE, MERGED_ADAPTERS, InputRecord
-from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, RangeFile, Store
+from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, Store
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders
 from mergepipe.storage.output_places import ANYWHERE, output_place
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.stores import Stores
 
 CONCATENATION, TRUNCATION = "cat", "svd"

@@ -38,10 +38,11 @@ from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs
+from mergepipe.runs.merge_settings import MergeSettings, merge_settings
 from mergepipe.runs.parts import open_output, record_planning
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
-from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings
 from mergepipe.snapshots.parts import JOB_NAME, PartsPlace
 from mergepipe.snapshots.parts_places import job_at, parts_place, plan_digests_at
 from mergepipe.snapshots.staging import check_free_space

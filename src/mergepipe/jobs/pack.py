@@ -55,11 +55,12 @@ from mergepipe.reports import (
     VerifyReport,
 )
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target, remove_dead, staging_directory
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.output import OutputFile, make_folders
 from mergepipe.storage.output_places import ANYWHERE, folder_place
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import aligned_buffer, allow_open_files
 from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.stores import Stores

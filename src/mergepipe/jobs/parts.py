@@ -13,15 +13,16 @@ from mergepipe.core.units import positive, whole
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.output_parts import split, split_sizes
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, RecipeError
-from mergepipe.jobs.merge import MergeRun
+from mergepipe.jobs.merge_run import MergeRun
 from mergepipe.jobs.snapshots import is_snapshot_of
 from mergepipe.options import ExecutorName, MergeOptions, OutputOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.merge_settings import MergeSettings, merge_settings
 from mergepipe.runs.parts import MadeParts, PartsWorker, PlannedOutput, open_output
 from mergepipe.runs.stored_plan import read_plan
-from mergepipe.runs.work import CatalogLink, MergeSettings, merge_settings
 from mergepipe.snapshots.manifest import FILE_SUFFIXES
 from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.parts import Account, Claimant, PartsPlace

@@ -27,9 +27,11 @@ from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.recipes.tokenizer_source import OMP
 from mergepipe.reports import CheckReport, CopiedTensor, Fallback, ModelUse
 from mergepipe.runs.budget import find_unread, planned_cost
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs, recipe_of, with_known_digests
+from mergepipe.runs.known_statistics import KnownStatistics
 from mergepipe.runs.small_files import planned_sidecars
-from mergepipe.runs.work import CatalogLink, KnownStatistics, output_of, spectral_cost
+from mergepipe.runs.work import output_of, spectral_cost
 from mergepipe.snapshots.staging import needed_bytes
 from mergepipe.storage.contract import Store
 from mergepipe.storage.stores import Stores

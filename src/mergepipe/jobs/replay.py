@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mergepipe
-from mergepipe.checkpoints.directory import GGUF_SUFFIX
+from mergepipe.checkpoints.contract import GGUF_SUFFIX
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.core.flags import public_call
@@ -20,17 +20,19 @@ from mergepipe.engine.make_part import make_part
 from mergepipe.engine.output_parts import whole
 from mergepipe.engine.work import EngineOptions, plan_output
 from mergepipe.errors import ConflictError, NotFoundError, OutputError, Problem, UnsupportedError
-from mergepipe.jobs.merge import MergeRun, intermediate_writer
+from mergepipe.jobs.merge_run import MergeRun, intermediate_writer
 from mergepipe.jobs.snapshots import find_snapshot, read_manifest_value, with_inputs_found
 from mergepipe.options import MergeOptions, OutputOptions, RunOptions
 from mergepipe.recipes.fields import LENIENT
 from mergepipe.recipes.recipe_files import reload_recipes
 from mergepipe.recipes.references import reference_text, referenced_paths
 from mergepipe.reports import MergeReport, ProgressCallback
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
+from mergepipe.runs.merge_settings import MergeSettings, merge_settings
 from mergepipe.runs.model_card import BaseModelIds
 from mergepipe.runs.stored_plan import changed_files, plan_of
-from mergepipe.runs.work import ONE_FILE_BYTES, CatalogLink, MergeSettings, merge_settings, merge_work
+from mergepipe.runs.work import ONE_FILE_BYTES, merge_work
 from mergepipe.snapshots.layout import layout_of
 from mergepipe.snapshots.manifest import LINEAR_ALGEBRA_KEY, NOTICES_KEY, Manifest
 from mergepipe.snapshots.shards import TensorDigest

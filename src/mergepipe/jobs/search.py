@@ -32,7 +32,7 @@ from mergepipe.errors import (
 from mergepipe.jobs.diff import distance, norm
 from mergepipe.jobs.evaluate import Evaluation, parse_evaluation, parse_objective
 from mergepipe.jobs.load import OpenedMerge, loaded_model
-from mergepipe.jobs.merge import run_budgeted, run_merge, run_plan
+from mergepipe.jobs.merge_run import run_budgeted, run_merge, run_plan
 from mergepipe.jobs.plan import make_plan, plan_request
 from mergepipe.options import SWEEP_BUDGETS, MergeOptions, PlanOptions, SearchOptions, SweepOptions, home_of
 from mergepipe.planning.budget import BudgetRequest, Policy, ShareBudget, number_text, parse_budget
@@ -49,8 +49,9 @@ from mergepipe.reports import (
     SweepReport,
 )
 from mergepipe.runs.budget import blocks_by_level, counts_of, verdict_of
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import open_inputs, recipe_of
-from mergepipe.runs.work import CatalogLink, MergeSettings, settings_without_output
+from mergepipe.runs.merge_settings import MergeSettings, settings_without_output
 from mergepipe.snapshots.staging import check_target, temporary_folder
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location

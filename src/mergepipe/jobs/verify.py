@@ -12,7 +12,8 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mergepipe.checkpoints.directory import parse_config, stored_name
+from mergepipe.checkpoints.config_files import parse_config
+from mergepipe.checkpoints.directory import stored_name
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, DTypeKind

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators import selective, sparse, spherical, weighted
-from mergepipe.operators.base import Operator, RecipeRule
+from mergepipe.operators.base import Operator
+from mergepipe.operators.recipe_rule import RecipeRule
 from mergepipe.operators.spec import OperatorSpec
 
 _FAMILIES: tuple[Iterable[Operator], ...] = (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mergepipe.checkpoints.architectures import LayerDefaults
-from mergepipe.checkpoints.directory import Json
+from mergepipe.checkpoints.config_files import Json
 from mergepipe.core.strict_json import JsonValue, shown
 from mergepipe.errors import UnsupportedError
 

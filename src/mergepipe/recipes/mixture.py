@@ -13,8 +13,8 @@ from typing import Final
 
 import numpy as np
 
+from mergepipe.checkpoints.config_files import Json, config_bytes
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
-from mergepipe.checkpoints.directory import Json, config_bytes
 from mergepipe.checkpoints.gathered_rows import gathered_rows
 from mergepipe.checkpoints.routers import CHEAP_MODE, RANDOM_MODES, Gates, Noisy, Router, prompt_batches, token_rows
 from mergepipe.checkpoints.stacked_experts import Stacked, pieces_of

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mergepipe.checkpoints.architectures import is_known_type, layer_defaults
+from mergepipe.checkpoints.config_files import Json, config_bytes, parse_config
 from mergepipe.checkpoints.contract import CheckpointKind, Readable
-from mergepipe.checkpoints.directory import Json, config_bytes, parse_config
 from mergepipe.core.blocks import DType
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, MismatchError, RecipeError, UnsupportedError, did_you_mean

@@ -17,8 +17,8 @@ from mergepipe.core.outcome import published_but
 from mergepipe.options import AdapterOptions, home_of
 from mergepipe.recipes.yaml_source import recipe_text
 from mergepipe.runs.adapters import WrittenWeights
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.model_card import adapter_card
-from mergepipe.runs.work import CatalogLink
 from mergepipe.snapshots.manifest import (
     CARD_NAME,
     LINEAR_ALGEBRA_KEY,

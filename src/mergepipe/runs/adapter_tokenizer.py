@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mergepipe.checkpoints.config_files import config_bytes
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.directory import config_bytes, find_sidecars, list_names
+from mergepipe.checkpoints.directory import find_sidecars, list_names
 from mergepipe.checkpoints.embedding_rows import embedding_ending
 from mergepipe.checkpoints.vocabulary import SETTINGS_NAME, TOKENIZER_NAMES, TokenizerFiles, read_vocabulary
 from mergepipe.core.outcome import Notice, notice_at

@@ -16,6 +16,7 @@ from mergepipe.checkpoints.adapters import TIED_HEAD, apply_adapter, count_scale
 from mergepipe.checkpoints.architecture_names import name_problems
 from mergepipe.checkpoints.architectures import architecture_of
 from mergepipe.checkpoints.codes import CodedTensor, Requantised
+from mergepipe.checkpoints.config_files import parse_config
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
 from mergepipe.checkpoints.directory import (
     ADAPTER_NAMES,
@@ -25,7 +26,6 @@ from mergepipe.checkpoints.directory import (
     names_shown,
     open_checkpoint,
     open_packed_expert,
-    parse_config,
     require_text_path,
 )
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
@@ -57,7 +57,7 @@ from mergepipe.storage.location import Location
 if TYPE_CHECKING:
     from mergepipe.planning.plan import Plan
     from mergepipe.recipes.yaml_source import RecipeText
-    from mergepipe.runs.work import CatalogLink
+    from mergepipe.runs.catalog_link import CatalogLink
 
 
 def open_model(

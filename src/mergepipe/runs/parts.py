@@ -25,10 +25,11 @@ from mergepipe.planning.plan import Plan
 from mergepipe.planning.problem import sample_cost_bytes
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.budget import planned_cost
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, with_parameters
 from mergepipe.runs.progress import MergeProgress
 from mergepipe.runs.stored_plan import open_planned
-from mergepipe.runs.work import CatalogLink, merge_work, output_of, used_experts
+from mergepipe.runs.work import merge_work, output_of, used_experts
 from mergepipe.snapshots.parts import CONTENT_IDS, PLANNING, Claim, Claimant, PartsJob, PartsPlace, index_of
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import Staging

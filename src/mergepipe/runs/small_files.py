@@ -8,14 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from mergepipe.checkpoints.config_files import config_bytes, parse_config
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.directory import (
-    ADAPTER_CONFIG_NAME,
-    ADAPTER_NAMES,
-    config_bytes,
-    parse_config,
-    refuse_pointer,
-)
+from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, ADAPTER_NAMES, refuse_pointer
 from mergepipe.checkpoints.embedding_rows import VOCAB_SIZE_KEY, embedding_ending
 from mergepipe.checkpoints.quantised import MODELOPT_NAME, QUANTIZATION_KEY
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, TokenizerFiles

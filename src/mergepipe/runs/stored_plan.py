@@ -15,8 +15,8 @@ from mergepipe.planning.plan import PLAN_FORMAT, Plan, parse_plan
 from mergepipe.recipes.fields import LENIENT
 from mergepipe.recipes.recipe_files import reload_recipe
 from mergepipe.recipes.references import reference_text
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_recipes, with_known_digests
-from mergepipe.runs.work import CatalogLink
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage import owned
 from mergepipe.storage.contract import BESIDE, PLAN_BYTES, FileId, Store

@@ -20,9 +20,10 @@ from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, OutputTensor
 from mergepipe.snapshots.shards import BLOCKS_NAME, BlockTable, block_digest, block_table_of, count_not_finite
-from mergepipe.storage.contract import BESIDE, BLOCK_TABLE_BYTES, RangeFile, Store
+from mergepipe.storage.contract import BESIDE, BLOCK_TABLE_BYTES, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import read_exact, request_bytes, scratch
 
 _HINT = "the manifest is damaged: merge again"

@@ -14,14 +14,16 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from blake3 import blake3
 
 from mergepipe.core.records import Size
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
+from mergepipe.errors import NotFoundError, StorageError
 from mergepipe.storage.ledger import Ledger, Purpose, Usage
 from mergepipe.storage.location import Location, is_remote
+from mergepipe.storage.range_file import RangeFile, too_large
+from mergepipe.storage.ranges import read_exact
 
 # --- the largest size of each kind of small file that is read into memory as a whole ---
 # Several times that of the largest real file of its kind; a larger one is refused, `storage.too-large`, unread.
@@ -212,41 +214,6 @@ class StoreTerms:
             raise ValueError(f"not the terms of a store: {self}")
 
 
-class RangeFile(Protocol):
-    """One immutable file, open for positional reads from many threads.
-
-    `alignment` is the granularity of requests in bytes (1: any): an engine that plans a read rounds it outwards
-    itself, so that what is charged is what the operating system is asked for.
-    """
-
-    @property
-    def location(self) -> Location: ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    @property
-    def alignment(self) -> int: ...
-
-    @property
-    def version(self) -> str:
-        """The version of what was opened, whatever its location leads to by now."""
-        ...
-
-    def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
-        """Fill `buffer` from `offset`; return the bytes read, fewer only where the file ends inside the buffer.
-
-        `offset`, `len(buffer)` and the buffer's address must be multiples of `alignment`.
-
-        Raises:
-            StorageError: the read failed.
-            ConflictError: `input.changed`, another version of the file is in its place.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-
 class Store(ABC):
     """Opens files. The only place that reads checkpoint bytes, so the only place that meters them.
 
@@ -321,8 +288,6 @@ class Store(ABC):
 
     def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
         """Read up to `nbytes` at `offset` (fewer only at the end of the file), charged as metadata."""
-        from mergepipe.storage.ranges import read_exact
-
         file = self.open(location)
         try:
             stop = max(offset, min(offset + nbytes, file.size_bytes))
@@ -359,12 +324,6 @@ class Store(ABC):
         if not status.is_file:
             raise StorageError.of("storage.not-a-file", location, "is a folder, a file is needed", "name a file in it")
         return status
-
-
-def too_large(path: object, size_bytes: int, limit_bytes: int) -> MergePipeError:
-    """Make the error for a small file that is larger than any of its kind."""
-    message = f"has {size_bytes} bytes, at most {limit_bytes} are read of a file of this kind"
-    return CorruptError.of("storage.too-large", path, message, "put the right file in its place")
 
 
 def files_below(store: Store, folder: Location) -> Iterator[str]:

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.storage import owned
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import aligned_buffer, os_errors, read_at, read_descriptor_range, shrunk, switch_direct
 
 CHUNK_BYTES = 8 << 20

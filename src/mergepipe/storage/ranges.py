@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
-from mergepipe.storage.contract import RangeFile, too_large
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.range_file import RangeFile, too_large
 
 PAGE_BYTES = 4096
 _LEAST_HUGE_BYTES = 4 << 20  # from here on pages of 2 MiB are asked for: they are made in a fifth of the time

@@ -14,7 +14,6 @@ from mergepipe.storage.contract import (
     NO_REQUESTS,
     Entry,
     FileStatus,
-    RangeFile,
     RequestCounts,
     Store,
     StoreTerms,
@@ -22,6 +21,7 @@ from mergepipe.storage.contract import (
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 
 OpenStore: TypeAlias = Callable[[Ledger, int], Store]
 """Makes the store of a scheme, which charges a ledger and makes at most so many requests at once."""

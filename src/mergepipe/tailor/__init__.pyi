@@ -43,6 +43,7 @@ def average(
     config: str | Path | None = None,
     adapter_config: str | Path | None = None,
     lora_alpha: float | None = None,
+    strict: bool = False,
     weights: str | float | Sequence[float] = 'sma',
     alpha: float | None = None,
     optimizer: str = 'none',
@@ -81,6 +82,7 @@ def export(
     config: str | Path | None = None,
     adapter_config: str | Path | None = None,
     lora_alpha: float | None = None,
+    strict: bool = False,
     adapter: bool = False,
 ) -> CompositionReport:
     """Make a Hugging Face model of a training checkpoint and publish it at `out`: the average of one.

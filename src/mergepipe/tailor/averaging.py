@@ -14,13 +14,13 @@ from typing import Any
 
 import mergepipe
 from mergepipe.checkpoints.architecture_names import name_problems
+from mergepipe.checkpoints.config_files import parse_config
 from mergepipe.checkpoints.directory import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAMES,
     find_sidecars,
     list_names,
     open_checkpoint,
-    parse_config,
     read_weight_file,
     stat_present,
 )

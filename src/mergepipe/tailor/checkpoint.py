@@ -20,9 +20,10 @@ from mergepipe.checkpoints.sharded_tensors import ShardedTensor, StoredTensor
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.core.units import first_names
 from mergepipe.errors import damaged, unsupported
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import allow_open_files, read_exact
 from mergepipe.tailor.selection import ModelUnits
 

@@ -23,10 +23,11 @@ from mergepipe.core.units import size_option
 from mergepipe.errors import LimitError, unsupported
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput
 from mergepipe.operators.registry import operator_named
-from mergepipe.storage.contract import Digested, RangeFile, Store
+from mergepipe.storage.contract import Digested, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, allow_open_files, read_exact
 from mergepipe.tailor.checkpoint import OpenedTensors, gather_strips
 from mergepipe.tailor.copy_plan import (

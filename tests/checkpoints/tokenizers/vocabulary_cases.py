@@ -15,10 +15,10 @@ from safetensors.numpy import save_file
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import Span
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, round_up
 
 WIDTH = 8

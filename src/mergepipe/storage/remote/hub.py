@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Final
 
 from mergepipe.errors import MergePipeError, NotFoundError
-from mergepipe.storage.contract import Entry, FileStatus, RangeFile, StoreTerms, version_of
+from mergepipe.storage.contract import Entry, FileStatus, StoreTerms, version_of
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile
 from mergepipe.storage.location import Location, bare_name
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import open_regular, stop_read_ahead
 from mergepipe.storage.remote.hub_api import HubApi, HubSettings, HubSource, hub_settings, offline
 from mergepipe.storage.remote.hub_listing import COMMIT, GIT, SHA256, HubFile, ModelListing, changed, is_contained

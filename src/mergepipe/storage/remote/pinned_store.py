@@ -24,18 +24,10 @@ from typing import Final
 from urllib.parse import quote
 
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
-from mergepipe.storage.contract import (
-    WEIGHT_INDEX_BYTES,
-    Entry,
-    FileKind,
-    FileStatus,
-    RangeFile,
-    RequestCounts,
-    Store,
-    StoreTerms,
-)
+from mergepipe.storage.contract import WEIGHT_INDEX_BYTES, Entry, FileKind, FileStatus, RequestCounts, Store, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.remote.http_client import Address, HeadAnswer, HttpClient, Pin
 from mergepipe.storage.remote.retry import REQUEST_COST_BYTES, FailureKind, RequestFailed, Source, Transfers
 
