@@ -13,7 +13,6 @@ from mergepipe.checkpoints.open_files import decoded, read_span
 from mergepipe.core.blocks import Span
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import PAGE_BYTES
 
 
@@ -46,7 +45,7 @@ class AlignedFile:
         """Nothing to release."""
 
 
-def aligned_files(tensors: Iterable[Readable]) -> tuple[Mapping[Location, RangeFile], Ledger]:
+def aligned_files(tensors: Iterable[Readable]) -> tuple[Mapping[Location, AlignedFile], Ledger]:
     """The files behind some tensors, and the ledger that counts what is asked of them."""
     ledger = Ledger()
     paths = {entry.file for tensor in tensors for entry in tensor.stored}

@@ -35,7 +35,6 @@ from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 
-
 ONE_FILE_BYTES = 1 << 62
 
 

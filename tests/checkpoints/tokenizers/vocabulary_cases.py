@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 for the safetensors library
@@ -14,11 +13,11 @@ from safetensors.numpy import save_file
 
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import Span
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, round_up
 
 WIDTH = 8
@@ -68,21 +67,10 @@ def write_model(
     return open_checkpoint(LocalStore(), Location.local(directory))
 
 
-@contextmanager
-def files_behind(tensor: Readable) -> Iterator[Mapping[Location, RangeFile]]:
-    store = LocalStore()
-    files = {path: store.open(path) for path in sorted({entry.file for entry in tensor.stored})}
-    try:
-        yield files
-    finally:
-        for file in files.values():
-            file.close()
-
-
 def values_of(tensor: Readable) -> NDArray[np.float64]:
     """Everything a tensor holds, stored or computed."""
     numpy_dtype = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}[tensor.dtype.name]
-    with files_behind(tensor) as files:
+    with open_files(LocalStore(), {entry.file for entry in tensor.stored}) as files:
         if isinstance(tensor, TensorEntry):
             raw = bytes(LocalStore().read_metadata(tensor.file, tensor.offset, tensor.nbytes))
         else:
