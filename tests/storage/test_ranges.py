@@ -26,7 +26,6 @@ from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile, SpilledFiles
-from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import KEPT_BYTES, read_descriptor_range, read_exact, request, request_bytes, scratch
 from mergepipe.tailor.checkpoint import Piece, StateReader, StoredState
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan
@@ -36,13 +35,13 @@ from support.fetching import AlignedFile
 from support.refusals import refuses
 from support.safetensors_bytes import file_bytes, record
 from support.source_code import trees_with
-from support.stores import InMemoryStore
+from support.stores import InMemoryFile, InMemoryStore
 
 N_ELEMENTS = 4096
 ENTRY = TensorEntry("t", F32, (N_ELEMENTS,), Location.local(Path("model.safetensors")), 0, 4 * N_ELEMENTS)
 
 
-def file_of(content: bytes, *, is_paged: bool, ledger: Ledger | None = None) -> RangeFile:
+def file_of(content: bytes, *, is_paged: bool, ledger: Ledger | None = None) -> AlignedFile | InMemoryFile:
     """A file in memory."""
     path = Location.parse("file")
     ledger = Ledger() if ledger is None else ledger
@@ -121,7 +120,7 @@ def copy_range(path: Path) -> None:
     write_files(LocalStore(), [(plan, path.with_name("out"))], FEWEST_BYTES, lambda _: None)
 
 
-def opened(path: Path) -> dict[Location, RangeFile]:
+def opened(path: Path) -> dict[Location, LocalFile]:
     """The file, as what reads blocks is given it."""
     return {ENTRY.file: LocalStore().open(Location.local(path))}
 

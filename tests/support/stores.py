@@ -14,7 +14,6 @@ from mergepipe.storage.contract import Entry, FileKind, FileStatus, Store, Store
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.stores import OPENERS
 
 
@@ -129,7 +128,7 @@ class InMemoryStore(Store):
         """Remove an object."""
         del self._objects[path]
 
-    def open(self, location: Location, *, direct: bool = False) -> RangeFile:
+    def open(self, location: Location, *, direct: bool = False) -> InMemoryFile:
         del direct  # there is no page cache
         self._ask(StoreRequest("open", location))
         return InMemoryFile(self, location)
