@@ -277,8 +277,8 @@ def test_calls__refuse_places_that_are_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "hint"),
-    [("hf:/org/name", "write hf://org/name, or ./hf:/org/name for a folder"), ("s3:bucket/a", "write s3://bucket/a"),
-     ("GS:/bucket", "write GS://bucket"), ("merged.safetensor", "the name of a file, and the output is a folder")],
+    [("hf:/org/name", "write hf://org/name, or ./hf:/org/name for a path"), ("s3:bucket/a", "write s3://bucket/a"),
+     ("GS:/bucket", "write gs://bucket"), ("merged.safetensor", "the name of a file, and the output is a folder")],
 )  # fmt: skip
 def test_merge__refuses_an_output_that_is_nearly_an_address_or_a_file(tmp_path: Path, place: str, hint: str) -> None:
     with pytest.raises(OutputError, match=hint):

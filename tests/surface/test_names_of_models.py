@@ -333,7 +333,7 @@ def test_output_that_lacks_a_slash_of_an_address__is_no_folder_of_that_name(
 ) -> None:
     before = set(written.iterdir())
     ran = run_command([argument.replace("OUT", written_place) for argument in WRITING[name]])
-    assert f"is no address; write {address}" in one_error(ran)
+    assert f"is not an address; write {address}" in one_error(ran)
     assert (hub.requests, set(written.iterdir())) == ([], before)
 
 

@@ -217,8 +217,8 @@ def is_remote(text: str) -> bool:
 def meant_address(text: str) -> str:
     """Return the address that a path like `hf:org/name` or `s3:/bucket/prefix` was meant to be; empty for any other."""
     schemes = "|".join((HUB_SCHEME, *OBJECT_SCHEMES, *WEB_SCHEMES))
-    match = re.fullmatch(rf"({schemes}):/?([^/].*)", text, re.DOTALL)
-    return "" if match is None else f"{match[1]}://{match[2]}"
+    match = re.fullmatch(rf"({schemes}):/?([^/].*)", text, re.DOTALL | re.IGNORECASE)
+    return "" if match is None else f"{match[1].lower()}://{match[2]}"
 
 
 def _parse_hub(text: str, rest: str) -> Location:

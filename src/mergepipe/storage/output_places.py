@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection
 from typing import Final
 
@@ -16,7 +15,6 @@ ANYWHERE: Final = (*HERE, *OBJECT_SCHEMES, HUB_SCHEME)
 ELSEWHERE: Final = (*OBJECT_SCHEMES, HUB_SCHEME)
 
 _FILE_SUFFIXES: Final = (".safetensors", ".safetensor", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
-_ADDRESS: Final = re.compile(rf"({'|'.join((*OBJECT_SCHEMES, HUB_SCHEME))}):(?!//)/?", re.IGNORECASE)
 _KINDS: Final = {
     **dict.fromkeys(HERE, "a place of this machine"),
     **dict.fromkeys(OBJECT_SCHEMES, "a bucket (s3://, gs://, az://)"),
@@ -35,11 +33,8 @@ def output_place(place: str | os.PathLike[str] | Location, schemes: Collection[s
     """
     address = meant_address(place) if isinstance(place, str) else ""
     if address:
-        raise OutputError.of("output.place", place, "is no address", f"write {address}, or ./{place} for a path")
+        raise OutputError.of("output.place", place, "is not an address", f"write {address}, or ./{place} for a path")
     location = Location.of(place)
-    if isinstance(place, str) and _ADDRESS.match(place):
-        address = _ADDRESS.sub(r"\1://", place)
-        raise OutputError.of("output.place", place, "is not an address", f"write {address}, or ./{place} for a folder")
     if location.scheme in schemes:
         return location
     if location.scheme in WEB_SCHEMES:
