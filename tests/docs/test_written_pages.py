@@ -75,7 +75,7 @@ def test_seconds_and_memory__are_the_same_on_all_pages() -> None:
         (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/index.md", "docs/alternatives.md")
     )
     rows = re.findall(r"^\| .+, [\d.]+B \| .+$", readme, re.MULTILINE)
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert rows == [row for row in index.splitlines() if row in rows]
     merges = [row for row in rows if "mergekit: " in row]
     assert len(merges) == 4

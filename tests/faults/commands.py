@@ -174,7 +174,8 @@ def merge_command(
     write_family(root / "family", TINY, 2)
     parameters = "" if method == "linear" else "parameters: {density: 0.4}\n"
     (root / "recipe.yml").write_text(RECIPE.format(method=method) + parameters)
-    options = MergeOptions(threads=2, shard_bytes=SHARD_BYTES, home=root / "home", budget=budget, force=force)
+    shard_bytes = None if name.endswith(".safetensors") else SHARD_BYTES
+    options = MergeOptions(threads=2, shard_bytes=shard_bytes, home=root / "home", budget=budget, force=force)
     old = root / "old" if force else None
     if old is not None:
         (root / "other.yml").write_text((root / "recipe.yml").read_text().replace("0.6", "0.1"))

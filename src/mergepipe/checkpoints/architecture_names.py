@@ -250,7 +250,7 @@ def container_of(stem: str) -> str:
 def class_names(key: str, model_type: str | None = None) -> ClassNames | None:
     """Return the weights of a class of a model type in the table, of which a line alone is parsed; None if unknown."""
     content = files("mergepipe.checkpoints").joinpath(TABLE_NAME).read_text(encoding="utf-8")
-    beginning = f"\n{json.dumps(key)}: "
+    beginning = f"\n{json.dumps(key, allow_nan=False)}: "
     start = content.find(beginning)
     if start < 0:
         return None

@@ -23,7 +23,6 @@ from mergepipe.errors import NotFoundError, StorageError
 from mergepipe.storage.ledger import Ledger, Purpose, Usage
 from mergepipe.storage.location import Location, is_remote
 from mergepipe.storage.range_file import RangeFile, too_large
-from mergepipe.storage.ranges import read_exact
 
 # --- the largest size of each kind of small file that is read into memory as a whole ---
 # Several times that of the largest real file of its kind; a larger one is refused, `storage.too-large`, unread.
@@ -288,6 +287,8 @@ class Store(ABC):
 
     def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
         """Read up to `nbytes` at `offset` (fewer only at the end of the file), charged as metadata."""
+        from mergepipe.storage.ranges import read_exact  # with numpy, which short commands do without
+
         file = self.open(location)
         try:
             stop = max(offset, min(offset + nbytes, file.size_bytes))

@@ -155,7 +155,7 @@ def test_read_vocabulary__refuses_ids_that_only_code_knows(tmp_path: Path) -> No
         read_vocabulary(checkpoint(tmp_path, qwen__tiktoken=b"YQ== 0"), LocalStore())
     shifted: dict[str, File] = {"tokenizer_class": "XLMRobertaTokenizer"}
     model = checkpoint(tmp_path, tokenizer__model=pieces("a"), tokenizer_config__json=dict(shifted))
-    with pytest.raises(UnsupportedError, match="other ids than their places"):
+    with pytest.raises(UnsupportedError, match="ids other than their positions"):
         read_vocabulary(model, LocalStore())
 
 
