@@ -311,11 +311,22 @@ def test_lora_apply__refuses_rows_that_an_adapter_neither_trains_nor_stores(tmp_
         applied(base, adapter, tmp_path / "out")
 
 
-def test_lora_apply__refuses_a_resized_head_whose_embedding_is_not_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_dora", [False, True])
+def test_lora_apply__needs_the_resized_base_where_an_adapter_stores_the_head_alone(
+    tmp_path: Path, is_dora: bool
+) -> None:
+    """The added rows of the embedding are stored nowhere: PEFT does not load such an adapter into the base either."""
     base, adapter = base_of(tmp_path, "llama"), tmp_path / "adapter"
-    trained_after_resizing(base, adapter, 72, {"target_modules": ["lm_head"]})
-    with pytest.raises(MismatchError, match=r"'model\.embed_tokens\.weight' has 64"):
+    adapted = trained_after_resizing(base, adapter, 72, {"target_modules": ["q_proj", "lm_head"], "use_dora": is_dora})
+    with pytest.raises(RuntimeError, match="size mismatch for base_model.model.lm_head"):
+        peft.PeftModel.from_pretrained(loaded(base), adapter)
+    with pytest.raises(MismatchError, match=r"'model\.embed_tokens\.weight' has 64.*resize the base as it was"):
         applied(base, adapter, tmp_path / "out")
+    adapted.unload().save_pretrained(tmp_path / "resized")
+    applied(tmp_path / "resized", adapter, tmp_path / "out")
+    mine = logits(loaded(tmp_path / "out"))
+    theirs = peft.PeftModel.from_pretrained(loaded(tmp_path / "resized"), adapter).eval()
+    torch.testing.assert_close(mine, logits(theirs), rtol=1e-4, atol=2e-5)
 
 
 def test_lora_apply__takes_a_base_whose_layers_are_repeated_as_in_training(tmp_path: Path) -> None:

@@ -310,7 +310,8 @@ def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
     if len({*rows.values()}) > 1:
         told = ", ".join(f"{shown(name)} has {n_rows}" for name, n_rows in rows.items())
         message = f"it stores {shown(resized[0])} with another number of rows than the base: {told}"
-        raise _mismatch(adapter.path, message, "save embedding and head with the adapter")
+        hint = "save embedding and head with the adapter, or resize the base as it was for training, and save it"
+        raise _mismatch(adapter.path, message, hint)
     return replace(
         weights, tensors=MappingProxyType(tensors), files=(*weights.files, *outside), content_id=None,
         adapters=(*weights.adapters, *adapter.adapters), resized_by=adapter.path if resized else weights.resized_by,
