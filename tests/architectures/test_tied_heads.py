@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mergepipe import apply_lora
-from support.architectures import loaded, saved, tensors_of
+from mergepipe.errors import UnsupportedError
+from support.architectures import TEXT, loaded, saved, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and PEFT
 ENCODER = {
@@ -64,3 +65,52 @@ def test_an_adapter_of_the_embedding__leaves_the_tied_head_as_it_was(name: str, 
     assert after[f"{embedding_name}.weight"].allclose(before + delta, atol=1e-6)
     stored = tensors_of(tmp_path / "out").keys() - tensors_of(base).keys()
     assert all(key.startswith(head_name) for key in stored)
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_changed_head_of_an_unknown_architecture__has_the_name_that_the_adapter_has(
+    is_saved: bool, tmp_path: Path
+) -> None:
+    """Where the adapter changes the embedding alone, a base with a head of its own is needed, as PEFT's merge of it."""
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class UnheardOfConfig(LlamaConfig):
+        model_type = "unheard-of"
+
+    class UnheardOfForCausalLM(LlamaForCausalLM):
+        config_class = UnheardOfConfig
+
+    def folded(base: Path, options: dict[str, Any]) -> tuple[Any, Any]:
+        """Train an adapter of a base and apply it; return the logits of both models."""
+        adapter = tmp_path / f"adapter of {base.name}"
+        adapted = get_peft_model(UnheardOfForCausalLM.from_pretrained(base), LoraConfig(r=4, **options))
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
+        adapted.save_pretrained(adapter)
+        output = tmp_path / f"{base.name} with it"
+        apply_lora(base, [adapter], output, catalog=False)
+        trained = PeftModel.from_pretrained(UnheardOfForCausalLM.from_pretrained(base), adapter).eval()
+        model, info = UnheardOfForCausalLM.from_pretrained(output, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        tokens = torch.arange(3, 13).view(1, -1)
+        return model(input_ids=tokens).logits, trained(input_ids=tokens).logits
+
+    draw = torch.Generator().manual_seed(1)
+    model = UnheardOfForCausalLM(UnheardOfConfig(**TEXT, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "tied")
+    changed = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    mine, theirs = folded(tmp_path / "tied", changed if is_saved else {"target_modules": ["q_proj", "lm_head"]})
+    assert mine.allclose(theirs, rtol=1e-4, atol=2e-5)
+    changed = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+    changed = changed if is_saved else {"target_modules": ["q_proj", "embed_tokens"]}
+    with pytest.raises(UnsupportedError, match="save the base with a head of its own and tie_word_embeddings false"):
+        folded(tmp_path / "tied", changed)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(tmp_path / "untied")
+    mine, theirs = folded(tmp_path / "untied", changed)
+    assert mine.allclose(theirs, rtol=1e-4, atol=2e-5)

@@ -318,7 +318,7 @@ def test_lora_apply__needs_the_resized_base_where_an_adapter_stores_the_head_alo
     """The added rows of the embedding are stored nowhere: PEFT does not load such an adapter into the base either."""
     base, adapter = base_of(tmp_path, "llama"), tmp_path / "adapter"
     adapted = trained_after_resizing(base, adapter, 72, {"target_modules": ["q_proj", "lm_head"], "use_dora": is_dora})
-    with pytest.raises(RuntimeError, match="size mismatch for base_model.model.lm_head"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for base_model\.model\.lm_head"):
         peft.PeftModel.from_pretrained(loaded(base), adapter)
     with pytest.raises(MismatchError, match=r"'model\.embed_tokens\.weight' has 64.*resize the base as it was"):
         applied(base, adapter, tmp_path / "out")

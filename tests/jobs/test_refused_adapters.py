@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 import mergepipe
-from mergepipe.errors import MismatchError, NotFoundError
+from mergepipe.errors import MismatchError, NotFoundError, UnsupportedError
 from support.model_folders import write_adapter, write_model
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -49,16 +50,17 @@ def test_apply_lora__ignores_an_option_of_the_first_releases_of_peft(base: Path,
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("model_type", "n_notices"), [("llama", 0), ("unheard-of", 1)])
-def test_apply_lora__says_so_where_it_guesses_the_name_of_a_head(
-    tmp_path: Path, model_type: str, n_notices: int
-) -> None:
-    name = "LlamaForCausalLM" if model_type == "llama" else "UnheardOfForCausalLM"
-    config = {"model_type": model_type, "architectures": [name], "tie_word_embeddings": True, "vocab_size": 12}
-    base = write_model(tmp_path / "base", {"model.embed_tokens.weight": drawn(12, 8)}, config)
+def test_apply_lora__invents_no_name_of_a_head(tmp_path: Path) -> None:
+    tensors = {"model.embed_tokens.weight": drawn(12, 8)}
     factors = {"lora_embedding_A": drawn(4, 12), "lora_embedding_B": drawn(8, 4)}
     named = {f"model.embed_tokens.{part}": values for part, values in factors.items()}
     write_adapter(tmp_path / "adapter", named)
-    report = mergepipe.apply_lora(base, [tmp_path / "adapter"], tmp_path / "out", catalog=False)
-    texts = [str(notice) for notice in report.recipe_notices if "its architecture is not known" in str(notice)]
-    assert len(texts) == n_notices
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
+    known = write_model(tmp_path / "known", tensors, config)
+    mergepipe.apply_lora(known, [tmp_path / "adapter"], tmp_path / "out", catalog=False)
+    assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    config |= {"architectures": ["UnheardOfForCausalLM"], "model_type": "unheard-of"}
+    unknown = write_model(tmp_path / "unknown", tensors, config)
+    with pytest.raises(UnsupportedError, match="its name is not known for this architecture"):
+        mergepipe.apply_lora(unknown, [tmp_path / "adapter"], tmp_path / "more", catalog=False)
+    assert not (tmp_path / "more").exists()

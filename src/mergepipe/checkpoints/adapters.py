@@ -193,7 +193,6 @@ def matched_adapter(
     )
 
 
-TIED_HEAD = "lm_head.weight"
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -209,14 +208,18 @@ class TiedHead:
     copies: Mapping[str, str]
 
 
-def tied_head(store: Store, weights: Checkpoint) -> TiedHead | None:
-    """Return the tied head of a model that could be a tensor of its own; None where there is none, or more is tied."""
+def tied_head(store: Store, weights: Checkpoint, changed: Collection[str] = ()) -> TiedHead | None:
+    """Return the tied head of a model that could be a tensor of its own; None where there is none, or more is tied.
+
+    A class that is not known tells no name of its head: that among the `changed` tensors of an adapter is it, which has
+    the names of the model's modules. It is empty where there is none.
+    """
     config = TokenizerFiles(weights, store).document(CONFIG_NAME)
     if config.get(_TIED_KEY, True) is False:
         return None
     architecture = architecture_of(config)
     if architecture is None:
-        return _usual_tied_head(config, weights.tensors)
+        return _unknown_tied_head(config, weights.tensors, changed)
     if architecture.head is None or architecture.embedding is None:
         return None
     return _known_tied_head(architecture, architecture.head, architecture.embedding, weights.tensors)
@@ -246,15 +249,20 @@ def _known_tied_head(
     return TiedHead(embedding, head, copies)
 
 
-def _usual_tied_head(config: Mapping[str, JsonValue], tensors: Collection[str]) -> TiedHead | None:
-    """Return the tied head of a class that is not known, which is called as most are."""
+def _unknown_tied_head(
+    config: Mapping[str, JsonValue], tensors: Collection[str], changed: Collection[str]
+) -> TiedHead | None:
+    """Return the tied head of a class that is not known, by the name that is among `changed`."""
     ends = [name for name in tensors if embedding_ending(name)]
     if len(ends) != 1 or is_head(ends[0]):
         return None
     names = config.get("architectures")
     has_head = isinstance(names, list) and any(str(name).endswith(_WITH_HEAD) for name in names)
     is_alone = not config.get("is_encoder_decoder") or ends == ["shared.weight"]
-    return TiedHead(ends[0], TIED_HEAD, {TIED_HEAD: ends[0]}) if has_head and is_alone else None
+    if not has_head or not is_alone:
+        return None
+    head = next(filter(is_head, changed), "")
+    return TiedHead(ends[0], head, {head: ends[0]})
 
 
 def is_same_weight(name: str, other: str) -> bool:
@@ -269,10 +277,10 @@ def with_own_head(store: Store, weights: Checkpoint, adapter: Location, names: M
     """
     stored = read_adapter(store, adapter).renamed(names)
     changed = [*(f"{module}.weight" for module in stored.modules), *stored.full]
-    tied = tied_head(store, weights)
+    tied = tied_head(store, weights, changed)
     if tied is None or stored.config.keeps_tied:
         return weights
-    heads = [name for name in changed if is_same_weight(name, tied.head)]
+    heads = [name for name in changed if tied.head and is_same_weight(name, tied.head)]
     embeddings = [name for name in changed if is_same_weight(name, tied.embedding)]
     if not heads and not embeddings:
         return weights
@@ -292,6 +300,13 @@ def with_own_head(store: Store, weights: Checkpoint, adapter: Location, names: M
         is_resized = False
     if not all(isinstance(tensor, TensorEntry) for tensor in copies.values()) or (is_resized and not heads):
         return weights
+    if not tied.head:
+        message = f"it changes {shown(embeddings[0])}, and the base has no other tensor for its output head"
+        hint = (
+            "the head stayed as it was in training, and its name is not known for this architecture: save the base "
+            "with a head of its own and tie_word_embeddings false, and apply the adapter to that"
+        )
+        raise unsupported_adapter(adapter, message, hint)
     own = {name: replace(tensor, name=name) for name, tensor in copies.items() if isinstance(tensor, TensorEntry)}
     return replace(weights, tensors=MappingProxyType({**weights.tensors, **own}), is_untied=True)
 

@@ -13,7 +13,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.adapters import TIED_HEAD, tied_head
+from mergepipe.checkpoints.adapters import tied_head
 from mergepipe.checkpoints.config_files import Json
 from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME
@@ -47,6 +47,8 @@ from mergepipe.storage.stores import Stores
 
 _WEIGHT, _BIAS = ".weight", ".bias"
 _CHUNK_ELEMENTS = 1 << 24
+_TIED_HEAD = "lm_head.weight"
+"""A tied head is written under this name alone; PEFT does not load such an adapter where a class calls it otherwise."""
 _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 _CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 """Modules that store their weights with inputs first, in models of `_CONV1D_TYPES`."""
@@ -99,9 +101,9 @@ def extract_lora(
         open_files(store, paths, checkpoints) as files,
     ):
         progress = ByteProgress(on_progress, "extract", base_checkpoint.tensor_bytes + model_checkpoint.tensor_bytes)
-        tied = tied_head(store, base_checkpoint)
-        is_tied = tied is not None and tied.head == TIED_HEAD and not architecture.get("is_encoder_decoder")
-        is_tied &= TIED_HEAD not in model_checkpoint.tensors
+        tied = tied_head(store, base_checkpoint, [_TIED_HEAD])
+        is_tied = tied is not None and tied.head == _TIED_HEAD and not architecture.get("is_encoder_decoder")
+        is_tied &= _TIED_HEAD not in model_checkpoint.tensors
         prefixes = _module_prefixes(architecture, base_checkpoint.tensors)
         extraction = _Extraction(*checkpoints, files, architecture, prefixes, is_tied, made, progress)
         check_free_space(staged_beside(place, home_of(made.home)), extraction.largest_bytes())
@@ -178,7 +180,7 @@ class _Extraction:
                 shape = self.model.tensors.get(name, tensor).shape
                 yield (f"{PREFIX}{self._module(name)}.base_layer{_BIAS}", shape)
                 if self.is_tied and embedding_ending(name):
-                    yield (f"{PREFIX}{TIED_HEAD}", shape)
+                    yield (f"{PREFIX}{_TIED_HEAD}", shape)
 
     def largest_bytes(self) -> int:
         """Return the bytes that a fixed rank needs at most; under an energy alone nobody knows them before."""
@@ -221,7 +223,7 @@ class _Extraction:
         is_causal = isinstance(names, list) and any(str(name).endswith("ForCausalLM") for name in names)
         modules = [self._module(name) for name in self.base.tensors if name.endswith(_WEIGHT)]
         ranks = {tensor.module: tensor.rank for tensor in self.extracted}
-        tied = {"ensure_weight_tying": True} if self.is_tied and _bare(TIED_HEAD) in self.saved else {}
+        tied = {"ensure_weight_tying": True} if self.is_tied and _bare(_TIED_HEAD) in self.saved else {}
         stacks = sorted(tensor.module for tensor in self.extracted if not tensor.name.endswith(_WEIGHT))
         return adapter_config(
             base_model=identity or None,
@@ -359,8 +361,8 @@ class _Extraction:
                 self._append(writer, part, self._in_model(part))
         self.saved.append(self._module(name))
         if self.is_tied and embedding_ending(name):
-            self._append(writer, name, TIED_HEAD)
-            self.saved.append(_bare(TIED_HEAD))
+            self._append(writer, name, _TIED_HEAD)
+            self.saved.append(_bare(_TIED_HEAD))
 
     def _append(self, writer: AdapterWriter, name: str, written_name: str) -> None:
         tensor = self.base.tensors[name]

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 import mergepipe
 from mergepipe.checkpoints.adapted_tensors import Adapted
-from mergepipe.checkpoints.adapters import TIED_HEAD, apply_adapter, count_scaled_by_0, open_adapter, with_own_head
+from mergepipe.checkpoints.adapters import apply_adapter, count_scaled_by_0, open_adapter, with_own_head
 from mergepipe.checkpoints.architecture_names import name_problems
 from mergepipe.checkpoints.architectures import architecture_of
 from mergepipe.checkpoints.codes import CodedTensor, Requantised
@@ -478,22 +478,13 @@ def _opened(
         notice_at("recipe.unclear", f"'{model.text}'", f"weights next to its own are not read: {names_shown(names)}")
         for model, checkpoint in zip(models, checkpoints, strict=True) if (names := checkpoint.ignored)
     ]  # fmt: skip
-    guessed = [
-        notice_at(
-            "recipe.unclear", f"'{model.text}'",
-            f"its architecture is not known: its own head is written as '{TIED_HEAD}', as most models call it",
-            changes_result=True,
-        )
-        for model, checkpoint in zip(models, checkpoints, strict=True)
-        if checkpoint.is_untied and architecture_of(TokenizerFiles(checkpoint, store).document(CONFIG_NAME)) is None
-    ]  # fmt: skip
     config = TokenizerFiles(base, store).document(CONFIG_NAME)
     unlike = [
         notice_at("recipe.unclear", f"'{models[0].text}'", text, changes_result=True)
         for text in _name_notices(recipe, config, resolution)
     ]
     tokenizer, of_tokenizer = choose_tokenizer(recipe, base, resolution.tasks, store)
-    of_models = (*coded, *idle, *ignored, *guessed, *unlike, *of_tokenizer)
+    of_models = (*coded, *idle, *ignored, *unlike, *of_tokenizer)
     notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens, *of_models)))
     if strictness.strict:
         refuse_notices(notices)
