@@ -23,7 +23,7 @@ from mergepipe.checkpoints.adapted_tensors import (
     SavedTensor,
     StackedDelta,
 )
-from mergepipe.checkpoints.architectures import Architecture, architecture_of
+from mergepipe.checkpoints.architectures import Architecture, architecture_of, other_spelling
 from mergepipe.checkpoints.contract import (
     AdapterAccount,
     Checkpoint,
@@ -495,9 +495,18 @@ class _Opener:
 
     def _name_in_files(self, name: str) -> str:
         """Return what the base's files call a weight that transformers renames when it loads them."""
-        if name in self._base.tensors or self._architecture is None:
+        if name in self._base.tensors:
+            return name
+        spelling = other_spelling(name)
+        if spelling is not None and self._has_end(spelling):
+            return spelling
+        if self._architecture is None:
             return name
         return self._architecture.stored_name(name, self._base.tensors) or name
+
+    def _has_end(self, name: str) -> bool:
+        """Whether the base has a weight of a name, whatever precedes one of the two."""
+        return name in self._base.tensors or any(is_same_weight(name, other) for other in self._base.tensors)
 
     def _is_allowed(self, name: str) -> bool:
         module = name.rpartition(".")[0]

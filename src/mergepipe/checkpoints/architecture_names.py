@@ -15,6 +15,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from mergepipe.checkpoints.architectures import other_spelling
 from mergepipe.core.strict_json import JsonValue, shown
 from mergepipe.core.units import plural
 
@@ -181,10 +182,19 @@ class ClassNames:
         return sum(re.fullmatch(r"g\d+", group) is not None for group in transform.pattern.groupindex)
 
     def _known_stem(self, stem: str) -> str:
-        """Add or remove the name of the model without its head, where a known name is made of it."""
-        longer = f"{self.prefix}.{stem}"
-        shorter = stem.removeprefix(f"{self.prefix}.")
-        return next((name for name in (stem, longer, shorter) if name in self.kinds), stem)
+        """Add or remove the name of the model without its head, where a known name is made of it.
+
+        Loading also renames what older releases called otherwise.
+        """
+        for spelling in (stem, other_spelling(stem)):
+            if spelling is None:
+                continue
+            longer = f"{self.prefix}.{spelling}"
+            shorter = spelling.removeprefix(f"{self.prefix}.")
+            for name in (spelling, longer, shorter):
+                if name in self.kinds:
+                    return name
+        return stem
 
     def compared(self, by_stem: Mapping[str, Mapping[str, str]], *, is_tied: bool) -> NameProblems | None:
         """Return the weights that are missing, and the tensors that are none; None where most are missing."""

@@ -34,6 +34,25 @@ def with_beginning(name: str, changes: Mapping[str, str]) -> str:
     return name
 
 
+_SPELLINGS = (
+    (".LayerNorm.gamma", ".LayerNorm.weight"),
+    (".LayerNorm.beta", ".LayerNorm.bias"),
+    (".weight_g", ".parametrizations.weight.original0"),
+    (".weight_v", ".parametrizations.weight.original1"),
+)
+"""Two names that one weight has had in releases of transformers and torch, as ends of names, the older first."""
+
+
+def other_spelling(name: str) -> str | None:
+    """Return the name that a weight has in files of other releases of transformers or torch; None if there is none."""
+    for older, newer in _SPELLINGS:
+        if name.endswith(older):
+            return name.removesuffix(older) + newer
+        if name.endswith(newer):
+            return name.removesuffix(newer) + older
+    return None
+
+
 NO_DEFAULTS = LayerDefaults()
 
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from mergepipe.checkpoints.architectures import other_spelling
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, Source, Unchanged
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.core.blocks import DTypeKind
@@ -49,25 +50,13 @@ def renamed_to_match(reference: Checkpoint, checkpoint: Checkpoint) -> dict[str,
     return {renamed.get(name, name): entry for name, entry in tensors.items()}
 
 
-# Two names that one weight has had in releases of transformers and torch, as ends of names.
-_SPELLINGS = (
-    (".LayerNorm.gamma", ".LayerNorm.weight"),
-    (".LayerNorm.beta", ".LayerNorm.bias"),
-    (".weight_g", ".parametrizations.weight.original0"),
-    (".weight_v", ".parametrizations.weight.original1"),
-)
-
-
 def _in_spelling_of(reference: Mapping[str, Readable], tensors: Mapping[str, Readable]) -> dict[str, Readable]:
     """Return tensors under the names that `reference` has for them where releases of a library differ in these."""
     renamed = {}
     for name, tensor in tensors.items():
-        candidates = []
-        for older, newer in _SPELLINGS if name not in reference else ():
-            candidates += [name.removesuffix(older) + newer] if name.endswith(older) else []
-            candidates += [name.removesuffix(newer) + older] if name.endswith(newer) else []
-        fitting = [other for other in candidates if other in reference and other not in tensors]
-        renamed[fitting[0] if fitting else name] = tensor
+        other = None if name in reference else other_spelling(name)
+        is_renamed = other is not None and other in reference and other not in tensors
+        renamed[other if other is not None and is_renamed else name] = tensor
     return renamed
 
 
