@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 import mergepipe
-from mergepipe.errors import CorruptError, MismatchError
-from support.model_folders import recipe_of, write_model
+from mergepipe.errors import CorruptError, MismatchError, NotFoundError
+from support.model_folders import recipe_of, write_adapter, write_model
 
 Model = dict[str, NDArray[np.float32]]
 ENCODER = "encoder.layer.0.output.LayerNorm"
@@ -109,6 +109,37 @@ def test_merge__pairs_the_head_of_whisper_with_the_embedding(tmp_path: Path) -> 
     embedding = own["model.decoder.embed_tokens.weight"]
     merged, _ = mean_of(tmp_path, own | {"proj_out.weight": embedding}, other)
     np.testing.assert_array_equal(merged["proj_out.weight"], merged["model.decoder.embed_tokens.weight"])
+
+
+def test_merge__says_what_to_do_about_a_head_of_whisper_that_the_base_has_not(tmp_path: Path) -> None:
+    """The two may differ: transformers ties them only where they are equal in a file."""
+    own = drawn("model.decoder.embed_tokens.weight")
+    other = drawn("model.decoder.embed_tokens.weight", "proj_out.weight", seed=1)
+    with pytest.raises(MismatchError, match="nothing is lost where it equals the embedding"):
+        mean_of(tmp_path, own, other)
+    embedding = own["model.decoder.embed_tokens.weight"]
+    merged, _ = mean_of(tmp_path, own | {"proj_out.weight": embedding}, other)
+    np.testing.assert_allclose(merged["proj_out.weight"], (embedding + other["proj_out.weight"]) / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("head", ["score.weight", "classifier.weight", "v_head.summary.weight"])
+def test_merge__names_the_head_of_another_task(tmp_path: Path, head: str) -> None:
+    plain = drawn("model.norm.weight")
+    with_head = drawn("model.norm.weight", head, seed=1)
+    for base, other, way in ((plain, with_head, "to leave it out"), (with_head, plain, "merge models of one task")):
+        with pytest.raises(MismatchError, match="it is the head of another task") as caught:
+            mean_of(tmp_path / str(base is plain), base, other)
+        assert way in str(caught.value)
+        assert "did you mean" not in str(caught.value)
+
+
+def test_merge__names_the_adapters_in_the_folder_of_a_model(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", drawn("a.weight"))
+    for name in ("math", "code"):
+        write_adapter(tmp_path / "adapters" / name, drawn("a.lora_A.weight", "a.lora_B.weight"))
+    recipe = recipe_of("linear", {str(tmp_path / "adapters"): {"weight": 1.0}}, base)
+    with pytest.raises(NotFoundError, match="name one of the adapters in it: 'code', 'math'"):
+        mergepipe.merge(recipe, tmp_path / "out", catalog=False)
 
 
 def test_merge__keeps_the_pooler_of_the_base_and_leaves_out_that_of_others(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from mergepipe.checkpoints.contract import (
     Readable,
     TensorEntry,
 )
-from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
+from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head, is_task_head
 from mergepipe.checkpoints.gathered_rows import GatheredRows, resized, with_rows
 from mergepipe.checkpoints.open_files import decoded
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
@@ -60,7 +59,6 @@ from mergepipe.storage.ranges import PAGE_BYTES
 
 _FEWEST_PARTS = 2  # what is left of a name after its prefix is gone must still say something
 _MOST_CANDIDATES = 500
-_TASK_HEAD = re.compile(r"(?:^|\.)(?:score|classifier|classification_head|qa_outputs|v_head|reward_head)\.")
 _TIED_KEY = "tie_word_embeddings"
 _RENAME_HINT = "--rename OLD=NEW reads parts of its names as the base has them"
 
@@ -86,7 +84,7 @@ def base_names(
         if fitting:
             renamed[name] = fitting[0]
             taken.add(fitting[0])
-        elif name not in optional and _TASK_HEAD.search(name):
+        elif name not in optional and is_task_head(name):
             module = name.rpartition(".")[0]
             message = f"{shown(name)} is the head of another task, and the base has none"
             hint = (

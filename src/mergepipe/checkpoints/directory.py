@@ -171,10 +171,10 @@ def torch_shards(names: Collection[str]) -> list[str]:
     return files if is_all else []
 
 
-def choose_weights(root: Location, names: Collection[str]) -> str:
+def choose_weights(root: Location, names: Collection[str], hint: str = "") -> str:
     """Decide from the file names of the directory `root` which of them holds the tensors; safetensors come first.
 
-    Returns the name of an index (`.json`), or of the only file of weights.
+    Returns the name of an index (`.json`), or of the only file of weights. `hint` says what to do where there is none.
     """
     visible = _visible(names)
     if STORE_HEADER_NAME in names:
@@ -198,14 +198,14 @@ def choose_weights(root: Location, names: Collection[str]) -> str:
                 message = f"holds only {shown(singles[0])}, one of {int(shard[2])} shards, and no {fmt.index}"
                 raise damaged(root, message, "download it again")
             return singles[0]
-    raise _no_weights(root, visible)
+    raise _no_weights(root, visible, hint)
 
 
 def _visible(names: Collection[str]) -> list[str]:
     return sorted(name for name in names if not name.startswith("."))
 
 
-def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
+def _no_weights(root: Location, visible: list[str], hint: str) -> MergePipeError:
     if is_adapter(visible):
         message = "this is an adapter, which needs its base"
         hint = "use it as an expert, or write base+adapter; `mergepipe lora merge` merges adapters alone"
@@ -217,8 +217,18 @@ def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
     if foreign:
         return unsupported(root, f"holds {names_shown(foreign)}: not yet read", "convert to safetensors")
     message = f"no weights here, found: {names_shown(visible) or 'nothing'}"
-    hint = f"give the folder of a revision: {root / 'snapshots'}/..." if "snapshots" in visible else ""  # of the Hub
+    if "snapshots" in visible:  # of the Hub
+        hint = f"give the folder of a revision: {root / 'snapshots'}/..."
     return NotFoundError.of("checkpoint.incomplete", root, message, hint)
+
+
+def hint_of_adapters(store: Store, root: Location, names: Iterable[str]) -> str:
+    """Say which of the names in the folder `root` are folders of adapters; empty where none of the first is."""
+    folders = []
+    for name in sorted(names)[:_MOST_FOLDERS]:
+        if is_folder(store, root / name) and ADAPTER_CONFIG_NAME in list_names(store, root / name):
+            folders.append(name)
+    return f"name one of the adapters in it: {names_shown(folders)}" if folders else ""
 
 
 def names_shown(names: Sequence[str]) -> str:
@@ -230,6 +240,7 @@ def names_shown(names: Sequence[str]) -> str:
 
 
 MAX_PROBLEMS = 20
+_MOST_FOLDERS = 50
 TEMPLATE_FOLDER = "additional_chat_templates"
 # Code (*.py named by auto_map) is left out on purpose: nothing executable passes from an input to an output.
 SIDECAR_NAMES = frozenset({
@@ -332,7 +343,7 @@ def _open_directory(store: Store, path: Location) -> Checkpoint:
             folders[folder], components[folder] = listed, _component_stem(listed)
             files += own
     if not files:
-        choose_weights(path, names)  # tells what is there instead
+        choose_weights(path, names, hint_of_adapters(store, path, names))  # tells what is there instead
     sidecars = find_sidecars(store, path, names, folders)
     opened = _checkpoint(path, path, files, sidecars)
     ignored = _ignored(names, {file.source.id.name for file in files}) if at_root else ()

@@ -34,6 +34,8 @@ _NAME = re.compile(
     r"|lm_head|output|vocab_projector|predictions|predictions\.decoder)\.(?:weight|bias))$"
 )
 
+_TASK_HEAD = re.compile(r"(?:^|\.)(?:score|classifier|classification_head|qa_outputs|v_head|reward_head)\.")
+
 # Output heads that a model with tied weights does not store: they are its embedding.
 TIED_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
@@ -50,6 +52,11 @@ def embedding_ending(name: str) -> str | None:
 def is_head(name: str) -> bool:
     """Whether a tensor is an output head, which models with tied weights may not store."""
     return any(name == head or name.endswith(f".{head}") for head in TIED_HEADS)
+
+
+def is_task_head(name: str) -> bool:
+    """Whether a tensor is the head of a reward model, a classifier or another task than the next token."""
+    return _TASK_HEAD.search(name) is not None
 
 
 # --- find a checkpoint's tensors with one row per token, by name and number of rows, for any architecture ---

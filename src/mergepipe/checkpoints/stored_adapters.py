@@ -20,8 +20,8 @@ from mergepipe.checkpoints.directory import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAMES,
     SAFETENSORS_SUFFIXES,
+    hint_of_adapters,
     list_names,
-    names_shown,
     read_weight_file,
     stat_present,
     without_wrappers,
@@ -48,7 +48,6 @@ INNER, OUTER = "gate_up_proj", "down_proj"
 CONVERT_HINT = "convert it to LoRA by `peft.save_as_lora`, or merge it into its base with peft first"
 MERGE_HINT = "merge it into its base with peft first, and use the result as an expert"
 _MOST_LAYERS = 100_000
-_MOST_FOLDERS = 50
 _ADALORA_EPSILON = 1e-5  # as PEFT adds to the rank
 _PATTERN_HINT = "name the modules one by one"
 # Configured for training only, or already in the stored tensors: without effect on what is merged.
@@ -514,17 +513,11 @@ def _kohya_alpha(store: Store, path: Location, stored: Mapping[str, StoredTensor
     return value
 
 
-def _is_adapter_folder(store: Store, path: Location) -> bool:
-    return is_folder(store, path) and ADAPTER_CONFIG_NAME in list_names(store, path)
-
-
 def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, CheckpointFile]:
     names = list_names(store, path)
     if ADAPTER_CONFIG_NAME not in names:
         message = f"is not an adapter: it has no {ADAPTER_CONFIG_NAME}"
-        folders = [name for name in sorted(names)[:_MOST_FOLDERS] if _is_adapter_folder(store, path / name)]
-        hint = f"name one of the adapters in it: {names_shown(folders)}" if folders else ""
-        raise NotFoundError.of("checkpoint.incomplete", path, message, hint)
+        raise NotFoundError.of("checkpoint.incomplete", path, message, hint_of_adapters(store, path, names))
     status = stat_present(store, path, ADAPTER_CONFIG_NAME)
     config = read_adapter_config(store, path / ADAPTER_CONFIG_NAME)
     raw = store.read_small(path / ADAPTER_CONFIG_NAME, ADAPTER_CONFIG_BYTES)

@@ -9,7 +9,7 @@ from functools import partial
 
 from mergepipe.checkpoints.architectures import other_spelling
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, Source, Unchanged
-from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
+from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head, is_task_head
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import MismatchError, UnsupportedError, did_you_mean
@@ -122,7 +122,7 @@ _INPUT_EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings?|tok_embeddings|token_embeddings?|embed_in|shared)\.weight$"
 )
 
-_WHISPER_HEAD = "proj_out.weight"
+WHISPER_HEAD = "proj_out.weight"
 _POOLER = "pooler"
 _KEPT_PARTS = ("vision", "audio", "projector", _POOLER)
 """Parts of models that others of their kind lack: those of a multimodal one, and the pooler of an encoder."""
@@ -222,7 +222,7 @@ class Pairing:
             return name
         if shared := shared_embedding(name, model.tensors):
             return shared
-        if not is_head(name) and name != _WHISPER_HEAD:
+        if not is_head(name) and name != WHISPER_HEAD:
             return name
         embeddings = [tensor for tensor in model.tensors if _INPUT_EMBEDDING.search(tensor)]
         fitting = [embedding for embedding in embeddings if model.tensors[embedding].shape[1:] == base.shape[1:]]
@@ -291,6 +291,9 @@ class Pairing:
     def _hint_for_missing(self, model: int, base: int, name: str) -> str:
         """Say how to merge the other parts, where a model has no tensor of the part that the missing one is of."""
         parts = self._parts_of(model)
+        if is_task_head(name):
+            other = f"make '{self._models[model].input.text}' the base and leave the head out (--allow-dropped)"
+            return f"it is the head of another task: merge models of one task, or {other}"
         if _kept_part_of(name) in parts:
             return self._did_you_mean(model, name)
         shared = " and ".join(f"'{part}'" for part in sorted(parts))

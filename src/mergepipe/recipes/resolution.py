@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.contract import Checkpoint, Readable, Source
-from mergepipe.checkpoints.embedding_rows import TIED_HEADS, is_head
+from mergepipe.checkpoints.embedding_rows import TIED_HEADS, is_head, is_task_head
 from mergepipe.core.blocks import DType, DTypeKind, promoted_dtype
 from mergepipe.core.outcome import DroppedTensor
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
@@ -27,7 +27,7 @@ from mergepipe.recipes.output_tensors import (
     module_tensors,
     template,
 )
-from mergepipe.recipes.pairing import Pairing, is_pooler, renamed_to_match, shared_embedding
+from mergepipe.recipes.pairing import WHISPER_HEAD, Pairing, is_pooler, renamed_to_match, shared_embedding
 from mergepipe.recipes.parameters import global_values, is_constant, missing_values, model_values
 from mergepipe.recipes.recipe import EVERY_TENSOR, Cases, ModelInput, OutputModule, OutputSlice, Recipe, Scalar, Setting
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters, count_text, group_by_pattern
@@ -117,8 +117,10 @@ class TensorAccount:
                 for pattern, group in group_by_pattern(unexpected, self._models[0].tensors).items():
                     message = f"'{model.input.text}' has {count_text(group)}, the base '{base}' has not"
                     hint = f"to leave {'it' if len(group) == 1 else 'them'} out: --allow-dropped '{pattern}'"
-                    if is_head(pattern):
+                    if is_head(pattern) or pattern == WHISPER_HEAD:
                         hint += _KEEP_HEAD.format(pattern)
+                    elif is_task_head(pattern):
+                        hint = f"it is the head of another task; {hint}"
                     elif _PART_OF_ANOTHER.search(pattern):
                         hint = "a model needs it: is the base of its architecture, and was it saved without adapters?"
                     findings.add(MismatchError, "model.unexpected-tensor", pattern, message, hint)
