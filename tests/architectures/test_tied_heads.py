@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from mergepipe import apply_lora
-from mergepipe.errors import UnsupportedError
+from mergepipe import MergePipeError, apply_lora
 from support.architectures import TEXT, loaded, saved, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and PEFT
@@ -76,10 +75,10 @@ def test_a_changed_head_of_an_unknown_architecture__has_the_name_that_the_adapte
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    class UnheardOfConfig(LlamaConfig):
+    class UnheardOfConfig(LlamaConfig):  # type: ignore[misc]
         model_type = "unheard-of"
 
-    class UnheardOfForCausalLM(LlamaForCausalLM):
+    class UnheardOfForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
         config_class = UnheardOfConfig
 
     def folded(base: Path, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -107,7 +106,7 @@ def test_a_changed_head_of_an_unknown_architecture__has_the_name_that_the_adapte
     assert mine.allclose(theirs, rtol=1e-4, atol=2e-5)
     changed = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
     changed = changed if is_saved else {"target_modules": ["q_proj", "embed_tokens"]}
-    with pytest.raises(UnsupportedError, match="save the base with a head of its own and tie_word_embeddings false"):
+    with pytest.raises(MergePipeError, match="save the base with a head of its own and tie_word_embeddings false"):
         folded(tmp_path / "tied", changed)
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
