@@ -294,7 +294,7 @@ def slices(*ranges: list[int], rest: str = "base_model: old") -> str:
         ("default: new\ntokenizer_source: base", "recipe.unknown-name", "tokenizer_source"),
         ("default: [new]", "recipe.value", "default"),
         ('default: new\ntake: [{from: old, units: ["layers 1,1"]}]', "recipe.units", "names layer 1 twice"),
-        ("default: new\ntake: [{from: old, units: [layers 1, layers odd]}]", "recipe.conflict", "once more"),
+        ("default: new\ntake: [{from: old, units: [layers 1, layers odd]}]", "recipe.conflict", "selects too"),
     ],
 )
 def test_compose__explains_what_is_wrong_with_a_recipe(zero2: Pair, text: str, code: str, words: str) -> None:
