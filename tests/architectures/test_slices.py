@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,39 @@ def test_slices__of_a_model_with_vision_are_those_of_its_text(number_of_kv: int,
     assert len([name for name in after if "language_model" in name]) > len(
         [name for name in before if "language_model" in name]
     )
+
+
+SIDE = {**TEXT, "head_dim": 8, "layer_types": ["full_attention"] * 4}
+DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "counts named by side": (
+        "MoonshineForConditionalGeneration", "MoonshineConfig",
+        {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "encoder_num_hidden_layers": 4,
+         "decoder_num_hidden_layers": 4, "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4,
+         "encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    ),
+    "a section for each side": (
+        "T5GemmaForConditionalGeneration", "T5GemmaConfig", {"vocab_size": 64, "encoder": SIDE, "decoder": SIDE},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_slices_of_a_decoder__change_what_is_said_of_it_alone(name: str, tmp_path: Path) -> None:
+    model, config, options = DECODERS[name]
+    base = saved(model, config, options, tmp_path / "base")
+    source = tensors_of(base)
+    slices = [{"sources": [{"model": str(base), "layer_range": [*layers]}]} for layers in REPEATED]
+    recipe = {"merge_method": "passthrough", "base_model": str(base), "modules": {"decoder": {"slices": slices}}}
+    run_merge(recipe, tmp_path / "out", catalog=False)
+    loaded(model, tmp_path / "out")
+    made = tensors_of(tmp_path / "out")
+    n_layers = {side: len(numbers_of(made, side)) for side in ("encoder.", "decoder.")}
+    assert n_layers == {"encoder.": 4, "decoder.": 6}
+    for tensor, values in source.items():
+        assert tensor not in made or values.shape == made[tensor].shape
+
+
+def numbers_of(tensors: dict[str, Any], side: str) -> set[str]:
+    """Return the numbers of the layers of an encoder or a decoder."""
+    found = re.compile(rf"(?:model\.)?{re.escape(side)}.*?layers?\.(\d+)\.")
+    return {match[1] for match in map(found.match, tensors) if match}

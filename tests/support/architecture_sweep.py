@@ -22,7 +22,26 @@ RESULTS = Path(__file__).parent.parent / "architectures" / "sweep.json"
 PAGE = Path(__file__).parent.parent.parent / "docs" / "guide" / "kinds-of-models.md"
 BEGINNING = "<!-- written by `make architectures`: begin -->"
 END = "<!-- written by `make architectures`: end -->"
-MOST_PARAMETERS = 3_000_000  # of a small model
+MOST_PARAMETERS = 30_000_000  # of a small model
+T5GEMMA_SIDE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "layer_types": None,
+}  # fmt: skip
+# What makes a model small where the options of most classes do not, by its type.
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "bloom": {"n_layer": 4},
+    "chameleon": {"vocabulary_map": {"<image>": 4}},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2},
+    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "t5gemma": {"encoder": T5GEMMA_SIDE, "decoder": T5GEMMA_SIDE},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4, "attention_head_dim": 16,
+        "mamba_headdim": 8,
+    },
+}  # fmt: skip
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 _SENTENCE = 120  # letters of an error
 
@@ -116,7 +135,7 @@ def small_config(name: str, model_type: str) -> Any:
     from tools.architectures import built
 
     try:
-        model = built(model_type, name)
+        model = built(model_type, name, OPTIONS.get(model_type))
     except Exception as error:
         raise NotTriedError(f"it is not built: {type(error).__name__}") from error
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -169,7 +188,9 @@ def sliced(subject: Subject) -> None:
     """Repeat layers of the text part, or of encoder and decoder."""
     config = subject.config
     n_layers = getattr(config, "decoder_layers", None) or getattr(config, "num_decoder_layers", None)
-    n_layers = n_layers or config.get_text_config(decoder=True).num_hidden_layers
+    n_layers = n_layers or getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if n_layers is None:
+        raise NotTriedError("its configuration does not say how many layers it has")
     ranges = [(0, n_layers - 1), (1, n_layers)]
     slices = [{"sources": [{"model": str(subject.base), "layer_range": [*layers]}]} for layers in ranges]
     recipe: dict[str, Any] = {"merge_method": "passthrough", "slices": slices}

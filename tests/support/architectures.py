@@ -81,7 +81,7 @@ def adapted(model: Any) -> Any:
     of_others = {name.rpartition(".")[2] for name in others}
     last_words = {name: name.rpartition(".")[2] for name in linear}
     linear = {name if last in of_others else last for name, last in last_words.items()}
-    if "mamba" in model.config.model_type:
+    if "mamba" in model.config.model_type or model.config.model_type in ("falcon_h1", "nemotron_h"):
         linear.discard("out_proj")  # which PEFT refuses
     config = LoraConfig(r=2, lora_alpha=4, target_modules=sorted(linear), target_parameters=sorted(experts) or None)
     made = get_peft_model(model, config)

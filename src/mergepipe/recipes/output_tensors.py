@@ -476,11 +476,13 @@ def _depth(name: str, lists: Mapping[str, LayerList]) -> float:
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 _LAYER_KEYS = (
     "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
-    "num_encoder_layers", "num_decoder_layers", "depth",
+    "num_encoder_layers", "num_decoder_layers", "encoder_num_hidden_layers", "decoder_num_hidden_layers", "layers",
+    "depth",
 )  # fmt: skip
 _LAYER_NAME = re.compile(r"(.*?)(?:layers|h|blocks)\.(\d+)\.")
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "text_model")
 _SECTION_SUFFIX = "_config"
+_ROWS_BEHIND_VOCABULARY = {"mllama_text_model": 8, "moshi": 1}  # for images, for a beginning; by the model's type
 
 
 def with_dtype(config: bytes, dtype: DType) -> bytes:
@@ -503,9 +505,14 @@ def shape_contradictions(config: Mapping[str, object], shapes: Mapping[str, tupl
     for match in filter(None, map(_LAYER_NAME.match, shapes)):
         counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
     n_layers = config.get("num_hidden_layers")
-    if counts and isinstance(n_layers, int) and n_layers not in counts.values():
+    kinds = config.get("layer_types")
+    n_halves = kinds.count("mlp") if isinstance(kinds, list) else 0  # of Dory, which counts both halves of a layer
+    if counts and isinstance(n_layers, int) and not {n_layers, n_layers - n_halves} & {*counts.values()}:
         yield f"says {n_layers} layers, there are {max(counts.values())}"
-    stated = [config.get("vocab_size"), config.get("hidden_size")]
+    n_rows = config.get("vocab_size")
+    if isinstance(n_rows, int):
+        n_rows += _ROWS_BEHIND_VOCABULARY.get(str(config.get("model_type")), 0)
+    stated = [n_rows, config.get("hidden_size")]
     for name, shape in shapes.items():
         if name.endswith("embed_tokens.weight") and None not in stated and list(shape) != stated:
             yield f"says that embeddings are {' x '.join(map(shown, stated))}, {name} is {list(shape)}"
@@ -595,7 +602,14 @@ def _layer_keys(section: Json, layers: LayerCount) -> list[str]:
 
 
 def _sections_of(content: Json, prefix: str) -> list[Json]:
-    """Find the sections that describe the layers of a prefix: `vision_config` for `vision_tower.layers.`."""
+    """Find the sections that describe the layers of a prefix: `vision_config` for `vision_tower.layers.`.
+
+    A model with two sides may have a section for each, as T5Gemma has: `decoder` for `model.decoder.layers.`.
+    """
+    side = next((word for word in prefix.split(".") if word in _SIDES), None)
+    of_side = content.get(side) if side is not None else None
+    if isinstance(of_side, dict):
+        return [of_side]
     named = [
         section
         for name, section in content.items()
