@@ -35,6 +35,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "t5gemma": {"encoder": T5GEMMA_SIDE, "decoder": T5GEMMA_SIDE},
     "zamba2": {
@@ -195,7 +196,9 @@ def sliced(subject: Subject) -> None:
     slices = [{"sources": [{"model": str(subject.base), "layer_range": [*layers]}]} for layers in ranges]
     recipe: dict[str, Any] = {"merge_method": "passthrough", "slices": slices}
     if subject.config.is_encoder_decoder:
-        recipe = {"merge_method": "passthrough", "modules": {"decoder": {"slices": slices}}}
+        of_text = any(name.startswith("text_decoder.") for name in subject.state)
+        module = "text_decoder" if of_text else "decoder"
+        recipe = {"merge_method": "passthrough", "modules": {module: {"slices": slices}}}
     out = subject.folder / "sliced"
     run_merge({**recipe, "base_model": str(subject.base)}, out, catalog=False)
     subject.loaded(out)

@@ -477,7 +477,7 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 _LAYER_KEYS = (
     "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
     "num_encoder_layers", "num_decoder_layers", "encoder_num_hidden_layers", "decoder_num_hidden_layers", "layers",
-    "depth",
+    "num_blocks", "depth",
 )  # fmt: skip
 _LAYER_NAME = re.compile(r"(.*?)(?:layers|h|blocks)\.(\d+)\.")
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "text_model")
