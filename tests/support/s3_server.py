@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -76,12 +77,31 @@ def _remember_services() -> None:
     Dispatcher.get_backend_for_host = cache(Dispatcher.get_backend_for_host)
 
 
+@cache
+def _write_one_at_a_time() -> None:
+    """Make conditional writes atomic, as object stores have them: moto looks, and writes later, in many threads."""
+    from moto.s3.responses import S3Response
+
+    lock = threading.RLock()
+
+    def alone(method: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **keywords: object) -> object:
+            with lock:
+                return method(*arguments, **keywords)
+
+        return call
+
+    for name in ("_key_response_put", "_key_response_post"):
+        setattr(S3Response, name, alone(getattr(S3Response, name)))
+
+
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """Run moto's S3 on a free port of 127.0.0.1."""
     from moto.server import ThreadedMotoServer
 
     _remember_services()
+    _write_one_at_a_time()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
