@@ -128,11 +128,20 @@ def _use_temporary_folder(patched: pytest.MonkeyPatch, folder: Path) -> None:
     patched.setattr(tempfile, "tempdir", str(folder))
 
 
+def _use_home(patched: pytest.MonkeyPatch, home: Path) -> None:
+    """Let this process and those that it starts keep what is a user's in a folder, which is not made yet."""
+    patched.setenv("HOME", str(home))
+    patched.setenv("MERGEPIPE_HOME", str(home / "mergepipe"))
+    patched.setenv("HF_HOME", str(home / "huggingface"))
+    patched.setenv("HF_HUB_OFFLINE", "1")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _temporary_folder_of_fixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give fixtures that several tests share a temporary folder that no other run has."""
+def _folders_of_fixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give fixtures that several tests share a home and a temporary folder that no other run has."""
     with pytest.MonkeyPatch.context() as patched:
         _use_temporary_folder(patched, tmp_path_factory.getbasetemp() / "shared")
+        _use_home(patched, tmp_path_factory.getbasetemp() / "shared-home")
         yield
 
 
@@ -144,10 +153,7 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     """
     number = next(_numbers)
     home = tmp_path_factory.getbasetemp() / f"home-{number}"
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("MERGEPIPE_HOME", str(home / "mergepipe"))
-    monkeypatch.setenv("HF_HOME", str(home / "huggingface"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    _use_home(monkeypatch, home)
     # The name is short: paths of sockets, which Python's processes make there, have at most 107 bytes.
     _use_temporary_folder(monkeypatch, tmp_path_factory.getbasetemp() / f"t{number}")
     return home
