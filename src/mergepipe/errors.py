@@ -231,13 +231,18 @@ def library(name: str, where: object, extra: str, *, instead: str = "") -> Any:
         raise UnsupportedError.of("extra.missing", where, message, hint) from error
 
 
-def did_you_mean(name: object, candidates: Sequence[str]) -> str:
-    """Return `"did you mean 'x'?"` for the nearest known name, else what is known, shortened; nothing if nothing is."""
+def did_you_mean(name: object, candidates: Sequence[str], otherwise: str | None = None) -> str:
+    """Return `"did you mean 'x'?"` for the nearest known name, else what is known, shortened; nothing if nothing is.
+
+    `otherwise` is returned instead of what is known.
+    """
     from difflib import get_close_matches
 
     near = get_close_matches(str(name), candidates, n=1, cutoff=0.6)
     if near:
         return f"did you mean '{near[0]}'?"
+    if otherwise is not None:
+        return otherwise
     known = sorted(set(candidates))
     return f"known: {', '.join(known[:12])}" + (", ..." if len(known) > 12 else "") if known else ""
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -44,6 +43,7 @@ from mergepipe.errors import (
     RecipeError,
     StorageError,
     UnsupportedError,
+    did_you_mean,
 )
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, record_folder
 from mergepipe.storage import owned
@@ -315,12 +315,9 @@ def _one_of(rows: Sequence[SnapshotRow], reference: str | Path) -> SnapshotRow:
     sids = sorted({row.sid for row in matching})
     if not sids or not prefix:
         known = [text for row in rows for text in (row.sid, str(row.path))]
-        hint = "`mergepipe ls` lists those on record"
-        near = get_close_matches(str(reference), known, n=1)
-        if near:
-            hint = f"did you mean '{near[0]}'?"
-        elif not known:
-            hint = "it holds none: give a folder, or use --home"
+        hint = "it holds none: give a folder, or use --home"
+        if known:
+            hint = did_you_mean(str(reference), known, otherwise="`mergepipe ls` lists those on record")
         raise NotFoundError.of("snapshot.not-found", reference, "no such snapshot in the catalog", hint)
     common = (len(os.path.commonprefix([a, b])) + 1 for a, b in pairwise((*sids, "")))  # noqa: RUF071 - digits
     needed = max(MIN_PREFIX_DIGITS, *common)

@@ -23,6 +23,7 @@ from mergepipe.checkpoints.adapted_tensors import (
     StackedDelta,
 )
 from mergepipe.checkpoints.architectures import Architecture, architecture_of, other_spelling
+from mergepipe.checkpoints.config_files import TIED_KEY
 from mergepipe.checkpoints.contract import (
     AdapterAccount,
     Checkpoint,
@@ -59,7 +60,6 @@ from mergepipe.storage.ranges import PAGE_BYTES
 
 _FEWEST_PARTS = 2  # what is left of a name after its prefix is gone must still say something
 _MOST_CANDIDATES = 500
-_TIED_KEY = "tie_word_embeddings"
 _RENAME_HINT = "--rename OLD=NEW reads parts of its names as the base has them"
 
 
@@ -213,7 +213,7 @@ def tied_head(store: Store, weights: Checkpoint, changed: Collection[str] = ()) 
     the names of the model's modules. It is empty where there is none.
     """
     config = TokenizerFiles(weights, store).document(CONFIG_NAME)
-    if config.get(_TIED_KEY, True) is False:
+    if config.get(TIED_KEY, True) is False:
         return None
     architecture = architecture_of(config)
     if architecture is None:

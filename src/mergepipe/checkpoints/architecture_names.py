@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from mergepipe.checkpoints.architectures import other_spelling
+from mergepipe.checkpoints.config_files import TIED_KEY
 from mergepipe.core.strict_json import JsonValue, shown
 from mergepipe.core.units import plural
 
@@ -26,7 +27,6 @@ OPTIONAL = -2
 # Any positive number: together with the others of that number, in the layers that have one of them.
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_TIED_KEY = "tie_word_embeddings"
 _LEAVES = (".weight", ".bias")
 # Buffers of old files, and layers that predict further tokens, which loaders leave out.
 _LEFT_OUT = re.compile(
@@ -92,9 +92,9 @@ def _names_of(config: Mapping[str, JsonValue]) -> ClassNames | None:
 def _is_tied(config: Mapping[str, JsonValue]) -> bool:
     """Whether the head may be the embedding: unless the configuration says that it is not."""
     text = config.get("text_config")
-    stated = config.get(_TIED_KEY)
+    stated = config.get(TIED_KEY)
     if stated is None and isinstance(text, dict):
-        stated = text.get(_TIED_KEY)
+        stated = text.get(TIED_KEY)
     return stated is not False
 
 

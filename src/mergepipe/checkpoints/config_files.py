@@ -6,12 +6,10 @@ import json
 from typing import Any
 
 from mergepipe.core.strict_json import MAX_DEPTH, is_too_deep, shown
-from mergepipe.errors import (
-    damaged,
-)
+from mergepipe.errors import damaged
 
 Json = dict[str, Any]
-
+TIED_KEY = "tie_word_embeddings"
 
 _HINT = "put the model's own configuration in its place"
 

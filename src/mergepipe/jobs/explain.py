@@ -97,13 +97,19 @@ def explanation_of(
     path: Path | Location, plan: Plan | None, manifest: Manifest | None, pattern: str | None
 ) -> Explanation:
     """Explain a plan, a manifest, or a manifest that contains its plan."""
-    source = plan if plan is not None else manifest
-    if source is None:
+    source: Plan | Manifest
+    if plan is not None:
+        source = plan
+        tensors = plan.tensors
+        models = [(model.model, model.path) for model in plan.models if model.role != BASE_ROLE]
+        block_elements = plan.block_elements
+    elif manifest is not None:
+        source = manifest
+        tensors = full_merge_tensors(manifest)
+        models = [(model.model, model.path) for model in manifest.inputs if model.role != BASE_ROLE]
+        block_elements = DEFAULT_BLOCK_ELEMENTS
+    else:
         raise ValueError("neither a plan nor a manifest")
-    tensors = plan.tensors if plan is not None else full_merge_tensors(manifest) if manifest is not None else ()
-    sources = plan.models if plan is not None else manifest.inputs if manifest is not None else ()
-    models = [(source.model, source.path) for source in sources if source.role != BASE_ROLE]
-    block_elements = DEFAULT_BLOCK_ELEMENTS if plan is None else plan.block_elements
     counts = count_blocks(tensors, block_elements, len(models))
     return Explanation(
         kind="plan" if manifest is None else "snapshot",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from mergepipe.checkpoints.config_files import config_bytes, parse_config
+from mergepipe.checkpoints.config_files import TIED_KEY, config_bytes, parse_config
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, ADAPTER_NAMES, refuse_pointer
 from mergepipe.checkpoints.embedding_rows import VOCAB_SIZE_KEY, embedding_ending
@@ -42,7 +42,6 @@ MERGEKIT_CONFIG_NAME = "mergekit_config.yml"
 GENERATION_NAME = "generation_config.json"
 _TOKEN_ID_SUFFIX = "_token_id"
 _TOKEN_IDS = frozenset(f"{kind}{_TOKEN_ID_SUFFIX}" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
-_TIED_KEY = "tie_word_embeddings"
 
 
 def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
@@ -138,8 +137,8 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
         config = changed
     if inputs.base.is_untied:  # the output head is a tensor of its own
         content = parsed_config(config) or {}
-        for section in (content, *(section for section in text_sections(content) if _TIED_KEY in section)):
-            section[_TIED_KEY] = False
+        for section in (content, *(section for section in text_sections(content) if TIED_KEY in section)):
+            section[TIED_KEY] = False
         config = config_bytes(content)
     return config
 
