@@ -14,9 +14,10 @@ from mergepipe.checkpoints.inert_pickle import Global, PickledStorage, PickledTe
 from mergepipe.core.blocks import F32
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.archives import InertPickler, MemberPlan, lay_out_archive, literal_member, torch_size
+from mergepipe.tailor.archive_layout import MemberPlan, lay_out_archive, literal_member
 from mergepipe.tailor.copy_plan import CopyRange, Literal, Segment
 from mergepipe.tailor.copy_writer import write_files
+from mergepipe.tailor.pickle_writer import InertPickler, torch_size
 
 LAYERS = 32
 _BYTES_PER_PARAMETER = 12  # masters and both moments; stage 3 stores no 16-bit weights

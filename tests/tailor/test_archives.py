@@ -18,10 +18,11 @@ from mergepipe.core.blocks import BF16
 from mergepipe.errors import CorruptError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.archives import InertPickler, MemberPlan, edit_pickle, lay_out_archive, literal_member
+from mergepipe.tailor.archive_layout import MemberPlan, lay_out_archive, literal_member
 from mergepipe.tailor.checkpoint import PicklePath
 from mergepipe.tailor.copy_plan import CopyRange, Literal
 from mergepipe.tailor.copy_writer import write_files
+from mergepipe.tailor.pickle_writer import InertPickler, edit_pickle
 from support.stores import MetadataStore
 
 SCALARS = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False) | st.text()

@@ -19,15 +19,8 @@ from mergepipe.errors import damaged, mismatched, unsupported
 from mergepipe.snapshots.manifest import MANIFEST_NAME, UnitStaleness
 from mergepipe.storage.contract import FileKind, Store, is_file
 from mergepipe.storage.location import Location
-from mergepipe.tailor.archives import (
-    InertPickler,
-    MemberPlan,
-    new_archive,
-    new_tensor,
-    plan_edited,
-    plan_rewritten,
-    stale_checksums,
-)
+from mergepipe.tailor.archive_layout import MemberPlan, stale_checksums
+from mergepipe.tailor.archives import new_archive, plan_edited, plan_rewritten
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice, choose_steps, staleness_of
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework, PicklePath, Piece, StoredState, TrainingCheckpoint
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Patch, patch_states, patched_file
@@ -55,6 +48,7 @@ from mergepipe.tailor.formats.hf_trainer import (
     read_global_step,
 )
 from mergepipe.tailor.formats.partial import read_partial_manifest
+from mergepipe.tailor.pickle_writer import InertPickler, new_tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from mergepipe.core.units import first_names
 from mergepipe.errors import NotFoundError, damaged, mismatched, unsupported
 from mergepipe.storage.contract import PICKLE_BYTES, Store, is_file, map_at_once
 from mergepipe.storage.location import Location
-from mergepipe.tailor.archives import torch_size
 from mergepipe.tailor.checkpoint import WEIGHT, AdamStep, Framework, Piece, StoredState, Strip, TrainingCheckpoint
 from mergepipe.tailor.formats.contract import (
     NO_OPTIMIZER,
@@ -27,6 +26,7 @@ from mergepipe.tailor.formats.contract import (
     refuse_foreign_states,
     step_of_name,
 )
+from mergepipe.tailor.pickle_writer import torch_size
 from mergepipe.tailor.selection import model_units
 
 # --- the metadata of torch DCP directories as inert values that are changed and written back ---
