@@ -17,7 +17,7 @@ import yaml
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from mergepipe.recipes.output_tensors import is_before_layers, layer_lists, longest, module_tensors
+from mergepipe.recipes.layer_names import is_before_layers, layer_lists, longest, module_tensors
 
 pytestmark = pytest.mark.peer
 

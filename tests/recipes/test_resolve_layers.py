@@ -13,7 +13,7 @@ from mergepipe.checkpoints.gathered_rows import GatheredRows
 from mergepipe.core.blocks import BF16, F32, DType
 from mergepipe.core.outcome import DroppedTensor
 from mergepipe.recipes.fields import Strictness
-from mergepipe.recipes.output_tensors import is_before_layers, layer_lists
+from mergepipe.recipes.layer_names import is_before_layers, layer_lists
 from mergepipe.recipes.recipe import Case, Cases, LayerSource, ModelInput, OutputModule, OutputSlice, Recipe, Setting
 from mergepipe.recipes.resolution import resolve
 from mergepipe.recipes.tasks import Action, Resolution

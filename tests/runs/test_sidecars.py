@@ -14,7 +14,7 @@ import yaml
 import mergepipe
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.errors import MismatchError
-from mergepipe.recipes.output_tensors import with_dtype, with_layers
+from mergepipe.recipes.output_config import with_dtype, with_layers
 from mergepipe.recipes.tasks import LayerCount
 from mergepipe.runs.small_files import NAMED, with_chat_template, with_token_ids, with_vocab_size
 from support.families import TINY_LLAMA, write_family

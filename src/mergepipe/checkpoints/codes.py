@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
-from mergepipe.checkpoints.open_files import decoded, once, read_elements, read_span, whole_cost_bytes
-from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F32, ITEMSIZE_BY_KERNEL_CODE, DType, Span
+from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
+from mergepipe.checkpoints.open_files import decoded, once, read_span, whole_cost_bytes
+from mergepipe.core.blocks import BF16, F32, DType, Span
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.range_file import RangeFile
@@ -102,7 +100,7 @@ def _times(values_RC: NDArray[np.float32], scales_RG: NDArray[np.float32], width
     return values_RC
 
 
-def _whole(rows: Span, columns: int, per: int = 1) -> Span:
+def elements_of(rows: Span, columns: int, per: int = 1) -> Span:
     """The stored elements of rows of `columns` elements each, `per` of them in one."""
     return Span(rows.start * columns // per, rows.stop * columns // per)
 
@@ -138,156 +136,13 @@ class ScaledFP8(Scheme):
 
     def spans(self, rows: Span) -> tuple[Span, ...]:
         of_scales = Span(rows.start // self.block[0], -(-rows.stop // self.block[0]))
-        return _whole(rows, self.columns), _whole(of_scales, self._groups)
+        return elements_of(rows, self.columns), elements_of(of_scales, self._groups)
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         values = decoded(raw[0], self.code_kernel).reshape(-1, self.columns)
         scales = _scales(raw[1], self.scale_kernel).reshape(-1, self._groups)
         of_row = np.arange(rows.start, rows.stop) // self.block[0] - rows.start // self.block[0]
         return _times(values, scales[of_row], self.block[1])
-
-
-_LARGEST = {F8_E4M3.kernel_code: np.float32(448), F8_E5M2.kernel_code: np.float32(57344)}
-_CHUNK_ELEMENTS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Requantised(ComputedTensor):
-    """The codes of a merged weight as its base stores them, or (`is_scale`) their scales.
-
-    Of each group of elements that share a scale, if a merge left all of them as they were (to the bits of the merged
-    dtype), codes and scale are the base's bits. Else the scale is the largest magnitude over the dtype's largest value,
-    rounded to the dtype of the scales, with `powers_of_two` upwards to one, and a code is the nearest to the quotient;
-    a group of zeros keeps its scale. Codes and scales of a weight have one `shared`, in this process: the groups'
-    scales, and the sums of the squared error and of the squared numbers. Memory: a scale and a byte for each group of
-    the weight until all of its codes are made, and a million elements.
-    """
-
-    merged: Readable
-    base: CodedTensor
-    is_scale: bool
-    powers_of_two: bool = False
-    shared: dict[str, Any] = field(default_factory=dict, compare=False)
-
-    @property
-    def _entry(self) -> TensorEntry:
-        return self.base.stored[int(self.is_scale)]
-
-    @property
-    def name(self) -> str:
-        return self._entry.name
-
-    @property
-    def dtype(self) -> DType:
-        return self._entry.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._entry.shape
-
-    @property
-    def stored(self) -> tuple[TensorEntry, ...]:
-        return (*self.merged.stored, *self.base.stored)
-
-    def cost_bytes(self, span: Span) -> int:
-        return 0 if not span.n_elements else whole_cost_bytes(self.stored)
-
-    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
-        """Return a fetch of spans; the first one looks at all of the weight."""
-        scheme, lock, shared = self.base.scheme, threading.Lock(), self.shared
-        assert isinstance(scheme, ScaledFP8)
-
-        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-            with lock:
-                same_GK, scales = shared.get("groups") or self._survey(scheme, files, purpose)
-            if self.is_scale:
-                out[:] = scales[span.start * self.dtype.itemsize :][: len(out)]
-                return
-            for rows in _chunks(self.base.rows_of(span), scheme.columns) if span.n_elements else ():
-                raw, merged = self._raw(scheme, rows, files, purpose)
-                group_R, values_RC = _groups(rows, scheme.block[0]), self._decoded(scheme, merged)
-                scales_GK = decoded(scales, scheme.scale_kernel).reshape(same_GK.shape)
-                scales_RC, same_RC = (
-                    np.repeat(of_groups[group_R], scheme.block[1], axis=1)[:, : scheme.columns]
-                    for of_groups in (scales_GK, same_GK)
-                )
-                made = _encoded((values_RC / scales_RC).reshape(-1), scheme.code_kernel)
-                errors_RC = decoded(made, scheme.code_kernel).reshape(values_RC.shape) * scales_RC - values_RC
-                errors_RC[same_RC], values_RC[same_RC] = 0, 0
-                first = rows.start * scheme.columns
-                start, stop = max(first, span.start), min(rows.stop * scheme.columns, span.stop)
-                wanted = slice(start - first, stop - first)
-                codes = np.where(same_RC.reshape(-1), raw[0], made)
-                out[start - span.start : stop - span.start] = codes[wanted]
-                parts = (numbers.reshape(-1)[wanted] for numbers in (errors_RC, values_RC))
-                with lock:
-                    shared["squares"] += [np.dot(part, part) for part in parts]
-                    shared["left"] -= stop - start
-            if not shared["left"]:
-                shared.pop("groups", None)
-
-        return fetch
-
-    def _raw(
-        self, scheme: ScaledFP8, rows: Span, files: Mapping[Location, RangeFile], purpose: Purpose
-    ) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint8]]:
-        """Read rows: the base's bytes, and the merged numbers'."""
-        raw = [read_span(part, of_part, files, purpose) for part, of_part in self.base.parts_of(rows)]
-        return raw, read_elements(self.merged, _whole(rows, scheme.columns), files, purpose)
-
-    def _decoded(self, scheme: ScaledFP8, merged: NDArray[np.uint8]) -> NDArray[np.float32]:
-        return decoded(merged, self.merged.dtype.kernel_code).reshape(-1, scheme.columns)
-
-    def _survey(
-        self, scheme: ScaledFP8, files: Mapping[Location, RangeFile], purpose: Purpose
-    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
-        """Find whether all numbers of each group (G, K) of rows and columns are the base's, and the groups' scales."""
-        n_rows, starts, scale = self.base.shape[0], np.arange(0, scheme.columns, scheme.block[1]), self.base.stored[1]
-        largest_GK = np.zeros((-(-n_rows // scheme.block[0]), len(starts)), np.float32)
-        same_GK = np.ones(largest_GK.shape, np.bool_)
-        for rows in _chunks(Span(0, n_rows), scheme.columns):
-            raw, merged = self._raw(scheme, rows, files, purpose)
-            unchanged = _encoded(scheme.decode(rows, raw).reshape(-1), self.merged.dtype.kernel_code)
-            bits = f"u{self.merged.dtype.itemsize}"
-            same_RC = (merged.view(bits) == unchanged.view(bits)).reshape(-1, scheme.columns)
-            group_R = _groups(rows, scheme.block[0])
-            first_of_group = np.flatnonzero(np.diff(group_R, prepend=-1))
-            groups = slice(int(group_R[0]), int(group_R[-1]) + 1)
-            for reduce, of_rows, of_groups in (
-                (np.maximum, np.abs(self._decoded(scheme, merged)), largest_GK),
-                (np.logical_and, same_RC, same_GK),
-            ):
-                part_GK = reduce.reduceat(reduce.reduceat(of_rows, first_of_group, axis=0), starts, axis=1)
-                reduce(of_groups[groups], part_GK, out=of_groups[groups])
-        scales = (largest_GK / _LARGEST[scheme.code_kernel]).reshape(-1)
-        if self.powers_of_two:
-            mantissas, exponents = np.frexp(scales)
-            scales = np.ldexp(np.float32(1), exponents - (mantissas == np.float32(0.5))).astype(np.float32)
-        kept, made = read_span(scale, Span(0, scales.size), files, purpose), _encoded(scales, scheme.scale_kernel)
-        keeps = same_GK.reshape(-1) | ~(decoded(made, scheme.scale_kernel) > 0)
-        made = np.where(keeps[:, None], kept.reshape(len(keeps), -1), made.reshape(len(keeps), -1)).reshape(-1)
-        self.shared.setdefault("squares", np.zeros(2))  # codes and scales may look at the weight at the same time
-        self.shared.setdefault("left", np.array(self.base.n_elements))
-        self.shared["groups"] = same_GK, made
-        return same_GK, made
-
-
-def _groups(elements: Span, size: int) -> NDArray[np.int64]:
-    return np.arange(elements.start, elements.stop) // size
-
-
-def _chunks(rows: Span, columns: int) -> Iterator[Span]:
-    """Cut rows into stretches of about a million elements."""
-    step = max(1, _CHUNK_ELEMENTS // columns)
-    return (Span(first, min(first + step, rows.stop)) for first in range(rows.start, rows.stop, step))
-
-
-def _encoded(values: NDArray[np.float32], code: int) -> NDArray[np.uint8]:
-    from mergepipe.kernels.codec import encode_all  # compiled: nothing that only opens waits for it
-
-    out = np.empty(len(values) * ITEMSIZE_BY_KERNEL_CODE[code], np.uint8)
-    encode_all(np.ascontiguousarray(values), out, code)
-    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +163,12 @@ class PackedIntegers(Scheme):
         per = 32 // self.n_bits
         words = Span(rows.start // per, -(-rows.stop // per))
         order = (Span(0, self.columns),) if self.grouped else ()
-        return _whole(rows, self.columns, per), _whole(rows, self.groups), *order, _whole(words, self.groups)
+        return (
+            elements_of(rows, self.columns, per),
+            elements_of(rows, self.groups),
+            *order,
+            elements_of(words, self.groups),
+        )
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         middle, per = 1 << (self.n_bits - 1), 32 // self.n_bits
@@ -343,7 +203,7 @@ class PackedFP4(Scheme):
     multiplies: bool = False
 
     def spans(self, rows: Span) -> tuple[Span, ...]:
-        return _whole(rows, self.columns, 2), _whole(rows, self.groups), Span(0, 1)
+        return elements_of(rows, self.columns, 2), elements_of(rows, self.groups), Span(0, 1)
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         values = _nibbles(raw[0], _E2M1).reshape(-1, self.columns)
@@ -393,7 +253,7 @@ class BitsAndBytes4(Scheme):
     offset: float
 
     def spans(self, rows: Span) -> tuple[Span, ...]:
-        plain = _whole(rows, self.columns, 2), rows, Span(0, 16)
+        plain = elements_of(rows, self.columns, 2), rows, Span(0, 16)
         if not self.nested:
             return plain
         return *plain, Span(rows.start // self.nested, -(-rows.stop // self.nested)), Span(0, 256)
@@ -414,7 +274,7 @@ class BitsAndBytes8(Scheme):
     """int8 of bitsandbytes: a code times its row's largest magnitude, over 127. Stored: codes, magnitudes."""
 
     def spans(self, rows: Span) -> tuple[Span, ...]:
-        return _whole(rows, self.columns), rows
+        return elements_of(rows, self.columns), rows
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         values = raw[0].view(np.int8).astype(np.float32).reshape(-1, self.columns)
@@ -427,7 +287,7 @@ class PackedBits(Scheme):
     __slots__ = ()
 
     def spans(self, rows: Span) -> tuple[Span, ...]:
-        return (_whole(rows, self.columns, 8),)
+        return (elements_of(rows, self.columns, 8),)
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         return np.unpackbits(raw[0], bitorder="little").astype(np.float32)

@@ -21,7 +21,6 @@ from mergepipe.checkpoints.codes import (
     PackedFP4,
     PackedIntegers,
     PackedTransposed,
-    Requantised,
     ScaledFP8,
     StackedMXFP4,
     codes_in_words,
@@ -29,6 +28,7 @@ from mergepipe.checkpoints.codes import (
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, Readable, TensorEntry
 from mergepipe.checkpoints.directory import component_of
 from mergepipe.checkpoints.open_files import open_files, read_span
+from mergepipe.checkpoints.requantised import Requantised
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, F32, F64, DType, DTypeKind, Span
 from mergepipe.core.strict_json import digest_of, parse_object, shown

@@ -16,7 +16,7 @@ from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, DTypeKind
 from mergepipe.core.display import shortened
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
 from mergepipe.jobs.snapshots import read_manifest_value
-from mergepipe.recipes.output_tensors import shape_contradictions
+from mergepipe.recipes.output_config import shape_contradictions
 from mergepipe.reports import ByteProgress, Damage, ProgressCallback
 from mergepipe.snapshots.layout import (
     PlacedFile,

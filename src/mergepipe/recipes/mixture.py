@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Final
 
@@ -17,21 +17,21 @@ from mergepipe.checkpoints.config_files import Json, config_bytes
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
 from mergepipe.checkpoints.gathered_rows import gathered_rows
 from mergepipe.checkpoints.routers import CHEAP_MODE, RANDOM_MODES, Gates, Noisy, Router, prompt_batches, token_rows
-from mergepipe.checkpoints.stacked_experts import Stacked, pieces_of
+from mergepipe.checkpoints.stacked_experts import Stacked
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
-from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
+from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME
 from mergepipe.core.outcome import DroppedTensor
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import MismatchError, UnsupportedError
+from mergepipe.recipes.chosen_experts import select_experts, selected_config
 from mergepipe.recipes.recipe import Mixture, Recipe
-from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters
+from mergepipe.recipes.tasks import MergeTask, Resolution, copy_task
 from mergepipe.storage.contract import Store
 
 _MLP: Final = re.compile(r"model\.layers\.(?P<layer>\d{1,6})\.mlp\.(?P<role>gate_proj|up_proj|down_proj)\.weight")
 _BIAS: Final = re.compile(r"model\.layers\.\d{1,6}\.self_attn\.(?P<role>[qkv])_proj\.bias")
 _BIASED: Final = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 _ROLES: Final = ("gate_proj", "up_proj", "down_proj")
-_NOTHING: Final = TensorParameters({}, {}, ())
 REASON_NOT_MLP: Final = "only the MLPs of an expert are used in a mixture"
 REASON_REPLACED: Final = "the experts' MLPs replace it"
 _LLAMAS: Final = ("llama", "mistral")
@@ -90,7 +90,7 @@ def chosen_architecture(mixture: Mixture, model_types: Sequence[str], where: str
 def mixture_config(config: Json, mixture: Mixture, where: str) -> bytes:
     """Return the configuration of the mixture, from that of the base; raises as `resolve_mixture`."""
     if mixture.chosen:
-        return _selected_config(config, mixture)
+        return selected_config(config, mixture)
     n_types = len(mixture.experts) + len(mixture.shared)
     architecture = chosen_architecture(mixture, [str(config.get("model_type"))] * n_types, where)
     made: Json = {**_DEFAULTS, "num_key_value_heads": config.get("num_attention_heads"), **config}
@@ -133,7 +133,7 @@ def resolve_mixture(recipe: Recipe, checkpoints: Sequence[Checkpoint], store: St
     """
     assert recipe.mixture is not None
     if recipe.mixture.chosen:
-        return _selected(recipe, checkpoints[0], TokenizerFiles(checkpoints[0], store).document(CONFIG_NAME))
+        return select_experts(recipe, checkpoints[0], TokenizerFiles(checkpoints[0], store).document(CONFIG_NAME))
     return _Builder(recipe, checkpoints, store).resolution()
 
 
@@ -253,112 +253,4 @@ class _Builder:
         return Noisy(tensor, expert.noise, factor, (self._mixture.seed, place, layer, _ROLES.index(role)))
 
     def _task(self, name: str, tensor: Readable, model: int = 0) -> MergeTask:
-        return _task(name, tensor, self._dtype, model)
-
-
-def _task(name: str, tensor: Readable, wanted: DType | None, model: int = 0) -> MergeTask:
-    """Write a tensor as it is, in its model's dtype or the `wanted` one."""
-    dtype = wanted or tensor.stored_dtype
-    action = Action.COPY if dtype == tensor.dtype else Action.MERGE
-    return MergeTask(name, action, tensor.shape, dtype, tensor, (), _NOTHING, "", model)
-
-
-# --- experts of a mixture that is there: chosen, in another order, twice, or one as a dense model ---
-
-
-_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
-_DENSE: Final = {"mixtral": ("mistral", "Mistral"), "qwen2_moe": ("qwen2", "Qwen2"), "qwen3_moe": ("qwen3", "Qwen3")}
-_ONLY_MIXTURES: Final = re.compile(
-    r".*expert.*|.*moe.*|num_experts_per_tok|decoder_sparse_step|norm_topk_prob|router_.*|output_router_logits|auto_map"
-    r"|mlp_only_layers|first_k_dense_replace|scoring_func"
-)
-_OF_DENSE: Final = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_ROUTED: Final = re.compile(r".*\.(?:mlp|block_sparse_moe|feed_forward)\.(?:gate|router)\..+")
-REASON_NOT_CHOSEN: Final = "of an expert that the recipe does not choose"
-
-
-def _count_of(config: Json, where: object) -> tuple[str, int]:
-    """Return the key of a configuration that counts experts, and the count."""
-    key = next((key for key in _COUNTS if type(config.get(key)) is int), None)
-    if key is None:
-        message = "its configuration does not count experts, so it is not a mixture of experts to choose from"
-        raise MismatchError.of("model.mismatch", where, message, "name a mixture of experts as base_model")
-    return key, config[key]
-
-
-def _selected_config(config: Json, mixture: Mixture) -> bytes:
-    key, _ = _count_of(config, CONFIG_NAME)
-    if mixture.is_dense:
-        model_type = str(config.get("model_type"))
-        if model_type not in _DENSE:
-            message = f"an expert of the type '{model_type}' has no dense model, those of {', '.join(_DENSE)} have"
-            raise UnsupportedError.of("recipe.unsupported", CONFIG_NAME, message, "write experts: [N]")
-        dense, name = _DENSE[model_type]
-        kept = {name_: value for name_, value in config.items() if not _ONLY_MIXTURES.fullmatch(name_)}
-        size = config.get("moe_intermediate_size") or config.get("intermediate_size")
-        made = {**kept, "model_type": dense, "architectures": [f"{name}ForCausalLM"], "intermediate_size": size}
-        return config_bytes(made)
-    most = min(int(config.get("num_experts_per_tok") or 1), len(mixture.chosen))
-    return config_bytes({**config, key: len(mixture.chosen), "num_experts_per_tok": most})
-
-
-def _selected(recipe: Recipe, base: Checkpoint, config: Json) -> Resolution:
-    """List the tensors of a mixture that some experts of the base are left in, or one as the MLPs of a dense model."""
-    assert recipe.mixture is not None
-    chosen, is_dense = recipe.mixture.chosen, recipe.mixture.is_dense
-    _, n_experts = _count_of(config, base.path)
-    if max(chosen) >= n_experts:
-        message = f"has {n_experts} experts, and the recipe chooses number {max(chosen)}"
-        raise MismatchError.of("model.mismatch", base.path, message, f"numbers go from 0 to {n_experts - 1}")
-    n_groups = config.get("n_group")
-    if type(n_groups) is int and n_groups > 1 and len(chosen) % n_groups and not is_dense:
-        message = f"its router has {n_groups} groups of as many experts each (n_group), and {len(chosen)} are chosen"
-        raise MismatchError.of("model.mismatch", base.path, message, f"choose a multiple of {n_groups}, group by group")
-    tasks: list[MergeTask] = []
-    dropped: list[DroppedTensor] = []
-    for name, tensor in base.tensors.items():
-        made = list(_of_chosen(name, tensor, chosen, n_experts, is_dense=is_dense))
-        tasks += [_task(name_, part, recipe.dtype) for name_, part in made]
-        dropped += [] if made else [DroppedTensor(recipe.inputs()[0].text, name, REASON_NOT_CHOSEN)]
-    return Resolution(tuple(tasks), tuple(dropped), recipe.inputs())
-
-
-def _of_chosen(
-    name: str, tensor: Readable, chosen: Sequence[int], n_experts: int, *, is_dense: bool
-) -> Iterator[tuple[str, Readable]]:
-    """Yield what becomes of one tensor of a mixture, by name."""
-    pieces = pieces_of(name, tensor.shape)
-    is_routed = _ROUTED.fullmatch(name) is not None
-    if not pieces or is_routed:
-        if is_dense and "expert" in name:
-            message = "does not belong to one expert (a shared expert?), so no expert is a dense model"
-            raise UnsupportedError.of("recipe.unsupported", name, message, "write experts: [N]")
-        is_experts, is_stacked = ".experts." in name, tensor.shape[:1] == (n_experts,)
-        if is_experts and not is_stacked:
-            message = "holds experts in a layout from which single experts cannot be taken"
-            raise UnsupportedError.of("recipe.unsupported", name, message, "write the model out with transformers")
-        if is_stacked and (is_routed or is_experts or len(tensor.shape) == 3):
-            tensor = gathered_rows(tensor, np.array(chosen, np.int64))
-        if not (is_dense and is_routed):
-            yield name, tensor
-    elif len(pieces) == 1:
-        piece = pieces[0]
-        for place in [place for place, expert in enumerate(chosen) if expert == piece.expert]:
-            fresh = f"{piece.layer}.mlp.{_OF_DENSE[piece.role]}.weight"
-            yield fresh if is_dense else name.replace(f".experts.{piece.expert}.", f".experts.{place}."), tensor
-    elif not is_dense:
-        yield name, gathered_rows(tensor, np.array(chosen, np.int64))
-    else:
-        entry, n_roles = tensor.entry(), len(pieces) // n_experts
-        if entry is None:
-            message = "is computed while it is read (an adapter, a quantised weight), so no part of it can be taken"
-            hint = "write the model out in bfloat16 first"
-            raise UnsupportedError.of("model.unsupported", tensor.name, message, hint)
-        nbytes, shape = entry.nbytes // len(pieces), (tensor.shape[1] // n_roles, tensor.shape[2])
-        for number, piece in enumerate(pieces):
-            if piece.expert == chosen[0]:
-                fresh = f"{piece.layer}.mlp.{_OF_DENSE[piece.role]}.weight"
-                yield (
-                    fresh,
-                    replace(entry, name=fresh, shape=shape, offset=entry.offset + number * nbytes, nbytes=nbytes),
-                )
+        return copy_task(name, tensor, self._dtype, model)

@@ -14,7 +14,8 @@ from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import MismatchError, UnsupportedError, did_you_mean
 from mergepipe.recipes.fields import Findings
-from mergepipe.recipes.output_tensors import OpenModel, part_of, template
+from mergepipe.recipes.layer_names import part_of, template
+from mergepipe.recipes.output_tensors import OpenModel
 from mergepipe.recipes.tasks import count_text, group_by_pattern
 
 # --- rename a model's tensors to match another model's, where name prefixes differ ---

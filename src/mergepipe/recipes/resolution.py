@@ -16,17 +16,8 @@ from mergepipe.operators.base import NUMBERS_OF
 from mergepipe.operators.spec import BY_NORM, BaseRole, Scope
 from mergepipe.recipes.entries import SMALLEST_WEIGHT_SUM, normalized_sum
 from mergepipe.recipes.fields import USUAL, Findings, Strictness, near_miss
-from mergepipe.recipes.output_tensors import (
-    Group,
-    Member,
-    OpenModel,
-    OutputListing,
-    OutputTensor,
-    is_allowed,
-    layer_of,
-    module_tensors,
-    template,
-)
+from mergepipe.recipes.layer_names import layer_of, module_tensors, template
+from mergepipe.recipes.output_tensors import Group, Member, OpenModel, OutputListing, OutputTensor, is_allowed
 from mergepipe.recipes.pairing import WHISPER_HEAD, Pairing, is_pooler, renamed_to_match, shared_embedding
 from mergepipe.recipes.parameters import global_values, is_constant, missing_values, model_values
 from mergepipe.recipes.recipe import EVERY_TENSOR, Cases, ModelInput, OutputModule, OutputSlice, Recipe, Scalar, Setting

@@ -106,6 +106,13 @@ class MergeTask:
         return OperatorInput(shared, anchor, experts, n_elements, stream_keys, renormalize, self.shape)
 
 
+def copy_task(name: str, tensor: Readable, wanted: DType | None, model: int = 0) -> MergeTask:
+    """Return the task that writes one model's tensor, in its own dtype or the `wanted` one."""
+    dtype = wanted or tensor.stored_dtype
+    action = Action.COPY if dtype == tensor.dtype else Action.MERGE
+    return MergeTask(name, action, tensor.shape, dtype, tensor, (), TensorParameters({}, {}, ()), "", model)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCount:
     """The layers that slices stack under a name prefix; `origins` has the anchor's layer number of each.

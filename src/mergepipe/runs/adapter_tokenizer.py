@@ -13,7 +13,7 @@ from mergepipe.checkpoints.vocabulary import SETTINGS_NAME, TOKENIZER_NAMES, Tok
 from mergepipe.core.outcome import Notice, notice_at
 from mergepipe.core.units import plural
 from mergepipe.errors import MergePipeError, MismatchError, UnsupportedError
-from mergepipe.recipes.output_tensors import parsed_config, text_sections
+from mergepipe.recipes.output_config import parsed_config, text_sections
 from mergepipe.recipes.recipe import ModelInput, Recipe
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.adapters import folds_adapters

@@ -15,7 +15,7 @@ from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.adapters import apply_adapter, count_scaled_by_0, open_adapter, with_own_head
 from mergepipe.checkpoints.architecture_names import name_problems
 from mergepipe.checkpoints.architectures import architecture_of
-from mergepipe.checkpoints.codes import CodedTensor, Requantised
+from mergepipe.checkpoints.codes import CodedTensor
 from mergepipe.checkpoints.config_files import parse_config
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
 from mergepipe.checkpoints.directory import (
@@ -30,6 +30,7 @@ from mergepipe.checkpoints.directory import (
 )
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
 from mergepipe.checkpoints.quantised import dequantised, stored_like
+from mergepipe.checkpoints.requantised import Requantised
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.checkpoints.stacked_experts import in_layout_of, in_names_of
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles

@@ -21,7 +21,7 @@ from mergepipe.core.display import as_line, markdown_code, markdown_text, yaml_s
 from mergepipe.core.units import format_bytes, plural
 from mergepipe.errors import CorruptError, NotFoundError, RecipeError
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.output_tensors import parsed_config
+from mergepipe.recipes.output_config import parsed_config
 from mergepipe.recipes.recipe import ModelInput, Recipe
 from mergepipe.recipes.references import reference_text, with_renamed
 from mergepipe.runs.budget import verdict_of

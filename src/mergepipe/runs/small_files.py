@@ -18,13 +18,7 @@ from mergepipe.core.strict_json import JsonValue
 from mergepipe.core.units import plural
 from mergepipe.errors import CorruptError, RecipeError, did_you_mean
 from mergepipe.options import MergeOptions
-from mergepipe.recipes.output_tensors import (
-    check_layer_kinds,
-    parsed_config,
-    text_sections,
-    with_dtype,
-    with_layers,
-)
+from mergepipe.recipes.output_config import check_layer_kinds, parsed_config, text_sections, with_dtype, with_layers
 from mergepipe.runs.adapter_tokenizer import AdapterTokenizer, is_tokenizer_file, with_eos_id
 from mergepipe.runs.model_card import InputCard, card_and_recipe, read_input_card
 from mergepipe.snapshots.manifest import CARD_NAME, MANIFEST_NAME, LeftOutFile, Manifest, file_without_paths

@@ -10,10 +10,10 @@ from operator import sub
 
 import numpy as np
 
-from mergepipe.checkpoints.codes import Requantised
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
+from mergepipe.checkpoints.requantised import Requantised
 from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.engine.known_quantities import ExpertQuantities, KnownQuantities
 from mergepipe.engine.planned_access import PlannedAccess

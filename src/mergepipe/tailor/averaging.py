@@ -38,7 +38,7 @@ from mergepipe.errors import (
     unsupported,
 )
 from mergepipe.options import ExportOptions, TailorOptions
-from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
+from mergepipe.recipes.output_config import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
 from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.reports import ProgressCallback

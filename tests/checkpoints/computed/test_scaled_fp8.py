@@ -204,7 +204,7 @@ def requantised(
 def test_like_base__stores_what_changed_as_the_base_does_and_the_rest_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scale_dtype: type, method: str
 ) -> None:
-    monkeypatch.setattr("mergepipe.checkpoints.codes._CHUNK_ELEMENTS", 7000)  # 23 rows at once
+    monkeypatch.setattr("mergepipe.checkpoints.requantised._CHUNK_ELEMENTS", 7000)  # 23 rows at once
     name, shape = SCALES[kind]
     block = {"blocks": (128, 128), "rows": (1, SHAPE[1]), "rows, flat": (1, SHAPE[1])}.get(kind, SHAPE)
     base, expert = quantised_model(tmp_path / "base", kind), quantised_model(tmp_path / "one", kind)
