@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F32, GRAIN_ELEMENTS, BlockGrid, RawBlock, Span
-from mergepipe.engine import block_reductions, order_statistics
+from mergepipe.engine import block_reductions, rank_brackets, tie_search
 from mergepipe.engine.analysis import FINE_SHARE, FineMagnitudes, TensorSummary
 from mergepipe.engine.block_reductions import MagnitudeCuts, ScoreRanks, inner_products, scores_of
 from mergepipe.engine.order_statistics import RankSearch
@@ -54,8 +54,8 @@ def test_magnitude_cuts__equals_a_sort(data: st.DataObject, share: float) -> Non
     blocks = [tensor.block(span) for span in tensor.spans(data.draw(st.lists(st.integers(1, n), max_size=4)))]
     sample = blocks[: data.draw(st.integers(0, len(blocks)))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order_statistics, "BRACKET_ELEMENTS", data.draw(st.sampled_from((1, 1 << 18))))
-        patch.setattr(order_statistics, "TIES_ROOM", data.draw(st.sampled_from((1, 1 << 21))))
+        patch.setattr(rank_brackets, "BRACKET_ELEMENTS", data.draw(st.sampled_from((1, 1 << 18))))
+        patch.setattr(tie_search, "TIES_ROOM", data.draw(st.sampled_from((1, 1 << 21))))
         reduced = run_reduction(MagnitudeCuts(kept_E, n), blocks, sample)
     assert_cuts(family, kept_E, reduced.cuts_E3)
 
@@ -97,7 +97,7 @@ def test_magnitude_cuts__look_again_only_if_the_sample_or_the_first_block_mislea
     first_scale: float, surveyed: Sequence[int], looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not surveyed:
-        monkeypatch.setattr(order_statistics, "BRACKET_ELEMENTS", 1)
+        monkeypatch.setattr(rank_brackets, "BRACKET_ELEMENTS", 1)
     deltas = (np.random.default_rng(0).standard_normal(100_000) * 1e-3).astype(np.float32)
     deltas[:10_000] *= np.float32(first_scale)
     pieces = [Span(i, i + 10_000) for i in range(0, 100_000, 10_000)]
@@ -110,7 +110,7 @@ def test_magnitude_cuts__look_again_only_if_the_sample_or_the_first_block_mislea
 @pytest.mark.parametrize("tiny", [0.0, 1e-45, 9e-41])  # the lowest bits of the bin of zeros, and more of them
 @pytest.mark.parametrize("surveyed", [0, 1])
 def test_magnitude_cuts__among_zeros_look_once(tiny: float, surveyed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order_statistics, "BRACKET_ELEMENTS", 1)
+    monkeypatch.setattr(rank_brackets, "BRACKET_ELEMENTS", 1)
     deltas = (np.random.default_rng(0).standard_normal(100_000) * 1e-3).astype(np.float32)
     deltas[np.arange(100_000) % 5 > 0] = 0.0
     deltas[1::5] = np.float32(tiny)
@@ -122,10 +122,10 @@ def test_magnitude_cuts__among_zeros_look_once(tiny: float, surveyed: int, monke
 
 @pytest.mark.parametrize("surveyed", [0, 1])
 def test_magnitude_cuts__among_the_largest_bits_look_once(surveyed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order_statistics, "BRACKET_ELEMENTS", 1)
+    monkeypatch.setattr(rank_brackets, "BRACKET_ELEMENTS", 1)
     magnitudes = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
     magnitudes[::2] = np.uint32(0x7FFFFFFF).view(np.float32)  # a NaN as of memory that nobody wrote
-    search = order_statistics.BracketedRanks({30_000}, 100_000)
+    search = rank_brackets.BracketedRanks({30_000}, 100_000)
     block = StoredTensor(_one_expert(magnitudes), F32).block(Span(0, 100_000))
     deltas = DeltaStretches.by_expert([block])[0]
     for _ in range(surveyed):

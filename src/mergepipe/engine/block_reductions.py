@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, F32, GRAIN_ELEMENTS, RawBlock
 from mergepipe.engine.jobs import Reduction
-from mergepipe.engine.order_statistics import BRACKET_ELEMENTS, BracketedRanks, BracketedScores, RankSearch
+from mergepipe.engine.order_statistics import RankSearch
+from mergepipe.engine.rank_brackets import BRACKET_ELEMENTS, BracketedRanks, BracketedScores
 from mergepipe.kernels.merge import MARK_BYTES, MARK_ELEMENTS
 from mergepipe.kernels.products import add_column_grams, add_row_grams, count_atoms, join_atoms
 from mergepipe.kernels.reduce import DeltaStretches, count_nonzero, sum_products, sum_squares
