@@ -25,7 +25,7 @@ from benchmarks.reproduce.pages import Table
 from benchmarks.tailor_training import Losses, Setting, Task, Text, Trained, Training, be_quiet, train
 from mergepipe.tailor import api
 from mergepipe.tailor.composition import CompositionReport
-from mergepipe.tailor.saving.unit_choice import LOG_NAME, read_journal
+from mergepipe.tailor.saving.save_log import LOG_NAME, read_journal
 
 _CHARACTERS = 2_000_000
 _PAPER_FILTER_AGE = 5  # saves between one half of the middle layers and the other

@@ -27,7 +27,7 @@ from mergepipe.snapshots.parts_places import FolderParts, parts_directory
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import output, owned
 from mergepipe.storage.ledger import Usage
-from mergepipe.storage.owned import OWNER_NAME, write_owner
+from mergepipe.storage.owners import OWNER_NAME, write_owner
 from support.disk_families import tree_digest, weights_digest
 from support.families import TINY, write_family
 from support.faults import replaced, system_error

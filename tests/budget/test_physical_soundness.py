@@ -24,7 +24,7 @@ from mergepipe.deltastore.index import HEADER_NAME, INDEX_NAME
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
 from mergepipe.planning.plan import Plan
 from mergepipe.storage.local import resident_fraction
-from mergepipe.storage.owned import LOG_NAME, OWNER_NAME
+from mergepipe.storage.owners import LOG_NAME, OWNER_NAME
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, make_budget_models, smallest_memory, tensor_plans
 from support.disk_families import DiskFamily, write_recipe, write_sharded
 from support.slow_cases import slow_unless

@@ -29,7 +29,7 @@ from mergepipe.snapshots.work_log import MergeState, WorkLog, merge_state, read_
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.storage.owned import LOG_NAME, OWNER_NAME
+from mergepipe.storage.owners import LOG_NAME, OWNER_NAME
 from support.crashes import Death, count_operations, run_forked, run_killed
 from support.disk_families import write_single
 from support.faults import Fault, replaced, system_error

@@ -15,7 +15,7 @@ from mergepipe.deltastore.builder import StoreBuilder
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
 from mergepipe.errors import StorageError
 from mergepipe.reports import PackReport, Progress
-from mergepipe.storage.owned import LOG_NAME
+from mergepipe.storage.owners import LOG_NAME
 from support.bucket_outputs import files_below
 from support.safetensors_bytes import file_bytes
 

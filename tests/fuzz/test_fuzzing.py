@@ -28,9 +28,10 @@ from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.safetensors import read_header
+from mergepipe.checkpoints.sentencepiece import read_pieces
 from mergepipe.checkpoints.stored_adapters import read_adapter_config
 from mergepipe.checkpoints.torch_file import read_torch_weights
-from mergepipe.checkpoints.vocabulary import read_pieces, read_vocabulary
+from mergepipe.checkpoints.vocabulary import read_vocabulary
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.deltastore.pieces import BANDED_DTYPES, Codec, Piece
 from mergepipe.errors import CorruptError
@@ -44,11 +45,11 @@ from mergepipe.snapshots.work_log import LOG_FORMAT, WorkLog, merge_state, read_
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.storage.owned import LOG_NAME
+from mergepipe.storage.owners import LOG_NAME
 from mergepipe.tailor.formats import open_training_checkpoint
 from mergepipe.tailor.formats.partial import PARTIAL_FORMAT
 from mergepipe.tailor.recipes import load_composition
-from mergepipe.tailor.saving.unit_choice import read_log
+from mergepipe.tailor.saving.save_log import read_log
 from support import fuzz_seals as seals
 from support import fuzz_seeds as seeds
 from support.coded_weights import model

@@ -47,7 +47,8 @@ from mergepipe.snapshots.parts import JOB_NAME, Claimant
 from mergepipe.snapshots.parts_places import BucketParts, FolderParts, parts_directory, parts_folder, read_job
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
-from mergepipe.storage.owned import PARTS_MARK, Owner
+from mergepipe.storage.owned import PARTS_MARK
+from mergepipe.storage.owners import Owner
 from mergepipe.storage.remote.objects import BucketFolder
 from support.bucket_outputs import files_below, ignore_conditions, new_prefix, objects_below
 from support.crashes import Death, count_operations, run_killed

@@ -18,7 +18,8 @@ from safetensors import safe_open
 
 import mergepipe
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.vocabulary import read_pieces, read_vocabulary
+from mergepipe.checkpoints.sentencepiece import read_pieces
+from mergepipe.checkpoints.vocabulary import read_vocabulary
 from mergepipe.core.blocks import F32
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

@@ -19,7 +19,7 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging, check_target, find_staging, remove_dead, temporary_folder
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
-from mergepipe.storage.owned import this_process
+from mergepipe.storage.owners import this_process
 from support.crashes import run_forked
 from support.faults import Fault, replaced, system_error
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import mergepipe
 from mergepipe.cli import main
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
-from mergepipe.storage import owned
+from mergepipe.storage import owned, owners
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalFile, LocalStore, resident_fraction
 from mergepipe.storage.location import Location
@@ -243,7 +243,7 @@ ALLOWED = {
     "tailor/saving/callback.py": ("glob is_dir", OWN),
     "tailor/saving/frameworks.py": ("is_file", OWN),
     "tailor/saving/partial_run.py": ("exists is_dir os.fstat", OWN),
-    "tailor/saving/unit_choice.py": ("exists regular.read_small", OWN),
+    "tailor/saving/save_log.py": ("exists regular.read_small", OWN),
 }
 
 
@@ -317,8 +317,8 @@ def take_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ONLY_LINUX:
         monkeypatch.delattr(os, name)
     monkeypatch.setattr(ctypes, "CDLL", NoLibrary)
-    monkeypatch.setattr(owned, "_BOOT_ID", tmp_path / "no-such-file")
-    monkeypatch.setattr(owned, "_PROCESSES", tmp_path / "no-such-folder")
+    monkeypatch.setattr(owners, "_BOOT_ID", tmp_path / "no-such-file")
+    monkeypatch.setattr(owners, "_PROCESSES", tmp_path / "no-such-folder")
 
 
 def test_merge__without_the_calls_of_linux_gives_the_same_bytes(
@@ -365,12 +365,12 @@ def test_owner__without_proc_a_living_process_is_told_from_a_dead_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_away(monkeypatch, tmp_path)
-    living = owned.this_process()
+    living = owners.this_process()
     assert living.boot
-    assert owned.is_alive(living, 0.0)
+    assert owners.is_alive(living, 0.0)
     child = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(child, 0)
-    assert not owned.is_alive(owned.Owner(child, living.started, living.boot, living.host), 0.0)
+    assert not owners.is_alive(owners.Owner(child, living.started, living.boot, living.host), 0.0)
 
 
 def test_sync_file__on_macos_goes_through_the_cache_of_the_disk(

@@ -15,7 +15,7 @@ import yaml
 from numpy.typing import NDArray
 
 from mergepipe.planning.plan import parse_plan
-from mergepipe.tailor.saving.unit_choice import SaveRecord
+from mergepipe.tailor.saving.save_log import SaveRecord
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, layer
 from support.coded_weights import COLUMNS, GROUP, ROWS, SCHEMES
 from support.disk_families import write_sharded, write_single

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.checkpoints.inert_pickle import Global, PickledStorage, PickledTensor, Record, load_inert
-from mergepipe.checkpoints.torch_file import Window, read_zip_directory
+from mergepipe.checkpoints.zip_directory import Window, read_zip_directory
 from mergepipe.core.blocks import BF16
 from mergepipe.errors import CorruptError
 from mergepipe.storage.local import LocalStore

@@ -20,7 +20,7 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.composition import compose
 from mergepipe.tailor.inspection import InspectReport, inspect_checkpoints
-from mergepipe.tailor.saving.unit_choice import SaveRecord
+from mergepipe.tailor.saving.save_log import SaveRecord
 from mergepipe.tailor.selection import unit_named
 from support.refusals import refuses
 from support.stores import MetadataStore

@@ -31,7 +31,7 @@ from mergepipe.tailor.composition import CompositionReport, compose
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT, ORDERS, defined_order, trainer_order
-from mergepipe.tailor.saving.unit_choice import LOG_NAME, read_journal
+from mergepipe.tailor.saving.save_log import LOG_NAME, read_journal
 from support.stores import MetadataStore
 
 HERE = Path(__file__).parent

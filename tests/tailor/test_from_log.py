@@ -14,7 +14,7 @@ from mergepipe.errors import CorruptError, NotFoundError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.inspection import compose_from_log, composition_from_log_file
-from mergepipe.tailor.saving.unit_choice import SaveRecord, read_log
+from mergepipe.tailor.saving.save_log import SaveRecord, read_log
 from mergepipe.tailor.selection import (
     EMBED,
     LM_HEAD,

@@ -23,15 +23,8 @@ from mergepipe.tailor.inspection import composition_from_log_file
 from mergepipe.tailor.saving import partial_run
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
 from mergepipe.tailor.saving.partial_run import BackgroundWriter, PartialRun, open_partial
-from mergepipe.tailor.saving.unit_choice import (
-    LOG_NAME,
-    ChangeTracker,
-    LatestChanged,
-    SaveRecord,
-    Schedule,
-    Strategy,
-    read_journal,
-)
+from mergepipe.tailor.saving.save_log import LOG_NAME, SaveRecord, read_journal
+from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Schedule, Strategy
 from mergepipe.tailor.selection import LM_HEAD, Unit, layer
 from support.engine_views import known_view, on_ranks
 from support.training_trees import KnownStates, decoder_shapes, known_states

@@ -22,7 +22,8 @@ from mergepipe.checkpoints.config_files import config_bytes, parse_config
 from mergepipe.checkpoints.contract import GGUF_SUFFIX, Checkpoint, CheckpointFile, Readable, TensorEntry
 from mergepipe.checkpoints.open_files import decoded, open_files, read_span
 from mergepipe.checkpoints.safetensors import read_header
-from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, read_pieces, read_vocabulary
+from mergepipe.checkpoints.sentencepiece import read_pieces
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, read_vocabulary
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType, Span, element_count
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError, UnsupportedError, damaged, library, unsupported

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.sentencepiece import MAX_TOKEN_ID, read_pieces
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.contract import Store, sidecar_limit
 from mergepipe.storage.location import Location
 
 # --- a model's vocabulary as frozen values: token ids, and settings of added tokens ---
-
-
-MAX_TOKEN_ID = (1 << 24) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,99 +51,6 @@ class Vocabulary:
     def as_added(self, token: str) -> AddedToken:
         """Return the token as another tokenizer adds it, with its settings here if it is an added one."""
         return self.added.get(token, AddedToken(token))
-
-
-# --- parse the pieces of a sentencepiece model file: known protobuf fields, everything else skipped ---
-
-
-_PIECES_FIELD, _TEXT_FIELD, _SCORE_FIELD, _KIND_FIELD = 1, 1, 2, 3
-_NORMAL = 1
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_MAX_VARINT_BYTES = 10
-
-
-def read_pieces(raw: bytes, *, where: object) -> dict[str, tuple[float, int]]:
-    """Read the pieces in order of id: score and kind (1 is a usual one) by text."""
-    parser = _Parser(raw, where)
-    pieces: dict[str, tuple[float, int]] = {}
-    for number, value in parser.fields(0, len(raw)):
-        if number != _PIECES_FIELD:
-            continue
-        if not isinstance(value, tuple):
-            raise parser.error(f"field {number} must be a message")
-        piece, score, kind = parser.piece(*value)
-        if piece in pieces:
-            raise parser.error(f"the piece {shown(piece)} occurs twice")
-        pieces[piece] = score, kind
-        if len(pieces) > MAX_TOKEN_ID:
-            raise parser.error(f"more than {MAX_TOKEN_ID} pieces")
-    if not pieces:
-        raise parser.error("no piece found; is it a sentencepiece model?")
-    return pieces
-
-
-class _Parser:
-    """Walks protobuf messages in a byte string; no length is trusted."""
-
-    def __init__(self, raw: bytes, where: object) -> None:
-        self._raw = raw
-        self._where = where
-
-    def error(self, message: str) -> MergePipeError:
-        return CorruptError.of("tokenizer.damaged", self._where, message)
-
-    def piece(self, start: int, stop: int) -> tuple[str, float, int]:
-        """Return text, score and kind of one piece message."""
-        text, score, kind = "", 0.0, _NORMAL
-        for number, value in self.fields(start, stop):
-            match number, value:
-                case (_, (first, last)) if number == _TEXT_FIELD:
-                    text = self._text(first, last)
-                case (_, (first, last)) if number == _SCORE_FIELD and last - first == 4:
-                    (score,) = struct.unpack_from("<f", self._raw, first)
-                case (_, int()) if number == _KIND_FIELD:
-                    kind = value
-        if not text:
-            raise self.error(f"the piece at byte {start} has no text")
-        return text, score, kind
-
-    def fields(self, start: int, stop: int) -> Iterator[tuple[int, int | tuple[int, int]]]:
-        """Yield the fields of one message: number, and value or byte range `[start, stop)`."""
-        at = start
-        while at < stop:
-            key, at = self._varint(at, stop)
-            number, kind = key >> 3, key & 7
-            if number == 0:
-                raise self.error(f"field 0 at byte {at}")
-            if kind == _VARINT:
-                value, at = self._varint(at, stop)
-                yield number, value
-                continue
-            if kind == _BYTES:
-                n_bytes, at = self._varint(at, stop)
-            elif kind in (_FIXED32, _FIXED64):
-                n_bytes = 4 if kind == _FIXED32 else 8
-            else:
-                raise self.error(f"wire type {kind} at byte {at}")
-            if n_bytes > stop - at:
-                raise self.error(f"field {number} needs {n_bytes} bytes at byte {at}, found {stop - at}")
-            yield number, (at, at + n_bytes)
-            at += n_bytes
-
-    def _varint(self, at: int, stop: int) -> tuple[int, int]:
-        value = 0
-        for position in range(at, min(at + _MAX_VARINT_BYTES, stop)):
-            byte = self._raw[position]
-            value |= (byte & 0x7F) << (7 * (position - at))
-            if byte < 0x80:
-                return value, position + 1
-        raise self.error(f"the number at byte {at} does not end")
-
-    def _text(self, start: int, stop: int) -> str:
-        try:
-            return self._raw[start:stop].decode("utf-8")
-        except UnicodeDecodeError:
-            raise self.error(f"the piece at byte {start} is not UTF-8") from None
 
 
 # --- read a checkpoint's vocabulary from untrusted tokenizer files; ambiguous ones are an error ---
@@ -362,43 +265,3 @@ class _Ids:
 
     def _error(self, message: str) -> MergePipeError:
         return self._files.error(self._name, message)
-
-
-# --- add tokens to tokenizer files ---
-
-
-def extended(vocabulary: Vocabulary, tokens: Sequence[AddedToken]) -> Vocabulary:
-    """Append `tokens`, which the vocabulary lacks, after all others."""
-    first = vocabulary.n_ids
-    ids = {**vocabulary.ids, **{token.content: first + n for n, token in enumerate(tokens)}}
-    added = {**vocabulary.added, **{token.content: token for token in tokens}}
-    return Vocabulary(ids, added, vocabulary.file)
-
-
-def extended_files(files: TokenizerFiles, output: Vocabulary, tokens: Sequence[AddedToken]) -> dict[str, bytes]:
-    """Return the files that change when `tokens` are added, with new content; `output` has the tokens' ids."""
-    if not tokens:
-        return {}
-    changed = {}
-    is_fast = FAST_NAME in files
-    if is_fast:
-        document = files.document(FAST_NAME)
-        listed = document.get("added_tokens")
-        records = [{"id": output.ids[token.content], **asdict(token)} for token in tokens]
-        changed[FAST_NAME] = _written(
-            {**document, "added_tokens": [*(listed if isinstance(listed, list) else []), *records]}
-        )
-    settings = files.document(SETTINGS_NAME)
-    if not is_fast or DECODER_KEY in settings:
-        decoder = settings.get(DECODER_KEY)
-        described: dict[str, object] = dict(decoder) if isinstance(decoder, dict) else {}
-        described |= {str(output.ids[token.content]): asdict(token) for token in tokens}
-        changed[SETTINGS_NAME] = _written({**settings, DECODER_KEY: described})
-    if not is_fast or ADDED_NAME in files:
-        ids = {token.content: output.ids[token.content] for token in tokens}
-        changed[ADDED_NAME] = _written({**files.document(ADDED_NAME), **ids})
-    return changed
-
-
-def _written(document: Mapping[str, object]) -> bytes:
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -30,7 +30,7 @@ from mergepipe.snapshots.parts_places import job_at, parts_place, remove_left_pa
 from mergepipe.snapshots.staging import check_free_space, check_target
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import HUB_SCHEME, Location
-from mergepipe.storage.owned import is_alive
+from mergepipe.storage.owners import is_alive
 from mergepipe.storage.stores import Stores
 
 _PUBLISHED_ELSEWHERE = ("output.exists", "output.changed")

@@ -56,7 +56,7 @@ from mergepipe.snapshots.work_log import merge_state, read_work_log
 from mergepipe.storage import owned
 from mergepipe.storage.contract import BESIDE, MANIFEST_BYTES, Store, modified_at
 from mergepipe.storage.location import Location
-from mergepipe.storage.owned import is_alive, newest_change
+from mergepipe.storage.owners import is_alive, newest_change
 from mergepipe.storage.stores import Stores
 
 ABANDONED_SECONDS: Final = 7 * 24 * 3600.0

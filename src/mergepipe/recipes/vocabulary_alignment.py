@@ -10,6 +10,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from mergepipe.checkpoints.added_tokens import extended, extended_files
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
 from mergepipe.checkpoints.embedding_rows import (
     TokenRows,
@@ -32,14 +33,7 @@ from mergepipe.checkpoints.gathered_rows import (
     mean_origin,
 )
 from mergepipe.checkpoints.pursued_rows import PursuedRows
-from mergepipe.checkpoints.vocabulary import (
-    AddedToken,
-    TokenizerFiles,
-    Vocabulary,
-    extended,
-    extended_files,
-    read_vocabulary,
-)
+from mergepipe.checkpoints.vocabulary import AddedToken, TokenizerFiles, Vocabulary, read_vocabulary
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import canonical_json, shown
 from mergepipe.core.units import plural

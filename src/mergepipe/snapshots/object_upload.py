@@ -48,8 +48,9 @@ from mergepipe.snapshots.manifest import (
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import MANIFEST_BYTES, OWNER_BYTES, Digested, Store, files_below
 from mergepipe.storage.location import HUB_SCHEME, Location
-from mergepipe.storage.owned import PARTS_MARK, Owner, is_alive, this_process
-from mergepipe.storage.owned import SILENCE_SECONDS as STAGING_SILENCE_SECONDS
+from mergepipe.storage.owned import PARTS_MARK
+from mergepipe.storage.owners import SILENCE_SECONDS as STAGING_SILENCE_SECONDS
+from mergepipe.storage.owners import Owner, is_alive, this_process
 from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.remote.objects import BucketFolder, ObjectFacts
 from mergepipe.storage.stores import Stores

@@ -33,7 +33,7 @@ from mergepipe.snapshots.work_log import FileUses, merge_state, payload_of, read
 from mergepipe.storage.contract import WORK_LOG_BYTES
 from mergepipe.storage.ledger import Usage
 from mergepipe.storage.location import Location
-from mergepipe.storage.owned import Owner, is_alive, this_process
+from mergepipe.storage.owners import Owner, is_alive, this_process
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from mergepipe.storage import owned
 from mergepipe.storage.contract import BESIDE, MANIFEST_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import sync_directory
-from mergepipe.storage.owned import (
+from mergepipe.storage.owners import (
     LOG_NAME,
     OWNER_NAME,
     Owner,

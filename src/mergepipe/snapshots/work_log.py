@@ -27,7 +27,7 @@ from mergepipe.storage import owned
 from mergepipe.storage.contract import WORK_LOG_BYTES
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.output import sync_directory
-from mergepipe.storage.owned import LOG_NAME
+from mergepipe.storage.owners import LOG_NAME
 from mergepipe.storage.ranges import os_errors
 
 _CHECK_DIGITS: Final = 16

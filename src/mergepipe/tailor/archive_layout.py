@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mergepipe.checkpoints.torch_file import Window, read_zip_directory
+from mergepipe.checkpoints.zip_directory import Window, read_zip_directory
 from mergepipe.errors import unsupported
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location

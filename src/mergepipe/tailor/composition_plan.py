@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 from mergepipe.checkpoints.directory import is_linked_folder, stat_regular
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
-from mergepipe.checkpoints.torch_file import Window, read_torch_zip, walk_tensors
+from mergepipe.checkpoints.torch_file import read_torch_zip, walk_tensors
+from mergepipe.checkpoints.zip_directory import Window
 from mergepipe.core.blocks import F32, DTypeKind
 from mergepipe.errors import damaged, mismatched, unsupported
 from mergepipe.snapshots.manifest import MANIFEST_NAME, UnitStaleness

@@ -41,7 +41,8 @@ from mergepipe.tailor.formats import (
 )
 from mergepipe.tailor.formats.contract import step_of_name
 from mergepipe.tailor.formats.partial import MANIFEST_NAME
-from mergepipe.tailor.saving.unit_choice import SCHEDULES, Schedule, read_log
+from mergepipe.tailor.saving.save_log import read_log
+from mergepipe.tailor.saving.unit_choice import SCHEDULES, Schedule
 from mergepipe.tailor.selection import Unit, unit_selectors
 from mergepipe.tailor.unmerged_adapter import find_adapter
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import TensorEntry, WeightHeader
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.inert_pickle import load_inert
-from mergepipe.checkpoints.torch_file import TorchArchive, Window, read_torch_weights, read_torch_zip
+from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_weights, read_torch_zip
+from mergepipe.checkpoints.zip_directory import Window
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from support.late_modules import torch

@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 from vocabulary_cases import fast_tokenizer
 
+from mergepipe.checkpoints.added_tokens import extended, extended_files
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.vocabulary import (
-    AddedToken,
-    TokenizerFiles,
-    Vocabulary,
-    extended,
-    extended_files,
-    read_vocabulary,
-)
+from mergepipe.checkpoints.vocabulary import AddedToken, TokenizerFiles, Vocabulary, read_vocabulary
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

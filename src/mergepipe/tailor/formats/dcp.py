@@ -10,7 +10,8 @@ from itertools import accumulate, pairwise
 
 from mergepipe.checkpoints.directory import is_plain_name
 from mergepipe.checkpoints.inert_pickle import TORCH_DTYPES, PickledTensor, Record, load_inert
-from mergepipe.checkpoints.torch_file import Window, read_torch_zip, read_zip_directory, walk
+from mergepipe.checkpoints.torch_file import read_torch_zip, walk
+from mergepipe.checkpoints.zip_directory import Window, read_zip_directory
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.core.strict_json import shown
 from mergepipe.core.units import first_names

@@ -23,16 +23,8 @@ from mergepipe.storage.output import write_durably
 from mergepipe.storage.ranges import os_error
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, ShardFile, ShardTensor
 from mergepipe.tailor.saving.frameworks import EngineView, Ranks
-from mergepipe.tailor.saving.unit_choice import (
-    ChangeTracker,
-    LatestChanged,
-    Samples,
-    SaveRecord,
-    Strategy,
-    append_record,
-    choose_units,
-    read_journal,
-)
+from mergepipe.tailor.saving.save_log import SaveRecord, append_record, read_journal
+from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Samples, Strategy, choose_units
 from mergepipe.tailor.selection import Unit
 
 # --- write saves behind the training step ---
