@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mergepipe.core.flags import public_call
 from mergepipe.core.outcome import private_outputs, warn_of
-from mergepipe.core.strict_json import shown
 from mergepipe.errors import (
     CorruptError,
     LimitError,
@@ -30,7 +27,8 @@ from mergepipe.jobs.load import OpenedMerge, loaded_model
 from mergepipe.jobs.merge_run import run_budgeted, run_merge
 from mergepipe.jobs.plan import plan_request
 from mergepipe.options import MergeOptions, PlanOptions, SearchOptions
-from mergepipe.recipes.yaml_source import KeyPath, RecipeText, Value, YamlSource, key_path_text, parse_yaml, read_yaml
+from mergepipe.recipes.searched_values import Searched, searched_values, with_values
+from mergepipe.recipes.yaml_source import KeyPath, RecipeText, parse_yaml, read_yaml
 from mergepipe.recipes.yaml_source import recipe_text as written_recipe
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SearchReport, SearchTrial
 from mergepipe.runs.inputs import open_inputs, recipe_of
@@ -42,8 +40,6 @@ from mergepipe.storage.output import make_folders
 from mergepipe.storage.output_places import output_place
 from mergepipe.storage.stores import Stores
 
-SEARCH_KEY = "search"
-LOG_KEY = "log"
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "cmaes": "CmaEsSampler"}
 _SEED = 0  # of what is proposed, and of operators that draw
 _STUDY_NAME = "mergepipe"
@@ -56,80 +52,6 @@ _KEPT_OF = 3  # so many trials at a rung one goes on: halves found worse merges 
 _MOST_FAILED = 5  # where that many trials fail one after the other, a search ends
 Evaluate = Callable[[Any], float]
 """A function of the user: takes the folder of a merge, or the loaded model, and returns a loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class Searched:
-    """A value of a recipe that is searched: between two numbers, or one of several values."""
-
-    key_path: KeyPath
-    choices: tuple[Any, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
-    is_log: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name of the parameter in the study: its place in the recipe."""
-        return key_path_text(self.key_path)
-
-    def proposed(self, trial: Any) -> Any:
-        """Return the value that a trial of optuna tries."""
-        if self.choices:
-            return trial.suggest_categorical(self.name, self.choices)
-        return trial.suggest_float(self.name, self.low, self.high, log=self.is_log)
-
-
-def searched_values(source: YamlSource) -> list[Searched]:
-    """List the values `{search: [low, high]}` and `{search: [a, b, c]}` of a recipe."""
-    values = list(_searched(source, source.root, ()))
-    if not values:
-        message = "the recipe has no values to search"
-        hint = "write `weight: {search: [0.0, 1.0]}` in the place of a number"
-        raise RecipeError.of("recipe.incomplete", source.where(), message, hint)
-    return values
-
-
-def _searched(source: YamlSource, value: Value, at: KeyPath) -> Iterator[Searched]:
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _searched(source, item, (*at, index))
-    elif isinstance(value, dict) and SEARCH_KEY in value:
-        yield _one(source, value, at)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _searched(source, item, (*at, key))
-
-
-def _one(source: YamlSource, stated: Mapping[str, Value], at: KeyPath) -> Searched:
-    options, is_log = stated[SEARCH_KEY], stated.get(LOG_KEY, False)
-    where, further = source.where(*at), [key for key in stated if key not in (SEARCH_KEY, LOG_KEY)]
-    if further or not isinstance(is_log, bool):
-        message = f"'{further[0]}' has no effect here" if further else f"'log' must be true or false, found {is_log}"
-        raise RecipeError.of("recipe.value", where, message, "write {search: [low, high], log: true}")
-    if not isinstance(options, list) or len(options) < 2 or any(isinstance(option, list | dict) for option in options):
-        message = f"a search is over [low, high] or a list of values, found {shown(options)}"
-        raise RecipeError.of("recipe.value", where, message)
-    numbers = [float(option) for option in options if isinstance(option, int | float) and not isinstance(option, bool)]
-    if len(options) > 2 or len(numbers) < 2:
-        if is_log:
-            raise RecipeError.of("recipe.value", where, "'log' is for two numbers, and this is a list of values")
-        return Searched(at, tuple(options))
-    low, high = numbers
-    least = 0.0 if is_log else -math.inf
-    if not least < low < high < math.inf:
-        message = f"[{low:g}, {high:g}] is no range: {least:g} < low < high < inf is needed"
-        raise RecipeError.of("recipe.value", where, message)
-    return Searched(at, low=low, high=high, is_log=is_log)
-
-
-def with_values(root: Value, values: Mapping[KeyPath, Any]) -> dict[str, object]:
-    """Return a recipe with values in the places of what is searched."""
-    content: Any = copy.deepcopy(root)
-    for at, value in values.items():
-        holder = reduce(lambda inner, key: inner[key], at[:-1], content)
-        holder[at[-1]] = value
-    return dict(content)
 
 
 @public_call(SearchOptions)
@@ -165,6 +87,124 @@ def search(
     return study.publish()
 
 
+class _Study:
+    """The trials of one search, kept in a journal of optuna on the disk.
+
+    Args:
+        path: the journal.
+        searched: what is searched; a completed trial has a value of each.
+        objectives: names of the numbers that an evaluation gives; none for one loss.
+        options: the sampler, and whether a journal that is there is continued.
+        recipe: the text of the recipe: a journal of another one is refused.
+    """
+
+    def __init__(
+        self, path: Path, searched: Sequence[Searched], objectives: Sequence[str], options: SearchOptions, recipe: str
+    ) -> None:
+        optuna = library("optuna", "search", "search")
+        self._path = path
+        self._searched = searched
+        self._n_losses = max(len(objectives), 1)
+        exists = Stores().stat(Location.local(path)) is not None
+        if exists and not options.resume:
+            message = "a study of an earlier search exists"
+            raise OutputError.of("output.exists", path, message, "give --resume to continue it, or move it")
+        make_folders(path.parent)
+        directions = ["maximize" if name.endswith(":max") else "minimize" for name in objectives or ("",)]
+        self._study = self._opened(optuna, exists, _SAMPLERS[options.sampler], directions)
+        self._check_attribute(_RECIPE_KEY, recipe)
+        self._check_attribute(_OBJECTIVES_KEY, list(objectives))
+        for trial in self.trials():
+            damage = self._damage_of(trial)
+            if damage:
+                raise self._damaged(f"trial {trial.number} has no sound {damage}")
+
+    def _opened(self, optuna: Any, exists: bool, sampler: str, directions: list[str]) -> Any:
+        """Begin a study, or go on with the one on the disk."""
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        journal = optuna.storages.journal
+        lock = journal.JournalFileSymlinkLock(str(self._path))
+        seed = None if exists else _SEED  # others that work on it, or did, drew from that one
+        try:
+            if exists:
+                self._cut_open_line(lock)
+            return optuna.create_study(
+                study_name=_STUDY_NAME,
+                storage=optuna.storages.JournalStorage(journal.JournalFileBackend(str(self._path), lock)),
+                sampler=getattr(optuna.samplers, sampler)(seed=seed),
+                pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=_KEPT_OF),
+                directions=directions,
+                load_if_exists=exists,
+            )
+        except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+            raise self._damaged(str(error) or type(error).__name__) from error
+
+    def _cut_open_line(self, lock: Any) -> None:
+        """Remove what a full disk or a lost machine left of a line, which would spoil the next one."""
+        lock.acquire()
+        try:
+            content = owned.read_file(self._path, 1 << 30)
+            if not content.endswith(b"\n"):
+                owned.replace_file(self._path, content[: content.rfind(b"\n") + 1])
+        finally:
+            lock.release()
+
+    def _check_attribute(self, key: str, wanted: object) -> None:
+        if self._study.user_attrs.get(key, wanted) != wanted:
+            message = f"is the study of another {key}, or of this one before it was changed"
+            raise OutputError.of("output.exists", self._path, message, "search under another name")
+        self._study.set_user_attr(key, wanted)
+
+    def _damage_of(self, trial: Any) -> str:
+        """Name what a trial lacks of what the report of a search shows; empty if nothing."""
+        for name, kind in _FACTS.items():
+            if name in trial.user_attrs and not isinstance(trial.user_attrs[name], kind):
+                return name
+        if trial.state.name != "COMPLETE":
+            return ""
+        for searched in self._searched:
+            if searched.name not in trial.params:
+                return searched.name
+        losses = trial.values or ()
+        if len(losses) != self._n_losses or not all(isinstance(loss, int | float) for loss in losses):
+            return "loss"
+        return ""
+
+    def _damaged(self, reason: str) -> MergePipeError:
+        message = f"is not a journal of optuna: {reason}"
+        hint = "remove the line, or search under another name"
+        return CorruptError.of("work-log.damaged", self._path, message, hint)
+
+    def trials(self) -> list[Any]:
+        """Return all trials."""
+        return list(self._study.get_trials(deepcopy=False))
+
+    def finished(self) -> list[Any]:
+        """Return the trials that have ended, failed ones among them."""
+        return [trial for trial in self.trials() if trial.state.is_finished()]
+
+    def ask(self) -> Any:
+        """Begin a trial."""
+        return self._study.ask()
+
+    def end(self, trial: Any, losses: tuple[float, ...], state: Any) -> None:
+        """End a trial; without losses it was given up, or failed."""
+        self._study.tell(trial, losses if losses else None, state=state)
+
+    def best_of_several(self) -> list[Any]:
+        """Return the trials that no other trial beats in every objective."""
+        return list(self._study.best_trials)
+
+    @property
+    def published_sid(self) -> str:
+        """The snapshot that another machine published as this study's best; empty without one."""
+        return str(self._study.user_attrs.get(_SID_KEY, ""))
+
+    @published_sid.setter
+    def published_sid(self, sid: str) -> None:
+        self._study.set_user_attr(_SID_KEY, sid)
+
+
 class _Search:
     """One search: its study on the disk, and the merges that it makes one at a time."""
 
@@ -179,17 +219,22 @@ class _Search:
     ) -> None:
         self._store = Stores()
         if isinstance(recipe, RecipeText):
-            self._source, self._folder = parse_yaml(recipe.path, recipe.text), recipe.folder
+            self._source = parse_yaml(recipe.path, recipe.text)
+            self._folder = recipe.folder
         else:
-            self._source, self._folder = read_yaml(recipe.absolute(), self._store), recipe.absolute().parent
+            self._source = read_yaml(recipe.absolute(), self._store)
+            self._folder = recipe.absolute().parent
         self._searched = searched_values(self._source)
-        self._out, self._options, self._on_progress = out, options, on_progress
+        self._out = out
+        self._options = options
+        self._on_progress = on_progress
         self._rungs = tuple(options.rungs)
         self._requests = {rung: plan_request(rung, options.common(PlanOptions)) for rung in self._rungs}
         trial_options = options.common(MergeOptions, catalog=False, resume=None, evaluate=None, seed=_SEED)
         self._settings = settings_without_output(trial_options, self._report)
         self._objectives = tuple(map(parse_objective, options.objectives))
-        self._evaluate, self._command = evaluate, self._parsed_command(evaluate)
+        self._evaluate = evaluate
+        self._command = self._parsed_command(evaluate)
         self._loads_models = loads_models
         if loads_models and evaluate is None:
             message = "a loaded model is evaluated by a function, and a command was given"
@@ -200,13 +245,11 @@ class _Search:
         check_target(out, (), force=None)
         self._study_path = out.absolute().with_name(f"{out.name}.study")
         self._check_models()
-        self._study = self._opened_study()
+        self._study = _Study(self._study_path, self._searched, self._objectives, options, self._source.text)
 
     def _check_models(self) -> None:
         """Refuse models that cannot be opened before the study is begun; values are judged by their trials."""
-        first_values = {
-            searched.key_path: searched.choices[0] if searched.choices else searched.low for searched in self._searched
-        }
+        first_values = {searched.key_path: searched.first for searched in self._searched}
         try:
             open_inputs(self._recipe(first_values), self._store)
         except MergePipeError as error:
@@ -229,125 +272,57 @@ class _Search:
             raise RecipeError.of("option.conflict", "--objective", message, "leave it out")
         return None if self._options.evaluate is None else parse_evaluation(self._options.evaluate)
 
-    def _opened_study(self) -> Any:
-        """Begin a study, or go on with the one on the disk."""
-        optuna = library("optuna", "search", "search")
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        exists = self._store.stat(Location.local(self._study_path)) is not None
-        if exists and not self._options.resume:
-            message, hint = "a study of an earlier search exists", "give --resume to continue it, or move it"
-            raise OutputError.of("output.exists", self._study_path, message, hint)
-        make_folders(self._study_path.parent)
-        journal = optuna.storages.journal
-        lock = journal.JournalFileSymlinkLock(str(self._study_path))
-        seed = None if exists else _SEED  # others that work on it, or did, drew from that one
-        try:
-            if exists:
-                self._cut_open_line(lock)
-            study = optuna.create_study(
-                study_name=_STUDY_NAME,
-                storage=optuna.storages.JournalStorage(journal.JournalFileBackend(str(self._study_path), lock)),
-                sampler=getattr(optuna.samplers, _SAMPLERS[self._options.sampler])(seed=seed),
-                pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=_KEPT_OF),
-                directions=["maximize" if name.endswith(":max") else "minimize" for name in self._objectives or ("",)],
-                load_if_exists=exists,
-            )
-        except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
-            raise self._damaged(str(error) or type(error).__name__) from error
-        for key, wanted in ((_RECIPE_KEY, self._source.text), (_OBJECTIVES_KEY, list(self._objectives))):
-            if study.user_attrs.get(key, wanted) != wanted:
-                message = f"is the study of another {key}, or of this one before it was changed"
-                raise OutputError.of("output.exists", self._study_path, message, "search under another name")
-            study.set_user_attr(key, wanted)
-        for trial in study.get_trials(deepcopy=False):
-            damage = self._damage_of(trial)
-            if damage:
-                raise self._damaged(f"trial {trial.number} has no sound {damage}")
-        return study
-
-    def _damaged(self, reason: str) -> MergePipeError:
-        message = f"is not a journal of optuna: {reason}"
-        hint = "remove the line, or search under another name"
-        return CorruptError.of("work-log.damaged", self._study_path, message, hint)
-
-    def _damage_of(self, trial: Any) -> str:
-        """Name what a trial lacks of what the report of a search shows; empty if nothing."""
-        for name, kind in _FACTS.items():
-            if name in trial.user_attrs and not isinstance(trial.user_attrs[name], kind):
-                return name
-        if trial.state.name != "COMPLETE":
-            return ""
-        for searched in self._searched:
-            if searched.name not in trial.params:
-                return searched.name
-        losses = [loss for loss in trial.values or () if isinstance(loss, int | float)]
-        is_sound = len(losses) == len(trial.values or ()) == max(len(self._objectives), 1)
-        return "" if is_sound else "loss"
-
-    def _cut_open_line(self, lock: Any) -> None:
-        """Remove what a full disk or a lost machine left of a line, which would spoil the next one."""
-        lock.acquire()
-        try:
-            content = owned.read_file(self._study_path, 1 << 30)
-            if not content.endswith(b"\n"):
-                owned.replace_file(self._study_path, content[: content.rfind(b"\n") + 1])
-        finally:
-            lock.release()
-
     def _report(self, progress: Progress) -> None:
         if self._on_progress is not None:
-            phase = f"trial {min(len(self._finished()) + 1, self._options.trials)} of {self._options.trials}"
-            self._on_progress(replace(progress, phase=phase))
-
-    # --- trials ---
+            number = min(len(self._study.finished()) + 1, self._options.trials)
+            self._on_progress(replace(progress, phase=f"trial {number} of {self._options.trials}"))
 
     def try_values(self, folder: Path) -> None:
         """Make trials until there are as many as were asked for; every one is on the disk when it ends."""
-        while len(self._finished()) < self._options.trials:
+        while len(self._study.finished()) < self._options.trials:
             self._try_one(folder)
-
-    def _finished(self) -> list[Any]:
-        return [trial for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
 
     def _try_one(self, folder: Path) -> None:
         states = import_module("optuna").trial.TrialState
         trial = self._study.ask()
-        started, state, failure = time.perf_counter(), states.COMPLETE, ""
+        started = time.perf_counter()
+        failure = ""
         losses: tuple[float, ...] = ()
         try:
             values = {searched.key_path: searched.proposed(trial) for searched in self._searched}
             losses = self._losses(trial, values, folder)
             state = states.COMPLETE if losses else states.PRUNED
-        except Exception as error:  # of the merge or of the user's function: the search goes on, and tells it
+        except Exception as error:  # of the merge or of the user's function: recorded, and the search goes on
             state = states.FAIL
             failure = str(error) if isinstance(error, MergePipeError) else f"{type(error).__name__}: {error}"
         except BaseException as error:
-            self._study.tell(trial, state=states.FAIL)
+            self._study.end(trial, (), states.FAIL)
             error.add_note(f"the trials before are kept in {self._study_path}, and --resume continues with them")
             raise
         finally:
             owned.remove_tree(folder, ignore_errors=True)
         trial.set_user_attr("seconds", time.perf_counter() - started)
         trial.set_user_attr("failure", failure)
-        self._study.tell(trial, losses if losses else None, state=state)
-        finished = self._finished()[-_MOST_FAILED:]
-        if len(finished) == _MOST_FAILED and all(one.state == states.FAIL for one in finished):
+        self._study.end(trial, losses, state)
+        last = self._study.finished()[-_MOST_FAILED:]
+        if len(last) == _MOST_FAILED and all(one.state == states.FAIL for one in last):
             message = f"{_MOST_FAILED} trials in a row failed; the last: {failure}"
-            raise LimitError.of(
-                "evaluate.failed", self._study_path, message, "fix the cause, then continue with --resume"
-            )
+            hint = "fix the cause, then continue with --resume"
+            raise LimitError.of("evaluate.failed", self._study_path, message, hint)
 
     def _losses(self, trial: Any, values: Mapping[KeyPath, Any], folder: Path) -> tuple[float, ...]:
         """Merge and evaluate under one budget after the other; empty where a trial is given up on the way."""
         losses: tuple[float, ...] = ()
-        nbytes, at_rungs = 0, []
+        nbytes = 0
+        at_rungs = []
         for step, rung in enumerate(self._rungs or (None,)):
             if self._loads_models:
                 expert_bytes, losses = self._evaluated_model(values, rung)
             else:
                 with private_outputs():
                     report = self._merged(values, rung, folder)
-                expert_bytes, losses = report.expert_bytes + report.analysis_bytes, self._evaluated(folder)
+                expert_bytes = report.expert_bytes + report.analysis_bytes
+                losses = self._evaluated(folder)
                 owned.remove_tree(folder, ignore_errors=True)
             if not all(map(math.isfinite, losses)):
                 raise LimitError.of("evaluate.failed", "evaluate", f"gave {losses[0]:g}; a finite loss is needed")
@@ -365,8 +340,11 @@ class _Search:
         return written_recipe(with_values(self._source.root, values), self._folder)
 
     def _merged(self, values: Mapping[KeyPath, Any], rung: str | None, out: Path) -> MergeReport:
-        recipe, settings = self._recipe(values), replace(self._settings, out=out, started=time.perf_counter())
-        return run_merge(recipe, settings) if rung is None else run_budgeted(recipe, self._requests[rung], settings)
+        recipe = self._recipe(values)
+        settings = replace(self._settings, out=out, started=time.perf_counter())
+        if rung is None:
+            return run_merge(recipe, settings)
+        return run_budgeted(recipe, self._requests[rung], settings)
 
     def _evaluated(self, folder: Path) -> tuple[float, ...]:
         if self._evaluate is not None:
@@ -382,10 +360,9 @@ class _Search:
         assert self._evaluate is not None
         options = replace(self._settings.options, budget=rung)
         with OpenedMerge(self._recipe(values), options) as merge:
-            model, expert_bytes = loaded_model(merge), merge.expert_bytes
+            model = loaded_model(merge)
+            expert_bytes = merge.expert_bytes
         return expert_bytes, (float(self._evaluate(model)),)
-
-    # --- the best ---
 
     def publish(self) -> SearchReport:
         """Merge the best values again into the output, unless another machine does, and tell all trials."""
@@ -394,8 +371,9 @@ class _Search:
         options = replace(self._settings.options, catalog=True)
         self._settings = settings_without_output(options, self._report)
         sid = self._published_sid(values)
-        trials = self._study.get_trials(deepcopy=False)
-        front = {trial.number for trial in self._study.best_trials} if len(self._objectives) > 1 else {best.number}
+        is_front = {best.number}
+        if len(self._objectives) > 1:
+            is_front = {trial.number for trial in self._study.best_of_several()}
         return SearchReport(
             out=self._out,
             study=self._study_path,
@@ -412,9 +390,9 @@ class _Search:
                     expert_bytes=trial.user_attrs.get("expert_bytes", 0),
                     seconds=trial.user_attrs.get("seconds", 0.0),
                     failure=trial.user_attrs.get("failure", ""),
-                    is_best=trial.number in front,
+                    is_best=trial.number in is_front,
                 )
-                for trial in trials
+                for trial in self._study.trials()
             ),
         )
 
@@ -426,21 +404,23 @@ class _Search:
                 warn_of(report.recipe_notices)
                 sid = report.sid
             except MergePipeError as error:
-                sid = self._study.user_attrs.get(_SID_KEY, "")
+                sid = self._study.published_sid
                 if error.code == "output.busy":
                     time.sleep(1)
                     continue
                 if error.code != "output.exists" or not sid:
                     raise
-            self._study.set_user_attr(_SID_KEY, sid)
-            return str(sid)
+            self._study.published_sid = sid
+            return sid
 
     def _best(self) -> Any:
-        trials = self._study.get_trials(deepcopy=False)
+        trials = self._study.trials()
         complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
         if not complete:
+            message = "no trial was completed, and nothing was published"
             failures = [trial.user_attrs["failure"] for trial in trials if trial.user_attrs.get("failure")]
-            message = "; the last: ".join(["no trial was completed, and nothing was published", *failures[-1:]])
+            if failures:
+                message += f"; the last: {failures[-1]}"
             raise LimitError.of("evaluate.failed", self._study_path, message)
-        is_most = bool(self._objectives) and self._objectives[0].endswith(":max")
-        return (max if is_most else min)(complete, key=lambda trial: trial.values[0])
+        best_of = max if self._objectives and self._objectives[0].endswith(":max") else min
+        return best_of(complete, key=lambda trial: trial.values[0])
