@@ -762,7 +762,8 @@ class Overlap:
     @classmethod
     def over(cls, parts: Sequence[Overlap]) -> Overlap:
         """Return the overlap of several layers together."""
-        first, second = ([part.norms[e] for part in parts] for e in (0, 1))
+        first = [part.norms[0] for part in parts]
+        second = [part.norms[1] for part in parts]
         norms = hypot(*first), hypot(*second)
         share_P = [a * b / (norms[0] * norms[1] or 1.0) for a, b in zip(first, second, strict=True)]
         return replace(
@@ -781,8 +782,10 @@ def overlap_table(overlaps: Sequence[Overlap]) -> Table | None:
     rows: list[tuple[str, ...]] = []
     for pair in dict.fromkeys((part.first, part.second) for part in overlaps):
         parts = [part for part in overlaps if (part.first, part.second) == pair]
-        of_groups = [[part for part in parts if part.layer in group] for group in groups.values()]
-        cells = [Overlap.over(group) if group else None for group in (parts, *of_groups)]
+        cells: list[Overlap | None] = [Overlap.over(parts)]
+        for group in groups.values():
+            of_group = [part for part in parts if part.layer in group]
+            cells.append(Overlap.over(of_group) if of_group else None)
         rows += [
             (f"{', '.join(pair)}: cosine", *("-" if x is None else f"{round(x.cosine, 2) + 0.0:.2f}" for x in cells)),
             ("  standard error", *("-" if x is None else f"{x.cosine_error:.2f}" for x in cells)),
@@ -831,11 +834,14 @@ def grouped_choices(choices: Iterable[Fallback]) -> list[str]:
     for choice in choices:
         alike = _NUMBER.sub("#", choice.decision.partition(" '")[0]), _NUMBER.sub("#", choice.reason)
         groups.setdefault(alike, []).append(choice)
-    lines = [
-        f"{first_names([choice.where for choice in group], 4)}: {group[0].decision} ({group[0].reason})"
-        for group in list(groups.values())[:_MOST_CHOICES]
-    ]
-    n_more = sum(len(group) for group in list(groups.values())[_MOST_CHOICES:])
+    lines: list[str] = []
+    n_more = 0
+    for group in groups.values():
+        if len(lines) == _MOST_CHOICES:
+            n_more += len(group)
+            continue
+        names = first_names([choice.where for choice in group], 4)
+        lines.append(f"{names}: {group[0].decision} ({group[0].reason})")
     return [*lines, f"and {n_more} more: see the plan"] if n_more else lines
 
 
@@ -932,14 +938,15 @@ class Explanation(Displayed):
     def layer_table(self) -> Table | None:
         """The share of each expert by layer: blocks read, or equal to the base's."""
         names = _layer_groups(layer.layer for layer in self.layers)
-        groups = [[layer for layer in self.layers if layer.layer in group] for group in names.values()]
-        blocks = [sum(layer.blocks for layer in group) for group in groups]
-        rows = [("touched", [sum(layer.touched for layer in group) for group in groups])]
-        rows += [
-            (expert.model, [sum(layer.taking_part[e] for layer in group) for group in groups])
-            for e, expert in enumerate(self.experts)
-        ]
-        return Table(("in layers", *names), tuple((name, *map(share_text, counts, blocks)) for name, counts in rows))
+        labels = ("touched", *(expert.model for expert in self.experts))
+        columns = []  # one for each group of layers
+        for group in names.values():
+            layers = [layer for layer in self.layers if layer.layer in group]
+            blocks = sum(layer.blocks for layer in layers)
+            counts = [layer.touched for layer in layers], *zip(*(layer.taking_part for layer in layers), strict=True)
+            columns.append([share_text(sum(of_row), blocks) for of_row in counts])
+        rows = zip(labels, *columns, strict=True)
+        return Table(("in layers", *names), tuple(rows))
 
     overlaps: tuple[Overlap, ...] = ()
 
@@ -1109,15 +1116,11 @@ class SearchReport(Displayed):
         sign = -1 if self.objectives[0].endswith(":max") else 1
         complete = [trial for trial in self.trials if trial.losses]
         complete.sort(key=lambda trial: (trial.number != self.best, not trial.is_best, sign * trial.losses[0]))
-        rows = [
-            (
-                str(x.number),
-                *(text_of("loss", loss) for loss in x.losses),
-                *(text_of("loss", x.values[name]) for name in names),
-                text_of("seconds", x.seconds),
-            )
-            for x in complete[:_MOST_TRIALS]
-        ]
+        rows = []
+        for trial in complete[:_MOST_TRIALS]:
+            numbers = (*trial.losses, *(trial.values[name] for name in names))
+            shown_numbers = [text_of("loss", number) for number in numbers]
+            rows.append((str(trial.number), *shown_numbers, text_of("seconds", trial.seconds)))
         return Table(("trial", *self.objectives, *names, "time"), tuple(rows))
 
 

@@ -149,11 +149,11 @@ class Catalog:
         self, manifest: Manifest, digest: str, path: Path, created: datetime, earlier: Sequence[SnapshotRow]
     ) -> SnapshotRow:
         """Write a record; from `earlier` ones of the manifest it keeps sids of inputs, which may be gone by now."""
-        sids = [
-            next((row.inputs[i].sid for row in earlier if row.inputs[i].sid is not None), None)
-            or sid_of_unchanged_input(self._store, source)
-            for i, source in enumerate(manifest.inputs)
-        ]
+        sids = []
+        for i, source in enumerate(manifest.inputs):
+            recorded = (row.inputs[i].sid for row in earlier)
+            known = next((sid for sid in recorded if sid is not None), None)
+            sids.append(known or sid_of_unchanged_input(self._store, source))
         row = row_of(manifest, digest, _real_path(path), created, sids)
         _write(self._record_path(_SNAPSHOTS, str(row.path)), _SNAPSHOT.to_json(row))
         return row
@@ -206,8 +206,9 @@ class Catalog:
 
     def stats(self) -> CatalogStats:
         """Return counts and sizes."""
-        folders = (self.home / _SNAPSHOTS, self.home / _DIGESTS, statistics_folder(self.home))
-        snapshots, digests, statistics = ([path.stat().st_size for path in _records_in(folder)] for folder in folders)
+        snapshots = _sizes_in(self.home / _SNAPSHOTS)
+        digests = _sizes_in(self.home / _DIGESTS)
+        statistics = _sizes_in(statistics_folder(self.home))
         return CatalogStats(
             path=self.home,
             file_bytes=sum(snapshots) + sum(digests),
@@ -230,6 +231,10 @@ def _records_in(folder: Path) -> list[Path]:
     with _typed_errors(folder), suppress(FileNotFoundError):
         return [folder / name for name, _ in owned.list_folder(folder) if not name.startswith(".")]
     return []
+
+
+def _sizes_in(folder: Path) -> list[int]:
+    return [path.stat().st_size for path in _records_in(folder)]
 
 
 def _read(record_format: RecordFormat[T], path: Path) -> T | None:

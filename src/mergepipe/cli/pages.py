@@ -86,22 +86,19 @@ def draw_chart(
     def y_at(y: float) -> float:
         return round(100 - 100 * y / y_ticks[-1], 2)
 
+    def laid_out(line: Line) -> Line:
+        points = tuple((x_at(x), y_at(y)) for x, y in line.points)
+        labels = tuple(f"{line.name}: {x_format(x)}, {y_format(y)}" for x, y in line.points)
+        return Line(line.name, line.style, points, labels)
+
     return Chart(
         title,
         x_label,
         y_label,
         x_ticks=tuple((x_at(x), x_format(x)) for x in x_ticks),
         y_ticks=tuple((y_at(y), y_format(y)) for y in y_ticks),
-        lines=tuple(
-            Line(
-                line.name,
-                line.style,
-                tuple((x_at(x), y_at(y)) for x, y in line.points),
-                tuple(f"{line.name}: {x_format(x)}, {y_format(y)}" for x, y in line.points),
-            )
-            for line in drawn
-        ),
-    )  # fmt: skip
+        lines=tuple(map(laid_out, drawn)),
+    )
 
 
 def _ticks(high: float) -> list[float]:
@@ -226,14 +223,10 @@ def layer_charts(explanation: Explanation) -> tuple[Chart, ...]:
     layers = [layer for layer in explanation.layers if layer.layer.isdecimal() and layer.blocks]
     if not layers:
         return ()
-    lines = [
-        Line(
-            expert.model,
-            f"level{e % _LEVEL_STYLES}",
-            tuple((float(layer.layer), layer.taking_part[e] / layer.blocks) for layer in layers),
-        )
-        for e, expert in enumerate(explanation.experts)
-    ]
+    lines = []
+    for e, expert in enumerate(explanation.experts):
+        points = tuple((float(layer.layer), layer.taking_part[e] / layer.blocks) for layer in layers)
+        lines.append(Line(expert.model, f"level{e % _LEVEL_STYLES}", points))
     y_label = "blocks of the layer that the expert takes part in"
     return (draw_chart("Layers", "number of the layer", y_label, lines, _whole_number, format_percent),)
 
@@ -255,17 +248,18 @@ def sweep_page(report: SweepReport, made: datetime | None = None) -> str:
 
 def charts_of(report: SweepReport) -> tuple[Chart, ...]:
     """Error, and time, over the share of expert bytes that was read."""
-    policies = dict(zip(dict.fromkeys(point.policy for point in report.points), _STYLES, strict=False))
+    points_of: dict[str, list[SweepPoint]] = {}
+    for point in report.points:
+        points_of.setdefault(point.policy, []).append(point)
 
     def by_policy(value: Callable[[SweepPoint], float | None]) -> list[Line]:
-        return [
-            Line(policy, style, _places((point, value(point)) for point in report.points if point.policy == policy))
-            for policy, style in policies.items()
-        ]
+        styled = zip(points_of.items(), _STYLES, strict=False)
+        return [Line(policy, style, _places(points, value)) for (policy, points), style in styled]
 
     x_label = "expert bytes read, as a share of what reading all costs"
-    losses = [Line(report.policy, _STYLES[0], _places((point, point.loss) for point in report.points))]
-    error_label, levels_label = "error relative to what merging changes", "blocks read in this form or a closer one"
+    losses = [Line(report.policy, _STYLES[0], _places(report.points, lambda point: point.loss))]
+    error_label = "error relative to what merging changes"
+    levels_label = "blocks read in this form or a closer one"
     charts = (
         draw_chart("Loss", x_label, "loss by the given command", losses, format_percent, "{:.4g}".format),
         draw_chart(
@@ -287,18 +281,29 @@ def charts_of(report: SweepReport) -> tuple[Chart, ...]:
 def _level_lines(report: SweepReport) -> list[Line]:
     """Return for each form, closest first, the share of blocks that are read in it or in a closer one."""
     points = [point for point in report.points if point.policy == report.policy]
-    used = [name for name in NAMES if any(name in dict(point.levels) for point in points)]
-    most = max((sum(count for _, count in point.levels) for point in points), default=0)
+    seen = set[str]()
+    most = 0
+    for point in points:
+        seen.update(name for name, _ in point.levels)
+        most = max(most, sum(count for _, count in point.levels))
+    used = [name for name in NAMES if name in seen]
     if len(used) < 2 or not most:
         return []
+
     lines = []
     for number, name in enumerate(reversed(used)):
         closer = used[used.index(name) :]
-        shares = [(point, sum(dict(point.levels).get(name, 0) for name in closer) / most) for point in points]
-        lines.append(Line(f"{name} or closer", f"level{number % _LEVEL_STYLES}", _places(shares)))
+
+        def share(point: SweepPoint, closer: Sequence[str] = closer) -> float:
+            return sum(count for level, count in point.levels if level in closer) / most
+
+        lines.append(Line(f"{name} or closer", f"level{number % _LEVEL_STYLES}", _places(points, share)))
     return lines
 
 
-def _places(values: Iterable[tuple[SweepPoint, float | None]]) -> tuple[tuple[float, float], ...]:
+def _places(
+    points: Iterable[SweepPoint], value: Callable[[SweepPoint], float | None]
+) -> tuple[tuple[float, float], ...]:
     """Positions by rising share of bytes; what was not measured is left out."""
-    return tuple(sorted((point.share, y) for point, y in values if y is not None))
+    measured = ((point.share, value(point)) for point in points)
+    return tuple(sorted((share, y) for share, y in measured if y is not None))

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
 from mergepipe.core.display import Displayed, Fact, Table, json_line, printable, printable_lines, sections
@@ -192,9 +193,10 @@ def columns_text(table: Table) -> str:
     Where the terminal is narrower, cells of the widest columns go on below; where that is not enough, each row becomes
     a paragraph of labelled lines.
     """
-    cells = [[printable(cell) for cell in row] for row in (table.head, *table.rows)]
-    numbers = [i > 0 and all(_NUMBER.fullmatch(row[i]) for row in cells[1:]) for i in range(len(table.head))]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(table.head))]
+    cells = [list(map(printable, row)) for row in (table.head, *table.rows)]
+    by_column = list(zip(*cells, strict=True))
+    numbers = [i > 0 and all(map(_NUMBER.fullmatch, column[1:])) for i, column in enumerate(by_column)]
+    widths = [max(map(len, column)) for column in by_column]
     columns = available_columns()
     if columns is not None:
         fitted = _fitted(widths, columns - len(_GAP) * (len(widths) - 1))
@@ -216,15 +218,16 @@ def _fitted(widths: Sequence[int], room: int) -> list[int] | None:
 
 
 def _row_lines(row: Sequence[str], widths: Sequence[int], numbers: Sequence[bool]) -> list[str]:
+    """Lay out one row; cells that are longer than their columns go on in the lines below."""
     parts = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
-    return [
-        _GAP.join(
-            text.rjust(width) if numbers[i] else text.ljust(width)
-            for i, (part, width) in enumerate(zip(parts, widths, strict=True))
-            for text in [part[line] if line < len(part) else ""]
-        ).rstrip()
-        for line in range(max(map(len, parts)))
-    ]
+    lines = []
+    for texts in zip_longest(*parts, fillvalue=""):
+        laid_out = [
+            text.rjust(width) if is_number else text.ljust(width)
+            for text, width, is_number in zip(texts, widths, numbers, strict=True)
+        ]
+        lines.append(_GAP.join(laid_out).rstrip())
+    return lines
 
 
 def _wrapped(text: str, room: int | None) -> list[str]:

@@ -208,8 +208,11 @@ class Table:
     @classmethod
     def of(cls, rows: Sequence[Displayed]) -> Table:
         """Make a table of reports, a row each; columns in which no row has anything are left out."""
-        columns = {mark.label: [_cell(row, name, mark) for row in rows] for name, mark in rows[0].SHOWN.items()}
-        columns = {label: cells for label, cells in columns.items() if set(cells) != {_NOTHING}}
+        columns = {}
+        for name, mark in rows[0].SHOWN.items():
+            cells = [_cell(row, name, mark) for row in rows]
+            if set(cells) != {_NOTHING}:
+                columns[mark.label] = cells
         return cls(tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
 

@@ -98,7 +98,8 @@ def _facts(manifest: Manifest) -> dict[str, str]:
 
 def _inputs(a: Manifest, b: Manifest) -> Iterator[str]:
     """List the inputs that only one snapshot has, or whose files differ."""
-    in_a, in_b = ({record.path: record for record in manifest.inputs} for manifest in (a, b))
+    in_a = {record.path: record for record in a.inputs}
+    in_b = {record.path: record for record in b.inputs}
     for path in sorted(in_a.keys() | in_b.keys()):
         if path not in in_b:
             yield f"only in a: {in_a[path].role} {path}"
@@ -114,7 +115,8 @@ def _identity(record: InputRecord) -> list[tuple[str, int, str, str]]:
 
 def _changes(a: Manifest, b: Manifest) -> tuple[list[TensorChange], int]:
     """List the tensors whose digests differ, and count the equal ones."""
-    in_a, in_b = ({tensor.name: tensor for tensor in manifest.tensors} for manifest in (a, b))
+    in_a = {tensor.name: tensor for tensor in a.tensors}
+    in_b = {tensor.name: tensor for tensor in b.tensors}
     changes = []
     for name in sorted(in_a.keys() | in_b.keys()):
         kind = _kind(in_a.get(name), in_b.get(name))

@@ -337,7 +337,8 @@ def retrieval_on_pairs(folder: Path, pairs: str) -> dict[str, float]:
     encode = (
         library("sentence_transformers", "retrieval", "sentence-transformers").SentenceTransformer(str(folder)).encode
     )
-    queries_QD, texts_QD = (np.asarray(encode([line[i] for line in lines], normalize_embeddings=True)) for i in (0, 1))
+    queries_QD = np.asarray(encode([query for query, _ in lines], normalize_embeddings=True))
+    texts_QD = np.asarray(encode([text for _, text in lines], normalize_embeddings=True))
     similarity_QQ = queries_QD @ texts_QD.T
     ranks_Q = (similarity_QQ >= np.diag(similarity_QQ)[:, None]).sum(axis=1)  # equal ones count against it
     mrr = float((1 / ranks_Q).mean())

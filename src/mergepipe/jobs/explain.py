@@ -364,7 +364,8 @@ def overlaps_of(experts: Mapping[str, Mapping[str, TensorStatistics]]) -> tuple[
         for layer, names in sorted(by_layer.items(), key=lambda item: (not item[0], int(item[0] or 0))):
             grids = [one[name].grid for name in names]
             sizes_B = np.array([grid.span(b).n_elements for grid in grids for b in range(grid.n_blocks)])
-            one_B, other_B = (np.concatenate([expert[name].blocks_B for name in names]) for expert in (one, other))
+            one_B = np.concatenate([one[name].blocks_B for name in names])
+            other_B = np.concatenate([other[name].blocks_B for name in names])
             overlaps.append(_overlap((first, second, layer), one_B, other_B, sizes_B))
     return tuple(overlaps)
 

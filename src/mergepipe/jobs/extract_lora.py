@@ -309,15 +309,19 @@ class _Extraction:
     def _write_factors(self, writer: AdapterWriter, name: str, factors: list[Factors]) -> None:
         """Write the factors of a matrix, or of the experts of a stack: all of one rank, experts fastest in `up`."""
         down, up = self._factor_names(name)
-        (n_rows, _), (_, n_columns) = factors[0].up_MR.shape, factors[0].down_RN.shape
+        n_rows = factors[0].up_MR.shape[0]
+        n_columns = factors[0].down_RN.shape[1]
         rank = max(len(part.down_RN) for part in factors)
         down_ERN = np.zeros((len(factors), rank, n_columns), np.float32)
         up_MRE = np.zeros((n_rows, rank, len(factors)), np.float32)
         for expert, part in enumerate(factors):
-            down_ERN[expert, : len(part.down_RN)], up_MRE[:, : len(part.down_RN), expert] = part.down_RN, part.up_MR
+            own_rank = len(part.down_RN)
+            down_ERN[expert, :own_rank] = part.down_RN
+            up_MRE[:, :own_rank, expert] = part.up_MR
         writer.append(down, down_ERN, (down_ERN.shape[0] * rank, n_columns))
         writer.append(up, up_MRE, (n_rows, rank * len(factors)))
-        squared_norm, squared_error = (sum(s) for s in zip(*((p.norm**2, p.error**2) for p in factors), strict=True))
+        squared_norm = sum(part.norm**2 for part in factors)
+        squared_error = sum(part.error**2 for part in factors)
         module = self._in_model(name) if len(factors) > 1 else self._module(name)
         self.extracted.append(ExtractedTensor(name, module, rank, math.sqrt(squared_error / squared_norm)))
         self.squared_norm += squared_norm

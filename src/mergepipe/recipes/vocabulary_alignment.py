@@ -89,24 +89,29 @@ def align_vocabulary(
     vocabularies = _vocabularies(models, store)
     lender = request.model
     embeddings = [embeddings_of(model, vocab, store) for model, vocab in zip(models, vocabularies, strict=True)]
-    n_ids_of_models = [
-        min((tensor.shape[0] for tensor in named.values()), default=vocabulary.n_ids)
-        for named, vocabulary in zip(embeddings, vocabularies, strict=True)
-    ]
+    n_ids_of_models = []
+    for named, vocabulary in zip(embeddings, vocabularies, strict=True):
+        rows = [tensor.shape[0] for tensor in named.values()]
+        n_ids_of_models.append(min(rows, default=vocabulary.n_ids))
     added = _added_tokens(request, vocabularies, n_ids_of_models, lender)
     output = extended(vocabularies[lender], added)
     aligner = _Aligner(request, models, vocabularies, output, 0 if has_base else None, store)
     if request.donor is not None:
-        aligner.donated, embeddings[lender] = embeddings[lender], {}
+        aligner.donated = embeddings[lender]
+        embeddings[lender] = {}
     groups = paired_embeddings(embeddings)
     n_rows = aligner.n_rows([group[lender] for group in groups if lender in group])
     replaced: list[dict[str, Readable]] = [{} for _ in models]
     for group in groups:
         for index, tensor in aligner.aligned(group, n_rows).items():
             replaced[index][group[index].name] = tensor
-    words = {word for vocabulary in vocabularies for word in vocabulary.ids.keys() - vocabulary.added.keys()}
-    missing = [tuple(token for token in vocabulary.ids if token not in output.ids) for vocabulary in vocabularies]
-    dropped = {model: tokens for model, tokens in enumerate(missing) if tokens}
+    words = set[str]()
+    dropped = {}
+    for model, vocabulary in enumerate(vocabularies):
+        words.update(vocabulary.ids.keys() - vocabulary.added.keys())
+        missing = tuple(token for token in vocabulary.ids if token not in output.ids)
+        if missing:
+            dropped[model] = missing
     return Alignment(
         tuple(
             replace(model, tensors=MappingProxyType({**model.tensors, **tensors})) if tensors else model
@@ -129,7 +134,8 @@ def _digest(output: Vocabulary, replaced: Sequence[Mapping[str, Readable]]) -> s
             if isinstance(tensor, GatheredRows):
                 hasher.update(tensor.rows.origin_R.tobytes())
                 hasher.update(tensor.rows.row_R.tobytes())
-                hasher.update(canonical_json([[astuple(part) for part in mean] for mean in tensor.rows.means]))
+                means = [list(map(astuple, mean)) for mean in tensor.rows.means]
+                hasher.update(canonical_json(means))
     return hasher.hexdigest(length=16)
 
 

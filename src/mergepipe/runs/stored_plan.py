@@ -115,7 +115,8 @@ def changed_files(then: Iterable[FileId], now: Iterable[FileId], *, by_version: 
 
     Also, `by_version`, those of another version, unless equal SHA-256 digests say that nothing changed.
     """
-    earlier, present = ({file.name: file for file in files} for files in (then, now))
+    earlier = {file.name: file for file in then}
+    present = {file.name: file for file in now}
 
     def is_same(name: str) -> bool:
         a, b = earlier.get(name), present.get(name)

@@ -85,15 +85,13 @@ class CheckpointReport(Displayed):
     def unit_table(self) -> Table:
         """The units, and the bytes of each kind of state."""
         kinds = list(dict.fromkeys(kind for unit in self.units for kind in unit.bytes))
-        rows = (
-            (
-                unit.unit,
-                str(unit.parameters),
-                *(format_bytes(unit.bytes.get(kind, 0)) for kind in kinds),
-                (", ".join(f"{step:g}" for step in unit.adam_steps) or "-") + " (shared)" * unit.shared_step,
-            )
-            for unit in self.units
-        )
+        rows = []
+        for unit in self.units:
+            sizes = [format_bytes(unit.bytes.get(kind, 0)) for kind in kinds]
+            steps = ", ".join(f"{step:g}" for step in unit.adam_steps) or "-"
+            if unit.shared_step:
+                steps += " (shared)"
+            rows.append((unit.unit, str(unit.parameters), *sizes, steps))
         return Table(("unit", "params", *kinds, "adam step"), tuple(rows))
 
 
@@ -283,11 +281,11 @@ class LoggedComposition:
 
     def to_yaml(self, recipe_folder: Location) -> str:
         """The recipe in its short form; sources in the order of their steps, paths relative to `recipe_folder`."""
-        taken = {
-            folder: unit_selectors(unit for unit, (source, _) in self.sources.items() if source == folder)
-            for folder, _ in sorted(set(self.sources.values()), key=lambda source: (source[1], str(source[0])))
-            if folder != self.default
-        }
+        units_of: dict[Location, list[Unit]] = {}
+        for unit, (folder, _) in sorted(self.sources.items(), key=lambda item: (item[1][1], str(item[1][0]))):
+            if folder != self.default:
+                units_of.setdefault(folder, []).append(unit)
+        taken = {folder: unit_selectors(units) for folder, units in units_of.items()}
         return _short_recipe(self.default, taken, recipe_folder, self.state_from)
 
 
@@ -419,9 +417,12 @@ def composition_from_log_file(store: Store, log: Location, run: Location, at: in
     text = store.read_small(log, SAVE_LOG_BYTES).decode("utf-8", errors="surrogateescape")
     folders = frozenset(entry.name for entry in store.list(run) if entry.kind is FileKind.FOLDER)
     state_files = {kind.state_file for kind in TRAINING_FORMATS}
-    stateless = frozenset(  # partial saves that hold tensors alone
-        name
-        for name in folders
-        if is_file(store, run / name / MANIFEST_NAME) and not any(is_file(store, run / name / f) for f in state_files)
-    )
+
+    def holds_tensors_alone(folder: str) -> bool:
+        """Whether a folder is a partial save without a run's state."""
+        if not is_file(store, run / folder / MANIFEST_NAME):
+            return False
+        return not any(is_file(store, run / folder / name) for name in state_files)
+
+    stateless = frozenset(filter(holds_tensors_alone, folders))
     return compose_from_log(text, run, at, folders=folders, stateless=stateless)
