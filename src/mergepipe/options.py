@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergepipe.core.flags import Flag, Options, option
+from mergepipe.core.rounding import RoundingMode
 from mergepipe.core.units import positive, share, shown_number, whole
 from mergepipe.errors import LimitError, MergePipeError, RecipeError
 from mergepipe.planning.budget import OnOmit, Policy
@@ -127,6 +128,13 @@ BLOCK_ELEMENTS = Flag(
     panel=RARE_PANEL,
     check=lambda _, value: block_elements_of(value),
 )
+ROUNDING = Flag(
+    "How results are rounded to the output's dtype: to the nearest value, or stochastically, which keeps changes that "
+    "are smaller than a step of the dtype on average.",
+    metavar="HOW",
+    default="nearest",
+    choices=tuple(RoundingMode),
+)
 BASE_PLACE = Flag("Where the base of a packed expert is now.", metavar="BASE", default="the recorded path")
 WEIGHTS = Flag(
     "The weight of an ADAPTER; repeat it for each one, in order.",
@@ -173,7 +181,9 @@ class RunOptions(MachineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions(Options):
-    """Options of reading a recipe."""
+    """Options of reading a recipe. `rounding` is what the recipe does not say of it."""
+
+    rounding: str | None = option(None, replace(ROUNDING, default="as RECIPE says"))
 
     allow_dropped: tuple[str, ...] = option(
         (),
@@ -466,6 +476,7 @@ class ApplyLoraOptions(OutputOptions):
 
     weights: tuple[float, ...] = option((), WEIGHTS)
     dtype: str | None = option(None, "The output's dtype.", metavar="DTYPE", default="that of BASE")
+    rounding: str | None = option(None, ROUNDING)
     strict: bool = option(False, "Turn notices into errors.")
     allow_unapplied: tuple[str, ...] = option(
         (), "Leave out modules with this name that BASE lacks. May be given several times.", metavar="GLOB"
@@ -584,6 +595,7 @@ class ModelOptions(TailorOptions):
     dtype: str | None = option(
         None, "Dtype of the model: float32, bfloat16 or float16.", metavar="DTYPE", default="as stored"
     )
+    rounding: str | None = option(None, ROUNDING)
     config: str | Path | None = option(
         None, "Folder to take the model's configuration and tokenizer from.", metavar="DIR"
     )

@@ -247,6 +247,24 @@ class TriedBudget:
     loss: float
 
 
+@dataclass(frozen=True, slots=True)
+class SurvivingChange:
+    """The share of the change from the base that rounding to `dtype` kept, in all and by tensor.
+
+    It is the projection of what was written on what was meant: 1 where nothing is lost on average. Of a large tensor an
+    eighth of the elements is measured. Tensors that no model changes are not listed.
+    """
+
+    dtype: str
+    rounding: str
+    share: float
+    tensors: Mapping[str, float]
+
+    def __str__(self) -> str:
+        how = "" if self.rounding == "nearest" else f" ({self.rounding})"
+        return f"to {self.dtype}{how} kept {100 * self.share:.0f} % of the change"
+
+
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class MergeReport(Displayed):
     """A finished merge. Bytes are those requested from storage, page rounding included.
@@ -254,7 +272,8 @@ class MergeReport(Displayed):
     `earlier_expert_bytes` of `expert_bytes` may have been read by earlier runs for this output. `kept` has each expert
     that was trimmed, of merges in full; `tried` the budgets of a merge with a target loss, the one that met it last;
     `left_out` files of the base's directory that are not copied; `traffic` requests for remote files;
-    `requantisation_error` what FP8 lost of weights that are stored like the base (root mean squares, relative).
+    `requantisation_error` what FP8 lost of weights that are stored like the base (root mean squares, relative);
+    `rounding` what rounding kept of the change, where the output's dtype does not hold every result.
     """
 
     COMPUTED: ClassVar = ("read_bytes", "bytes_per_second")
@@ -296,6 +315,7 @@ class MergeReport(Displayed):
     requantisation_error: float | None = shown(
         "stored", "like the base: FP8, relative root mean square error {requantisation_error}", default=None
     )
+    rounding: SurvivingChange | None = shown("rounding", str, default=None)
     adapters: tuple[AppliedAdapter, ...] = shown("adapter", default=())
     sid: str = shown("snapshot")
     recipe_notices: tuple[Notice, ...] = shown("{kind}", str, default=())

@@ -77,6 +77,9 @@ class StoredTensor:
             out=self._out,
             out_offset=span.start * self.out_dtype.itemsize,
             out_code=self.out_dtype.kernel_code,
+            rounding_key=np.uint64(0),
+            sums_G2=np.empty((0, 2)),
+            first_grain=span.start // GRAIN_ELEMENTS,
         )
 
     def spans(self, cuts: Sequence[int]) -> list[Span]:

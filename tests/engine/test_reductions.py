@@ -218,7 +218,9 @@ def test_tensor_summary__answers_as_the_reduction_it_stands_in_for(data: st.Data
 def stored_block(raw: NDArray[np.uint8], start: int, stop: int) -> RawBlock:
     """Elements of a float32 base alone."""
     none = np.zeros(0, np.int64)
-    return RawBlock(raw, 4 * start, 1, none, none, none, none, start, stop - start, raw, 0, 1)
+    return RawBlock(
+        raw, 4 * start, 1, none, none, none, none, start, stop - start, raw, 0, 1, np.uint64(0), np.empty((0, 2)), 0
+    )
 
 
 class StoredScore:

@@ -24,7 +24,7 @@ FLOATS, BYTES, WORDS = np.zeros(N, np.float32), np.zeros(N, np.uint8), np.zeros(
 COUNTS = np.zeros(1, np.int64)
 DOUBLES, DOUBLES_2N, FLOATS_2N = np.zeros(N), np.zeros((2, N)), np.zeros((2, N), np.float32)
 BOUNDS, ROWS_3N = np.zeros(16, np.uint64), np.zeros((3, N), np.uint32)
-BLOCK = RawBlock(BYTES, 0, 3, COUNTS, COUNTS, COUNTS, COUNTS, 0, 1, BYTES, 0, 3)
+BLOCK = RawBlock(BYTES, 0, 3, COUNTS, COUNTS, COUNTS, COUNTS, 0, 1, BYTES, 0, 3, np.uint64(0), np.empty((0, 2)), 0)
 DELTAS = reduce.DeltaStretches(BYTES, 3, np.zeros((1, 5), np.int64))
 RULE = merge.Rule(
     FLOATS, FLOATS, 0, ROWS_3N, ROWS_3N, BOUNDS, BOUNDS, FLOATS, np.zeros((1, 1), np.uint8), True, True, ONE, ONE, ONE

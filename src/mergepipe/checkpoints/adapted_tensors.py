@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
 from mergepipe.checkpoints.open_files import decoded, once, read_elements, read_matrix, whole_cost_bytes
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
-from mergepipe.core.blocks import F32, DType, DTypeKind, Span
+from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, DType, DTypeKind, Span
+from mergepipe.core.rounding import TensorRounding
 from mergepipe.errors import CorruptError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -302,11 +303,16 @@ class DeltaFetch:
 
     def add(
         self, span: Span, weights: NDArray[np.uint8], dtype: DType, out: NDArray[np.uint8], out_dtype: DType,
-        purpose: Purpose,
+        purpose: Purpose, rounding: TensorRounding | None = None,
     ) -> None:  # fmt: skip
-        """Write the elements `span` plus those of the weights (stored bytes) to `out`, rounded to its dtype."""
+        """Write the elements `span` plus those of the weights (stored bytes) to `out`, rounded to its dtype.
+
+        They are rounded to nearest, or as `rounding` says, which learns what that keeps.
+        """
         from mergepipe.kernels.products import add_low_rank
 
+        key = np.uint64(0 if rounding is None else rounding.key)
+        sums_G2 = np.empty((0, 2)) if rounding is None else rounding.sums_of(span)
         nothing = np.empty((1, 0), np.float32), np.empty((0, self._part_elements), np.float32)
         for product, inside, start in self._pieces(span):
             stop = start + inside.n_elements
@@ -314,7 +320,11 @@ class DeltaFetch:
             target = out[start * out_dtype.itemsize : stop * out_dtype.itemsize]
             scale, factors = product or (0.0, lambda inside, _: (*nothing, inside.start))
             left, right, first = factors(inside, purpose)
-            add_low_rank(left, right, scale, first, raw, dtype.kernel_code, target, out_dtype.kernel_code)
+            element = span.start + start
+            sums = sums_G2[element // GRAIN_ELEMENTS - span.start // GRAIN_ELEMENTS :]
+            add_low_rank(
+                left, right, scale, first, raw, dtype.kernel_code, target, out_dtype.kernel_code, element, key, sums
+            )
 
     def _pieces(self, span: Span) -> Iterator[tuple[_Product | None, Span, int]]:
         """Yield the parts that a span touches, with the elements of each, and where in the span they start."""
@@ -357,6 +367,9 @@ class Adapted(ComputedTensor):
     them for norms of rows, all for those of columns) and, each time it is planned on its own, the factors of the delta:
     that is an upper bound, since an opened tensor reads the factors, and takes norms of columns, once.
 
+    Sums of a plain delta are rounded as `rounding` says, which learns what that keeps; where they are scaled only how
+    they are rounded is taken from it.
+
     Source: S.-Y. Liu et al., "DoRA: weight-decomposed low-rank adaptation", 2024, equation 5; the norm of a feature is
     summed in float64.
     """
@@ -366,6 +379,7 @@ class Adapted(ComputedTensor):
     magnitude: StoredTensor | None = None
     dtype: DType = F32  # over the property of all tensors
     scaled_axis: int | None = None
+    rounding: TensorRounding | None = None
 
     def __post_init__(self) -> None:
         if self.weights.shape != self.delta.shape or self.weights.is_delta:
@@ -431,11 +445,11 @@ class _AdaptedFetch:
         self._scales = once(self._read_scales)
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-        from mergepipe.kernels.codec import encode_all  # compiled: nothing that only opens waits for it
+        from mergepipe.kernels.rounding import encode_all_by  # compiled: nothing that only opens waits for it
 
         tensor = self._tensor
         if tensor.magnitude is None:
-            self._add(span, out, tensor.dtype, purpose)
+            self._add(span, out, tensor.dtype, purpose, tensor.rounding)
             return
         rows, width = tensor.whole_rows(span), tensor.shape[-1]
         sums = np.empty(rows.n_elements, np.float32)
@@ -449,9 +463,13 @@ class _AdaptedFetch:
             sums_MN = sums.reshape(-1, width)
             norms_M = np.sqrt(np.einsum("mn,mn->m", sums_MN, sums_MN, dtype=np.float64))
             sums_MN *= (magnitude[rows.start // width : rows.stop // width] / norms_M).astype(np.float32)[:, None]
-        encode_all(sums[span.start - rows.start : span.stop - rows.start], out, tensor.dtype.kernel_code)
+        key = np.uint64(0 if tensor.rounding is None else tensor.rounding.key)
+        wanted = sums[span.start - rows.start : span.stop - rows.start]
+        encode_all_by(wanted, span.start, key, out, tensor.dtype.kernel_code)
 
-    def _add(self, span: Span, out: NDArray[np.uint8], dtype: DType, purpose: Purpose) -> None:
+    def _add(
+        self, span: Span, out: NDArray[np.uint8], dtype: DType, purpose: Purpose, rounding: TensorRounding | None = None
+    ) -> None:
         weights = self._tensor.weights
         nbytes = span.n_elements * weights.dtype.itemsize
         if self._computed is not None:
@@ -461,7 +479,7 @@ class _AdaptedFetch:
             file, start = self._files[weights.file], weights.offset + span.start * weights.dtype.itemsize
             room = _room.of(request_bytes(file, start, start + nbytes))
             raw = read_exact(file, start, start + nbytes, purpose, room)
-        self._delta.add(span, raw, weights.dtype, out, dtype, purpose)
+        self._delta.add(span, raw, weights.dtype, out, dtype, purpose, rounding)
 
     def _read_scales(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """Return the magnitudes and, for norms of columns, the scale of each column."""

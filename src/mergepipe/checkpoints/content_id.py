@@ -25,6 +25,7 @@ from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.ranges import aligned_buffer, read_exact, request_bytes
 
 CHUNK_BYTES = 8 << 20
+_ROUNDING = "rounding"  # in the place of a content id, which is of hex digits
 _CONTENT_FORMAT = "mergepipe-content/1"
 
 
@@ -224,3 +225,8 @@ def stream_key(seed: int, expert_content_id: str, tensor: str, repeat: int = 0) 
     """64-bit key of one expert's random stream for one tensor; `repeat` sets apart entries that name one expert."""
     parts = [seed, expert_content_id, tensor, *([repeat] if repeat else [])]
     return int.from_bytes(blake3(canonical_json(parts)).digest(8), "little")
+
+
+def rounding_key(seed: int, tensor: str) -> int:
+    """64-bit key of the random bits by which the results of one tensor are rounded; never 0, which means to nearest."""
+    return stream_key(seed, _ROUNDING, tensor) | 1

@@ -320,6 +320,11 @@ class GGUFTarget:
     architecture: str
     names: Mapping[str, str]
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether matrices are stored as codes with scales."""
+        return self.encoding == "Q8_0"
+
     @classmethod
     def of(cls, name: str, small_files: Mapping[str, bytes], tensors: Mapping[str, tuple[int, ...]]) -> GGUFTarget:
         """Check that a model of these small files and shapes by name can be written.

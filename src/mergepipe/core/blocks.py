@@ -146,8 +146,10 @@ class RawBlock(NamedTuple):
 
     `present_E` lists which experts (indices in recipe order) these bytes hold; `offsets_E` and `codes_E` are parallel
     to it: byte offsets into `raw` and kernel dtype codes. `counted_E` lists the experts whose delta is known: those
-    present, and those known to equal the base. The result goes to `out` at `out_offset`. Kernels take it as it is:
-    with `rare` None they are compiled without code for dtypes other than BF16 and F32, which none must have.
+    present, and those known to equal the base. The result goes to `out` at `out_offset`, rounded stochastically by a
+    `rounding_key` other than 0. What rounding keeps of it is added to `sums_G2`, of the tensor's grains from
+    `first_grain` on, if it has rows and the result is no float32. Kernels take it as it is: with `rare` None they are
+    compiled without code for dtypes other than BF16 and F32, which none must have.
     """
 
     raw: NDArray[np.uint8]
@@ -162,6 +164,9 @@ class RawBlock(NamedTuple):
     out: NDArray[np.uint8]
     out_offset: int
     out_code: int
+    rounding_key: np.uint64
+    sums_G2: NDArray[np.float64]
+    first_grain: int
     rare: bool | None = True
 
     def part(self, skip: int, n_elements: int) -> RawBlock:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, RawBlock, has_rare, itemsize_of_code
+from mergepipe.core.rounding import TensorRounding, holds_results
 from mergepipe.engine.segments import HoldLimits, Piece, SegmentLayout, Segments, SegmentShape
 from mergepipe.operators.base import BlockFunction, Reduced
 from mergepipe.operators.elementwise import ElementwiseRule
@@ -24,6 +25,7 @@ SAMPLED_PIECE_ELEMENTS = 64 * 1024
 HARMLESS_CHANGE = 0.02
 """The relative length of a change from which on a sample of it is scaled less; measured for decision 032."""
 BASE_ALONE = ElementwiseRule(np.zeros(0, np.float32))
+NOT_MEASURED = np.empty((0, 2))
 
 
 class Stage(Enum):
@@ -108,6 +110,7 @@ class TensorWork:
         make_function: called once when the reduction is finished, on the coordinating thread; returns the block
             function, or None where nothing is written or bytes are copied.
         sample: how the result of the function is scaled, where only a sample is read; None where nothing is scaled.
+        rounding: how results are rounded, and what that keeps.
     """
 
     def __init__(
@@ -116,9 +119,11 @@ class TensorWork:
         reduction: Reduction | None,
         make_function: Callable[[], BlockFunction | None],
         sample: Sample | None = None,
+        rounding: TensorRounding | None = None,
     ) -> None:
         self.task = task
         self.sample = sample
+        self.rounding = rounding or TensorRounding()
         self.reduction = reduction
         self.function: BlockFunction | None = None
         self._make_function = make_function
@@ -274,14 +279,14 @@ def merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> No
     if function is None or work.is_copy:
         return
     if work.sample is None:
-        function(_raw_block(task, piece, buffer))
+        function(_result_block(work, piece, buffer))
     elif piece.run.is_counted:
-        merge_scaled(_raw_block(task, piece, buffer), function, work.sample)
+        merge_scaled(_result_block(work, piece, buffer), function, work.sample)
     elif task.dtype == task.base.dtype:
         nbytes = piece.run.span.n_elements * task.dtype.itemsize
         buffer[piece.out_offset :][:nbytes] = buffer[piece.base_offset :][:nbytes]
     else:
-        BASE_ALONE(_raw_block(task, piece, buffer))
+        BASE_ALONE(_result_block(work, piece, buffer))
 
 
 def merge_scaled(block: RawBlock, function: BlockFunction, sample: Sample) -> None:
@@ -302,6 +307,14 @@ def merge_scaled(block: RawBlock, function: BlockFunction, sample: Sample) -> No
         scale_change(merged, sample.factor, stretch, HARMLESS_CHANGE)
 
 
+def _result_block(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> RawBlock:
+    """Return a block whose result is rounded as the tensor's are; what that keeps is measured if anything is lost."""
+    block = _raw_block(work.task, piece, buffer)._replace(rounding_key=np.uint64(work.rounding.key))
+    if holds_results(work.task.dtype):
+        return block
+    return block._replace(sums_G2=work.rounding.sums_of(piece.run.span))
+
+
 def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawBlock:
     present = piece.run.present
     codes = [piece.run.source(task, e).kernel_code for e in present]
@@ -318,5 +331,8 @@ def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawB
         out=buffer,
         out_offset=piece.out_offset,
         out_code=task.dtype.kernel_code,
+        rounding_key=np.uint64(0),
+        sums_G2=NOT_MEASURED,
+        first_grain=piece.run.span.start // GRAIN_ELEMENTS,
         rare=has_rare((task.base.kernel_code, task.dtype.kernel_code, *codes)),
     )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.checkpoints.open_files import open_pinned
 from mergepipe.core.blocks import GRAIN_ELEMENTS
+from mergepipe.core.rounding import NOTHING_MEASURED, Survival, TensorRounding
 from mergepipe.engine.jobs import Job
 from mergepipe.engine.observer import SILENT, Observer
 from mergepipe.engine.output_parts import Part, PartResult
@@ -69,15 +70,20 @@ def make_part(
     tasks = part_output.tasks[n_done:]
     starts = {first - n_done for first in accumulate(len(by_shard[shard]) for shard in part.shards)}
     before = store.ledger.usage()
+    roundings: dict[str, TensorRounding] = {}
+
+    def survival_of(name: str) -> Survival:
+        return roundings.pop(name).survival() if name in roundings else NOTHING_MEASURED
+
     with (
         open_pinned(store, work.files) as files,
-        ShardWriter(directory, part_output.shards, store.ledger, progress) as writer,
+        ShardWriter(directory, part_output.shards, store.ledger, progress, survival_of) as writer,
     ):
         pipeline = Pipeline(
             tasks, files, store, layout.sizes, layout.pool_bytes, partial(_append, writer, tasks), options.threads,
             observer.on_progress, directory,
         )  # fmt: skip
-        _run(work, tasks, starts, layout, pipeline)
+        _run(work, tasks, starts, layout, pipeline, roundings)
         writer.finish()
     digests = iter(writer.digests)
     return PartResult(
@@ -95,16 +101,24 @@ def pass_tensors(work: MergeWork, sink: Sink, scratch: Path, store: Store, optio
         pipeline = Pipeline(
             tasks, files, store, layout.sizes, layout.pool_bytes, sink, options.threads, scratch_folder=scratch
         )
-        _run(work, tasks, frozenset(), layout, pipeline)
+        _run(work, tasks, frozenset(), layout, pipeline, {})
 
 
 def _run(
-    work: MergeWork, tasks: Sequence[MergeTask], starts: AbstractSet[int], layout: _Layout, pipeline: Pipeline
+    work: MergeWork,
+    tasks: Sequence[MergeTask],
+    starts: AbstractSet[int],
+    layout: _Layout,
+    pipeline: Pipeline,
+    roundings: dict[str, TensorRounding],
 ) -> None:
-    """Run the pipeline over `tasks`; no job goes on from one of the `starts` to another."""
+    """Run the pipeline over `tasks`; no job goes on from one of the `starts` to another.
+
+    How each tensor is rounded is added to `roundings` when its job begins.
+    """
     shapes = plan_jobs(tasks, layout.sizes, layout.runs_of, layout.cut_of, starts)
     limits = pipeline.hold_limits(work.output.tasks if work.access is None else None)
-    pipeline.run(_jobs(work, tasks, shapes, limits))
+    pipeline.run(_jobs(work, tasks, shapes, limits, roundings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +139,16 @@ def _layout(work: MergeWork, pool_bytes: int) -> _Layout:
     return _Layout(pool_bytes, sizes, _runs_of(work), cut_of)
 
 
-def _jobs(work: MergeWork, tasks: Sequence[MergeTask], cut: Iterator[Segments], limits: HoldLimits) -> Iterator[Job]:
+def _jobs(
+    work: MergeWork,
+    tasks: Sequence[MergeTask],
+    cut: Iterator[Segments],
+    limits: HoldLimits,
+    roundings: dict[str, TensorRounding],
+) -> Iterator[Job]:
     for segments in cut:
         works = {i: tensor_work(work, tasks[i]) for i in tasks_of(segments)}
+        roundings.update((tasks[i].name, of_tensor.rounding) for i, of_tensor in works.items())
         yield Job(segments, works, limits, reads_once=work.access is not None)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mergepipe.checkpoints.content_id import stream_key
+from mergepipe.checkpoints.adapted_tensors import Adapted
+from mergepipe.checkpoints.content_id import rounding_key, stream_key
+from mergepipe.core.rounding import TensorRounding
 from mergepipe.engine.jobs import BASE_ALONE, Sample, TensorWork
 from mergepipe.engine.known_quantities import NOTHING_KNOWN, KnownQuantities
 from mergepipe.engine.staged_reduction import StagedReduction
@@ -17,20 +19,21 @@ def tensor_work(work: MergeWork, task: MergeTask) -> TensorWork:
         return TensorWork(task, None, lambda: None)
     operator = work.operator
     inputs = _keyed_input(work, task)
+    rounding = _rounding(work, task)
     if not task.experts:
-        return TensorWork(task, None, lambda: operator.block_function(inputs, NOTHING_REDUCED))
+        return TensorWork(task, None, lambda: operator.block_function(inputs, NOTHING_REDUCED), rounding=rounding)
     access = work.access
     if access is None:
-        return _reduced_work(task, operator, inputs, work.recorded.get(task.name, NOTHING_KNOWN))
+        return _reduced_work(task, operator, inputs, work.recorded.get(task.name, NOTHING_KNOWN), rounding)
     known = access.known(task.name)
     factor = access.factor(task.name)
     if factor == 1.0:
-        return _reduced_work(task, operator, inputs, known)
+        return _reduced_work(task, operator, inputs, known, rounding)
     n_sampled = sum(run.span.n_elements for run in access.runs_of(0, task) if run.is_counted)
     if not n_sampled:
-        return TensorWork(task, None, lambda: BASE_ALONE)
+        return TensorWork(task, None, lambda: BASE_ALONE, rounding=rounding)
     sample = Sample(factor, access.block_elements, operator.granularity(inputs))
-    return _reduced_work(task, operator, inputs, known, sample, n_sampled)
+    return _reduced_work(task, operator, inputs, known, rounding, sample, n_sampled)
 
 
 def _reduced_work(
@@ -38,13 +41,21 @@ def _reduced_work(
     operator: Operator,
     inputs: OperatorInput,
     known: KnownQuantities,
+    rounding: TensorRounding,
     sample: Sample | None = None,
     n_sampled: int | None = None,
 ) -> TensorWork:
     """Return the work on a tensor with experts; the quantities of a sample are those of its `n_sampled` elements."""
     staged = StagedReduction(operator, inputs, known, n_sampled)
     reduction = staged if staged.is_open else None
-    return TensorWork(task, reduction, lambda: operator.block_function(inputs, staged.result()), sample)
+    return TensorWork(task, reduction, lambda: operator.block_function(inputs, staged.result()), sample, rounding)
+
+
+def _rounding(work: MergeWork, task: MergeTask) -> TensorRounding:
+    """Return how a tensor's results are rounded: by the sum of base and adapter where that is made in one step."""
+    if isinstance(task.base, Adapted) and task.base.rounding is not None:
+        return task.base.rounding
+    return TensorRounding(rounding_key(work.seed, task.name) if work.is_stochastic else 0)
 
 
 def _keyed_input(work: MergeWork, task: MergeTask) -> OperatorInput:

@@ -67,7 +67,7 @@ class MergeWork:
     randomness. With `access` only what it plans is read, cut on its grid so that reads cost what was planned;
     `renormalize` divides weights by the sum of those selected.
 
-    `recorded` quantities of tensors are not gathered again.
+    `recorded` quantities of tensors are not gathered again. With `is_stochastic` results are rounded stochastically.
 
     Law: the bytes that it makes depend on nothing else.
     """
@@ -81,6 +81,7 @@ class MergeWork:
     access: PlannedAccess | None = None
     renormalize: bool = False
     recorded: Mapping[str, KnownQuantities] = field(default_factory=dict)
+    is_stochastic: bool = False
 
     @property
     def operator(self) -> Operator:

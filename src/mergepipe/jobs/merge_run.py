@@ -18,17 +18,19 @@ from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.core.linear_algebra import linear_algebra_build
 from mergepipe.core.outcome import private_outputs, published_but
+from mergepipe.core.rounding import RoundingMode
 from mergepipe.core.units import plural
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.output_parts import whole
+from mergepipe.errors import UnsupportedError
 from mergepipe.options import PathStyle
 from mergepipe.planning.plan import NOTHING_READ, PLAN_FORMAT, Plan
 from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.tasks import Action
 from mergepipe.recipes.yaml_source import RecipeText
-from mergepipe.reports import AppliedAdapter, MergeReport, Progress
+from mergepipe.reports import AppliedAdapter, MergeReport, Progress, SurvivingChange
 from mergepipe.runs.budget import analysis_advice, coverage_of, verdict_of
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, Stage, open_inputs, with_known_digests, with_parameters
@@ -42,8 +44,10 @@ from mergepipe.runs.work import (
     merge_work,
     output_of,
     requantisation_error,
+    rounding_notices,
     spectral_cost,
     spectral_inputs,
+    surviving_change,
     tensor_bytes_by_file,
     tensor_bytes_read,
 )
@@ -53,6 +57,7 @@ from mergepipe.snapshots.manifest import (
     LINEAR_ALGEBRA_KEY,
     MANIFEST_NAME,
     NOTICES_KEY,
+    ROUNDING_KEY,
     SUMMARY_KEY,
     UNCHANGED,
     InputRecord,
@@ -172,6 +177,7 @@ class MergeRun:
         self._seed = settings.options.seed if plan is None else plan.seed
         self._earlier_bytes = 0
         self._gguf: GGUFTarget | None = None
+        self._rounding: SurvivingChange | None = None
         self._kept = kept_shares(inputs.plain or inputs) if plan is None else ()
         expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
         self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
@@ -205,6 +211,8 @@ class MergeRun:
                     self._begin(staging, progress)
                 digests, content_ids = self._make_tensors(staging.path, remote or progress, made)
                 link.notices.extend(self._not_finite(digests))
+                self._rounding = surviving_change(self._inputs, self._output.tasks, digests)
+                link.notices.extend(rounding_notices(self._inputs, self._output.tasks, self._rounding))
                 link.notices.extend(self._untrained())
                 manifest = self._write_small_files(staging, small_files, digests, content_ids, progress)
                 link.notices.extend(progress.excess_notices())
@@ -230,6 +238,10 @@ class MergeRun:
 
             shapes = {task.name: task.shape for task in self._output.tasks}
             self._gguf = GGUFTarget.of(self._settings.file, planned_sidecars(self._inputs, self._store), shapes)
+            if self._gguf.is_quantised and self._inputs.recipe.rounding is RoundingMode.STOCHASTIC:
+                message = "stores codes with scales, which are the nearest ones, and rounding: stochastic is asked for"
+                hint = "leave it out, or name the file for BF16, F16 or F32"
+                raise UnsupportedError.of("recipe.unsupported", self._settings.file, message, hint)
             weight_bytes *= 2
         check_free_space(self._settings.out, needed_bytes(weight_bytes, planned.contents))
         return planned
@@ -349,6 +361,7 @@ class MergeRun:
             "tried_expert_bytes": self._settings.tried_expert_bytes or None,
             "kept_elements": ",".join(f"{one.kept_elements}/{one.elements}" for one in self._kept) or None,
             "requantisation_error": requantisation_error(self._inputs),
+            ROUNDING_KEY: None if self._rounding is None else self._rounding.share,
             LINEAR_ALGEBRA_KEY: linear_algebra_build() if spectral_inputs(self._output.tasks) else None,
             NOTICES_KEY: "\n".join(map(str, self._inputs.notices)) or None,
             SUMMARY_KEY: self._inputs.summary or None,
@@ -391,9 +404,12 @@ class MergeRun:
                 action = Action.MERGE if adapters else Action.COPY
                 actions[name] = action.value, changed_by(adapters) if adapters else UNCHANGED
         return tuple(
-            OutputTensor(task.name, task.dtype.name, task.shape, file_of[task.name], digest.root, *actions[task.name])
+            OutputTensor(
+                task.name, task.dtype.name, task.shape, file_of[task.name], digest.root, *actions[task.name],
+                digest.survival.share,
+            )
             for task, digest in zip(self._output.tasks, digests, strict=True)
-        )
+        )  # fmt: skip
 
     def _input_records(self, ids: Mapping[int, str], usage: Usage) -> tuple[InputRecord, ...]:
         content_ids = {id(self._inputs.checkpoints[index]): identity for index, identity in ids.items()}
@@ -471,6 +487,7 @@ class MergeRun:
             left_out=manifest.left_out,
             kept=self._kept,
             requantisation_error=requantisation_error(self._inputs),
+            rounding=self._rounding,
             adapters=tuple(
                 AppliedAdapter(model.text, *astuple(account))
                 for _, model, checkpoint in self._inputs.sources()

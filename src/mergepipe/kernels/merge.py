@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mergepipe.core.blocks import ALL_TIES, BF16, TIE_RUN, RawBlock
-from mergepipe.kernels.codec import IS_DELTA, decode_tile, encode_tile, itemsize_of
+from mergepipe.core.blocks import ALL_TIES, BF16, GRAIN_ELEMENTS, TIE_RUN, RawBlock
+from mergepipe.kernels.codec import CODE_F32, IS_DELTA, decode_tile, itemsize_of
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Doubles, Floats, kernel
 from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
+from mergepipe.kernels.rounding import TO_NEAREST, encode_by, encode_measured, is_measured
 
 KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED, KEEP_MARKED = 0, 1, 2, 3, 4, 5, 6
 SELDOM = (KEEP_BAND, KEEP_NEAR, KEEP_VARIED)
@@ -50,9 +51,23 @@ def decode_against(block: RawBlock, place: int, start: int, n: int, base: Floats
 
 @kernel
 def encode_result(block: RawBlock, start: int, n: int, values: Floats) -> None:
-    """Encode the result of elements `start ... start + n`."""
+    """Encode the result of elements `start ... start + n`, and measure what rounding keeps where the block wants it."""
     offset = block.out_offset + start * itemsize_of(block.out_code)
-    encode_tile(values, n, block.out, offset, block.out_code, block.rare)
+    element = block.first_element + start
+    if len(block.sums_G2) > 0 and block.out_code > CODE_F32 and is_measured(element):
+        _encode_measured(block, start, n, values, offset)
+    else:
+        encode_by(values, n, element, block.rounding_key, block.out, offset, block.out_code, block.rare)
+
+
+@kernel
+def _encode_measured(block: RawBlock, start: int, n: int, values: Floats, offset: int) -> None:
+    """Encode and measure; the base is decoded first, as the result may lie where it is."""
+    base = np.empty(_TILE, np.float32)
+    decode_base(block, start, n, base)
+    element = block.first_element + start
+    sums_2 = block.sums_G2[element // GRAIN_ELEMENTS - block.first_grain]
+    encode_measured(values, base, n, element, block.rounding_key, block.out, offset, block.out_code, sums_2)
 
 
 @kernel
@@ -401,7 +416,9 @@ def merge_nothing() -> None:
     """Merge no elements of BF16 or F32 by a rule that keeps large deltas: it compiles what such rules run."""
     nothing, places_E, no_words = np.empty(0, np.uint8), np.empty(0, np.int64), np.empty(0, np.uint64)
     ones, cuts, scale, code = np.ones(1, np.float32), np.zeros((1, 3), np.uint32), np.float32(1.0), BF16.kernel_code
-    block = RawBlock(nothing, 0, code, places_E, places_E, places_E, places_E, 0, 0, nothing, 0, code, rare=None)
+    sums_G2 = np.empty((0, 2), np.float64)
+    out = (nothing, 0, code, TO_NEAREST, sums_G2, 0)
+    block = RawBlock(nothing, 0, code, places_E, places_E, places_E, places_E, 0, 0, *out, rare=None)
     marks_MB = np.empty((0, 0), np.uint8)
     rule = Rule(ones, ones, KEEP_LARGE, cuts, cuts, no_words, no_words, ones, marks_MB, True, True, scale, scale, scale)
     merge_block(block, rule, True, None, None)

@@ -1,4 +1,4 @@
-"""Random bits by counter, exponentials and logarithms: identical on every machine."""
+"""Random bits by counter, exponentials, logarithms and sums: identical on every machine."""
 
 from __future__ import annotations
 
@@ -197,3 +197,33 @@ def _logarithm(x: float, f: float, s: float, z: float, p: float) -> float:
     small = f - s * (f - 2.0 * z * p)  # 2 artanh s = f - s f + 2 s^3 p, since f = s (2 + f)
     value = k * _LN2_HIGH + (small + k * _LN2_LOW)
     return value if x < np.inf else x
+
+
+# --- add up in an order that depends on the count alone ---
+
+
+@kernel
+def fold(values: Doubles, n: int) -> float:
+    """Sum `values[:n]` (at most a tile) by a binary tree; the values are overwritten."""
+    width = 1
+    while width < n:
+        width *= 2
+    for i in range(n, width):
+        values[i] = 0.0
+    while width >= 8:  # three levels at once
+        width //= 8
+        second, third, fourth = values[width:], values[2 * width :], values[3 * width :]
+        fifth, sixth, seventh, eighth = (
+            values[4 * width :],
+            values[5 * width :],
+            values[6 * width :],
+            values[7 * width :],
+        )
+        for i in range(width):
+            even = (values[i] + fifth[i]) + (third[i] + seventh[i])
+            values[i] = even + ((second[i] + sixth[i]) + (fourth[i] + eighth[i]))
+    while width > 1:
+        width //= 2
+        for i in range(width):
+            values[i] += values[i + width]
+    return float(values[0])

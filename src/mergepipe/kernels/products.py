@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import GRAIN_ELEMENTS as _GRAIN
 from mergepipe.core.blocks import RawBlock
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
-from mergepipe.kernels.codec import decode_tile, encode_tile, itemsize_of
+from mergepipe.kernels.codec import decode_tile, itemsize_of
 from mergepipe.kernels.compiled import Bytes, Doubles, Floats, kernel
 from mergepipe.kernels.merge import decode_against, decode_base
+from mergepipe.kernels.numerics import fold
+from mergepipe.kernels.rounding import encode_by, encode_measured, is_measured
 
 # --- divide a tensor into atoms, the intersections of rows and grains, so that sums by row do not depend on block ---
 #
@@ -62,33 +64,6 @@ def decode_frame(block: RawBlock, start: int, n: int, model: Floats, frame_FN: F
     decode_base(block, start, n, frame_FN[0])
     for place in range(len(block.present_E)):
         decode_against(block, place, start, n, frame_FN[0], model, frame_FN[place + 1])
-
-
-@kernel
-def fold(values: Doubles, n: int) -> float:
-    """Sum `values[:n]` (at most a tile) by a binary tree; the values are overwritten."""
-    width = 1
-    while width < n:
-        width *= 2
-    for i in range(n, width):
-        values[i] = 0.0
-    while width >= 8:  # three levels at once
-        width //= 8
-        second, third, fourth = values[width:], values[2 * width :], values[3 * width :]
-        fifth, sixth, seventh, eighth = (
-            values[4 * width :],
-            values[5 * width :],
-            values[6 * width :],
-            values[7 * width :],
-        )
-        for i in range(width):
-            even = (values[i] + fifth[i]) + (third[i] + seventh[i])
-            values[i] = even + ((second[i] + sixth[i]) + (fourth[i] + eighth[i]))
-    while width > 1:
-        width //= 2
-        for i in range(width):
-            values[i] += values[i + width]
-    return float(values[0])
 
 
 @kernel
@@ -151,26 +126,43 @@ TILE_COLUMNS = 512  # a tile of results and sixteen of the right factor fit into
 
 @kernel
 def add_low_rank(
-    left_RK: Floats, right_KC: Floats, scale: float, first: int, weights: Bytes, code: int, out: Bytes, out_code: int
+    left_RK: Floats,
+    right_KC: Floats,
+    scale: float,
+    first: int,
+    weights: Bytes,
+    code: int,
+    out: Bytes,
+    out_code: int,
+    element: int,
+    rounding_key: np.uint64,
+    sums_G2: Doubles,
 ) -> None:
     """Write weights plus `scale * (left_RK @ right_KC)`, flattened, from element `first` on, rounded to `out_code`.
 
     Each element is summed in float32 in the order of K, scaled, and added: the result does not depend on how elements
     are grouped into calls. `weights` holds as many elements of the dtype `code` as `out` those of `out_code`, at most
-    R * C - `first`; `scale` is rounded to float32.
+    R * C - `first`; `scale` is rounded to float32. In the tensor they are the elements from `element` on, by which
+    they are rounded; what that keeps is added to `sums_G2`, of the tensor's grains from that one's on, if it has rows.
     """
     n_columns, n = right_KC.shape[1], len(weights) // itemsize_of(code)
     factor = np.float32(scale)
     product, tile = np.empty(TILE_COLUMNS, np.float32), np.empty(TILE_COLUMNS, np.float32)
+    base = np.empty(TILE_COLUMNS, np.float32)
     done = 0
     while done < n:
         row, column = divmod(first + done, n_columns)
         count = min(n_columns - column, n - done, TILE_COLUMNS)
         _row_tile(left_RK[row], right_KC, column, factor, product[:count])
-        decode_tile(weights, done * itemsize_of(code), code, count, tile)
+        decode_tile(weights, done * itemsize_of(code), code, count, base)
         for j in range(count):
-            tile[j] = product[j] + tile[j]
-        encode_tile(tile, count, out, done * itemsize_of(out_code), out_code)
+            tile[j] = product[j] + base[j]
+        offset, place = done * itemsize_of(out_code), element + done
+        if len(sums_G2) > 0 and is_measured(place):
+            sums_2 = sums_G2[place // _GRAIN - element // _GRAIN]
+            encode_measured(tile, base, count, place, rounding_key, out, offset, out_code, sums_2)
+        else:
+            encode_by(tile, count, place, rounding_key, out, offset, out_code)
         done += count
 
 

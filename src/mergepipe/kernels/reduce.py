@@ -13,7 +13,7 @@ from mergepipe.kernels.codec import IS_DELTA, decode_tile, itemsize_of
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, compile_in_parallel, kernel
 from mergepipe.kernels.merge import decode_against, decode_base, merge_block, merge_nothing, take_delta, tie_hash
-from mergepipe.kernels.products import fold
+from mergepipe.kernels.numerics import fold
 
 COARSE_SHIFT = 16
 COARSE_BINS = 1 << 15

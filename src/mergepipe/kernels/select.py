@@ -10,8 +10,8 @@ from mergepipe.core.blocks import RawBlock
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.merge import encode_result, keep_band, keep_varied, mark_nonzero, variance_tile
-from mergepipe.kernels.numerics import exp_tile, log_tile
-from mergepipe.kernels.products import atom_of, atom_stop, common_multiple, decode_frame, fold, fold_product
+from mergepipe.kernels.numerics import exp_tile, fold, log_tile
+from mergepipe.kernels.products import atom_of, atom_stop, common_multiple, decode_frame, fold_product
 
 # --- compute scores and sums over all deltas of an element: variance, energy, overlap, divergence, importance ---
 

@@ -119,7 +119,7 @@ def refuse_notices(notices: tuple[Notice, ...]) -> None:
 CONTENT_KEYS = ("models", "slices", "modules")  # a recipe has exactly one of them
 RECIPE_KEYS = (
     "merge_method", "base_model", *CONTENT_KEYS, "parameters", "dtype", "out_dtype",
-    "tokenizer_source", "tokenizer", "adapter_tokenizer", "adapter_names", "chat_template", "name", "post",
+    "rounding", "tokenizer_source", "tokenizer", "adapter_tokenizer", "adapter_names", "chat_template", "name", "post",
 )  # fmt: skip
 _PAST = "mergekit does not use it either: an option of older versions, or of a fork"
 _OTHER_KEYS = {

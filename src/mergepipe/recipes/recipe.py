@@ -9,6 +9,7 @@ from typing import TypeAlias
 from mergepipe.checkpoints.embedding_rows import TokenRule
 from mergepipe.core.blocks import DType
 from mergepipe.core.outcome import Notice
+from mergepipe.core.rounding import RoundingMode
 from mergepipe.operators.spec import OperatorSpec
 from mergepipe.storage.location import Location
 
@@ -234,6 +235,7 @@ class Recipe:
     is_like_base: bool = False
     notices: tuple[Notice, ...] = ()
     mixture: Mixture | None = None
+    rounding: RoundingMode = RoundingMode.NEAREST
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.models, self.slices, self.modules))) != 1:

@@ -12,6 +12,7 @@ from pathlib import Path
 from mergepipe.checkpoints.routers import GATE_MODES, RANDOM_MODES
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
 from mergepipe.core.display import shortened
+from mergepipe.core.rounding import RoundingMode
 from mergepipe.errors import NotFoundError, Problem, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.custom import load_entry_points
 from mergepipe.operators.registry import COPY, has_operator, operator_named, operator_specs
@@ -200,7 +201,7 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
     return replace(
         recipe, tokenizer=tokenizer, chat_template=template, name=name, is_like_base=root.get("out_dtype") == LIKE_BASE,
         keeps_dtypes=AUTO in (root.get("out_dtype"), root.get("dtype")), adapter_tokenizer=adapter_tokenizer,
-        adapter_names=_adapter_names(reader, root.get("adapter_names")),
+        adapter_names=_adapter_names(reader, root.get("adapter_names")), rounding=_rounding(reader, root),
     )  # fmt: skip
 
 
@@ -372,6 +373,21 @@ def _dtype(reader: DocumentReader, root: dict[str, Value], key: str) -> DType | 
     hint = did_you_mean(shortened(name), (*DTYPE_NAMES, LIKE_BASE) if key == "out_dtype" else DTYPE_NAMES)
     reader.refuse("recipe.unknown-name", (key,), f"unknown dtype '{shortened(name)}'", hint)
     return None
+
+
+def _rounding(reader: DocumentReader, root: dict[str, Value]) -> RoundingMode:
+    """Return how results are rounded; what is stored as codes with scales is rounded to the nearest code."""
+    stated = root.get("rounding")
+    if stated in (None, "", RoundingMode.NEAREST):
+        return RoundingMode.NEAREST
+    name = reader.text(stated, ("rounding",))
+    if name is not None and name != RoundingMode.STOCHASTIC:
+        hint = did_you_mean(shortened(name), tuple(RoundingMode))
+        reader.refuse("recipe.unknown-name", ("rounding",), f"unknown rounding '{shortened(name)}'", hint)
+    elif root.get("out_dtype") == LIKE_BASE:
+        message = "out_dtype: like_base stores codes with scales, which are the nearest ones"
+        reader.refuse("recipe.conflict", ("rounding",), message, "leave out one of the two")
+    return RoundingMode.STOCHASTIC
 
 
 def _base(reader: DocumentReader, root: dict[str, Value]) -> ModelInput | None:

@@ -29,6 +29,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 # YAML 1.1 wants a dot and a signed exponent in a float, so `1e-3` is a string to PyYAML. Whoever writes it means the
 # number, as YAML 1.2 reads it.
 _EXPONENT_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+_MARKER_TEXT = "---"
 _MARKER = re.compile(r"^---(?=\s|$)", re.MULTILINE)
 _MARKER_LINE = re.compile(r"\A---(?:[ \t]*\n|(?=[ \t]))")
 _FORBIDDEN_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
@@ -120,6 +121,28 @@ def read_documents(path: Location | RecipeText, store: Store) -> tuple[YamlSourc
     if isinstance(path, RecipeText):
         return parse_documents(path.path, path.text, path.folder)
     return parse_documents(path.absolute(), _read_text(path.absolute(), store))
+
+
+def with_rounding(path: Location | RecipeText, store: Store, rounding: str) -> RecipeText:
+    """Return a recipe of which each document says how results are rounded. Raises as `read_yaml` does.
+
+    Raises:
+        RecipeError: a document says something else, or copies weights without merging them.
+    """
+    documents = read_documents(path, store)
+    texts = []
+    for document in documents:
+        root = document.root if isinstance(document.root, dict) else {}
+        stated = root.get("rounding")
+        if stated not in (None, "", rounding):
+            message = f"is {rounding}, and the recipe says {shortened(str(stated))}"
+            raise _refusal("option.conflict", "--rounding", message, "leave out one of the two")
+        if "merge_method" not in root:
+            message = f"{document.where()} has no merge_method, so nothing is merged and rounded"
+            raise _refusal("option.conflict", "--rounding", message, "leave it out")
+        texts.append(recipe_text({**root, "rounding": rounding}, document.folder).text)
+    file = path.file if isinstance(path, RecipeText) else path.absolute()
+    return RecipeText(f"{_MARKER_TEXT}\n".join(texts), documents[0].folder, file)
 
 
 def read_recipe(path: Location, store: Store, folder: Location) -> RecipeText:

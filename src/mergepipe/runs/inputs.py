@@ -340,6 +340,10 @@ def open_inputs(
 
     From here on models go by names relative to the recipe's folder, unless the output is to have absolute paths.
     """
+    if options.rounding is not None:
+        from mergepipe.recipes.yaml_source import with_rounding
+
+        path = with_rounding(path, store, options.rounding)
     recipes = load_recipes(path, store, options.strictness)
     if not isinstance(options, OutputOptions) or options.paths != PathStyle.ABSOLUTE:
         recipes = tuple(map(with_relative_paths, recipes))

@@ -18,6 +18,7 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import ADAPTER_NAMES, MODULES_NAME, PIPELINE_NAME
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
 from mergepipe.core.display import as_line, markdown_code, markdown_text, yaml_scalar
+from mergepipe.core.rounding import RoundingMode
 from mergepipe.core.units import format_bytes, plural
 from mergepipe.errors import CorruptError, NotFoundError, RecipeError
 from mergepipe.planning.plan import Plan
@@ -26,7 +27,14 @@ from mergepipe.recipes.recipe import ModelInput, Recipe
 from mergepipe.recipes.references import reference_text, with_renamed
 from mergepipe.runs.budget import verdict_of
 from mergepipe.runs.inputs import Inputs
-from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, CACHED_MODEL, CARD_NAME, Manifest, is_relative_part
+from mergepipe.snapshots.manifest import (
+    BASE_MODEL_IDS_KEY,
+    CACHED_MODEL,
+    CARD_NAME,
+    ROUNDING_KEY,
+    Manifest,
+    is_relative_part,
+)
 from mergepipe.storage.contract import CARD_BYTES, Store
 from mergepipe.storage.location import HUB_SCHEME, Location
 
@@ -261,10 +269,18 @@ def card_and_recipe(
         licenses=_different_licenses(shown, cards),
         usage=_usage(library, files),
         verdict=None if plan is None else verdict_of(plan),
+        rounded=_rounded(inputs.recipe, manifest),
         fence=_fence(recipe),
         recipe=recipe.expandtabs().splitlines(),
     )
     return text.encode(), recipe
+
+
+def _rounded(recipe: Recipe, manifest: Manifest) -> str:
+    """Say how results were rounded if not to nearest, and what that kept of the change, where it is known."""
+    how = ", stochastically" if recipe.rounding is RoundingMode.STOCHASTIC else ""
+    kept = manifest.run.get(ROUNDING_KEY)
+    return f"{how}; that kept {100 * kept:.0f} % of the change" if isinstance(kept, float | int) else how
 
 
 def adapter_card(manifest: Manifest, method: str, quality: str, base_model: str) -> bytes:

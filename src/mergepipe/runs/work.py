@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import sub
 
 import numpy as np
 
-from mergepipe.checkpoints.content_id import content_id
+from mergepipe.checkpoints.adapted_tensors import Adapted
+from mergepipe.checkpoints.content_id import content_id, rounding_key
 from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
 from mergepipe.checkpoints.requantised import Requantised
+from mergepipe.core.rounding import LEAST_KEPT, RoundingMode, Survival, TensorRounding, holds_results
 from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.engine.known_quantities import ExpertQuantities, KnownQuantities
 from mergepipe.engine.planned_access import PlannedAccess
@@ -26,11 +28,11 @@ from mergepipe.options import DEFAULT_SHARD_BYTES
 from mergepipe.planning.budget import OnOmit
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.tasks import Action, MergeTask
-from mergepipe.reports import KeptShare
+from mergepipe.reports import KeptShare, SurvivingChange
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.known_statistics import KnownStatistics
-from mergepipe.snapshots.shards import SINGLE_NAME, SUFFIX
+from mergepipe.snapshots.shards import SINGLE_NAME, SUFFIX, TensorDigest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
@@ -45,6 +47,9 @@ def merge_work(
 
     A plan's seed overrides `seed`. What `link` has on record of the experts is not read or reduced again.
     """
+    seed = seed if plan is None else plan.seed
+    is_stochastic = inputs.recipe.rounding is RoundingMode.STOCHASTIC
+    output = replace(output, tasks=tuple(_rounded(task, seed, is_stochastic=is_stochastic) for task in output.tasks))
     checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
     encoded = (t for checkpoint in checkpoints for t in checkpoint.tensors.values() if isinstance(t, LeveledTensor))
     paths = files_of(source for task in output.tasks for source in (task.base, *task.experts)) | files_of(encoded)
@@ -52,15 +57,24 @@ def merge_work(
     work = MergeWork(
         output,
         inputs.recipe.operator.name,
-        seed if plan is None else plan.seed,
+        seed,
         _content_ids(inputs, plan, paths, checkpoints, store, known),
         pin_files(store, paths, checkpoints),
         inputs.repeats,
+        is_stochastic=is_stochastic,
     )
     if plan is None:
         return replace(work, recorded=_recorded(work, inputs, known))
     access = PlannedAccess({tensor.name: tensor for tensor in plan.tensors}, plan.block_elements)
     return replace(work, access=access, renormalize=plan.on_omit == OnOmit.RENORMALIZE)
+
+
+def _rounded(task: MergeTask, seed: int, *, is_stochastic: bool) -> MergeTask:
+    """Return a task whose base is the sum of weights and an adapter, rounded as it is computed, with that rounding."""
+    if not isinstance(task.base, Adapted) or task.base.dtype != task.dtype or holds_results(task.dtype):
+        return task
+    key = rounding_key(seed, task.name) if is_stochastic else 0
+    return replace(task, base=replace(task.base, rounding=TensorRounding(key)))
 
 
 def output_of(inputs: Inputs, shard_bytes: int | None, file: str = "") -> OutputPlan:
@@ -173,6 +187,30 @@ def requantisation_error(inputs: Inputs) -> float | None:
     squares = [s.shared["squares"] for s in sources if isinstance(s, Requantised) and "squares" in s.shared]
     error, numbers = sum(squares, np.zeros(2)).tolist()
     return float(f"{math.sqrt(error / numbers) if numbers else 0.0:.3g}") if squares else None
+
+
+def surviving_change(
+    inputs: Inputs, tasks: Sequence[MergeTask], digests: Sequence[TensorDigest]
+) -> SurvivingChange | None:
+    """Return what rounding kept of the change of each tensor that it can lose some of, and in all; None without any."""
+    measured = [(task, digest.survival) for task, digest in zip(tasks, digests, strict=True)]
+    shares = {task.name: survival.share for task, survival in measured}
+    total = Survival.total(survival for _, survival in measured).share
+    if total is None:
+        return None
+    dtypes = sorted({task.dtype.recipe_name for task, survival in measured if survival.share is not None})
+    known = {name: share for name, share in shares.items() if share is not None}
+    return SurvivingChange(" and ".join(dtypes), inputs.recipe.rounding.value, total, known)
+
+
+def rounding_notices(inputs: Inputs, tasks: Sequence[MergeTask], kept: SurvivingChange | None) -> Iterator[str]:
+    """Warn where rounding lost much of the change, or where it is to be stochastic and nothing is rounded."""
+    is_stochastic = inputs.recipe.rounding is RoundingMode.STOCHASTIC
+    if is_stochastic and all(task.action is Action.COPY or holds_results(task.dtype) for task in tasks):
+        yield "rounding: stochastic has no effect: no result is rounded"
+    if kept is not None and not is_stochastic and kept.share < LEAST_KEPT:
+        rest = "--rounding stochastic keeps it on average, the dtype float32 in full"
+        yield f"rounding {kept}: what is smaller than half a step of the dtype is lost; {rest}"
 
 
 def tensor_bytes_by_file(usage: Usage) -> Counter[str]:

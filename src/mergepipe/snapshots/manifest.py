@@ -77,7 +77,10 @@ class InputRecord(Input):
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor as written: the digest of its blocks, and how it was computed."""
+    """One tensor as written: the digest of its blocks, and how it was computed.
+
+    `kept`: the share of its change from the base that rounding kept, where that is known.
+    """
 
     name: str
     dtype: str
@@ -86,6 +89,7 @@ class OutputTensor:
     blake3: str
     action: str
     reason: str
+    kept: float | None = None
 
 
 _CHANGED_BY = "changed by adapter "
@@ -152,6 +156,7 @@ FILE_SUFFIXES: Final = (".safetensors", ".gguf")
 _RECORD_SUFFIX = ".mergepipe"
 _USUAL_NAME: Final = "model.safetensors"
 
+ROUNDING_KEY = "rounding_kept"  # in `Manifest.run`: the share of the change from the base that rounding kept
 SUMMARY_KEY = "summary"  # in `Manifest.run`: what the snapshot is, where `Merge by OPERATOR` does not say it
 LINEAR_ALGEBRA_KEY = "linear_algebra"  # in `Manifest.run`: the build that decided last bits, where it did
 BASE_MODEL_IDS_KEY = "base_model_ids"  # in `Manifest.run`: Hub ids that were stated of the merge, between spaces

@@ -7,8 +7,8 @@ import json
 import re
 import struct
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.directory import component_of, stored_name
 from mergepipe.core.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, F8_E4M3, F8_E5M2, F16, F32, F64, DType, element_count
 from mergepipe.core.records import AsText, Size
+from mergepipe.core.rounding import NOTHING_MEASURED, Survival
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.ledger import Ledger
@@ -247,12 +248,13 @@ def index_map(tensors: Iterable[tuple[str, str]]) -> dict[str, str]:
 class TensorDigest:
     """A tensor that is written: the digests of its blocks, and how many of its numbers are infinite or none.
 
-    Blocks are of `DEFAULT_BLOCK_ELEMENTS` elements.
+    Blocks are of `DEFAULT_BLOCK_ELEMENTS` elements. `survival`: what rounding kept of its change.
     """
 
     name: str
     blocks: Annotated[tuple[bytes, ...], AsText(packed_digests, unpacked_digests)]
     not_finite: Size = 0
+    survival: Survival = NOTHING_MEASURED
 
     @property
     def root(self) -> str:
@@ -291,17 +293,24 @@ class DurableProgress(Protocol):
 class ShardWriter:
     """Writes the shards of one output sequentially, digesting every block. A context manager.
 
-    With a `progress`, durable tensors are skipped, and progress is recorded whenever it `is_due`.
+    With a `progress`, durable tensors are skipped, and progress is recorded whenever it `is_due`. What rounding kept of
+    a tensor that is complete is asked of `survival_of`, by its name.
     Memory: one write chunk of 8 MiB.
     """
 
     def __init__(
-        self, directory: Path, shards: Sequence[ShardLayout], ledger: Ledger, progress: DurableProgress | None = None
+        self,
+        directory: Path,
+        shards: Sequence[ShardLayout],
+        ledger: Ledger,
+        progress: DurableProgress | None = None,
+        survival_of: Callable[[str], Survival] = lambda _: NOTHING_MEASURED,
     ) -> None:
         self._directory = directory
         self._ledger = ledger
         self._shards = iter(shards)
         self._progress = progress
+        self._survival_of = survival_of
         self._specs: deque[TensorSpec] = deque()
         self._file: OutputFile | None = None
         self._hasher = _BlockHasher()
@@ -337,7 +346,8 @@ class ShardWriter:
             self._end_tensor()
 
     def _end_tensor(self) -> None:
-        self.digests.append(self._hasher.end())
+        digest = self._hasher.end()
+        self.digests.append(replace(digest, survival=self._survival_of(digest.name)))
         self._ends.append(self._position)
         self._specs.popleft()
         if not self._specs and self._file is not None:

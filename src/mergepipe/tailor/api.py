@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergepipe.core.flags import public_call, several
+from mergepipe.core.rounding import RoundingMode
 from mergepipe.errors import LimitError, did_you_mean, invalid_option
 from mergepipe.options import AverageOptions, ComposeOptions, ExportOptions, ModelOptions
 from mergepipe.recipes.model_location import locate_model
@@ -139,6 +140,7 @@ def _request(checkpoints: Sequence[str | Path], options: AverageOptions) -> Aver
         None if options.adapter_config is None else absolute(options.adapter_config),
         options.lora_alpha,
         is_strict=options.strict,
+        is_stochastic=options.rounding == RoundingMode.STOCHASTIC,
     )
 
 

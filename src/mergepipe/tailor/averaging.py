@@ -15,6 +15,7 @@ from typing import Any
 import mergepipe
 from mergepipe.checkpoints.architecture_names import name_problems
 from mergepipe.checkpoints.config_files import parse_config
+from mergepipe.checkpoints.content_id import rounding_key
 from mergepipe.checkpoints.directory import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAMES,
@@ -27,6 +28,7 @@ from mergepipe.checkpoints.directory import (
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import F32, DType, DTypeKind
 from mergepipe.core.display import yaml_document
+from mergepipe.core.rounding import RoundingMode
 from mergepipe.errors import (
     CorruptError,
     LimitError,
@@ -120,7 +122,8 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
         raise LimitError.of("option.out-of-range", "checkpoints", message, "give every second one")
     if request.alpha is not None and request.weights != "ema":
         raise RecipeError.of("option.conflict", "--alpha", "only the weights 'ema' use it", "leave it out")
-    for option, value in (("--dtype", request.dtype), ("--config", request.config)):
+    rounding = RoundingMode.STOCHASTIC if request.is_stochastic else None
+    for option, value in (("--dtype", request.dtype), ("--rounding", rounding), ("--config", request.config)):
         if value is not None and not request.is_model:
             message = f"a checkpoint to resume from (optimizer: {request.optimizer.value}) has that of the newest"
             raise RecipeError.of("option.conflict", option, message, "leave it out, or give optimizer 'none'")
@@ -283,7 +286,16 @@ class Averaging:
         """Describe the average that is written at `out`, with the recipe `text`."""
         recipe = text_with_relative_paths(text, out.absolute().local_path) if out.is_local else text
         result = partial(made_states, self, home=out)
-        return Job(recipe, self.plan(), self.summands, result, self.weights, self.planned_states(), self.record)
+        return Job(
+            recipe,
+            self.plan(),
+            self.summands,
+            result,
+            self.weights,
+            self.planned_states(),
+            self.record,
+            self.request.is_stochastic,
+        )
 
     def planned_states(self) -> Mapping[tuple[str, str], StoredState]:
         """Return the states of the result, cut as they will be; their places are others."""
@@ -395,7 +407,9 @@ class Averaging:
             target = StoredState.planned(spec.name, WEIGHT, spec.dtype, spec.shape)
             values = self._tensor(spec.name)
             is_average = len(values) > 1 and spec.dtype.kind is DTypeKind.FLOAT
-            patches = patch_states(values, target, self.weights) if is_average else patch_states(values[-1:], target)
+            key = rounding_key(0, spec.name) if self.request.is_stochastic else 0
+            weights = self.weights if is_average else (1.0,)
+            patches = patch_states(values if is_average else values[-1:], target, weights, key)
             yield from (patch.segment for _, patch in patches)
 
 

@@ -220,7 +220,7 @@ class Job:
 
     The finished one, which `open_result` opens in its staging directory, is compared with `summands`, the states of
     the sources that a state is the average of by `weights`. Samples of them are read while it is written, where
-    `expected` says how its states will be cut.
+    `expected` says how its states will be cut. `is_stochastic`: averages and casts are rounded stochastically.
     """
 
     recipe: str
@@ -230,6 +230,7 @@ class Job:
     weights: tuple[float, ...] = (1.0,)
     expected: Mapping[StateKey, StoredState] = field(default_factory=dict)
     average: AverageRecord | None = None
+    is_stochastic: bool = False
 
 
 def publish(
@@ -244,7 +245,8 @@ def publish(
     place = staged_beside(out, home)
     check_free_space(place, job.plan.output_bytes + SPARE_BYTES)
     with ExitStack() as stack:
-        check = ResultCheck(store, Thoroughness(options.self_check), job.summands, job.weights)
+        thoroughness = Thoroughness(options.self_check)
+        check = ResultCheck(store, thoroughness, job.summands, job.weights, is_stochastic=job.is_stochastic)
         stack.enter_context(check).read_ahead(job.expected)
         output = stack.enter_context(open_output(out, force=options.force, home=home))
         manifest = _fill(store, job, check, output.path, options.memory_bytes, on_progress)

@@ -66,13 +66,16 @@ class ElementRange:
 class AverageRange:
     """`n_elements` elements of some files, their average with `weights` (which sum to 1) written as `wanted`.
 
-    Of one file it is a cast: each element rounded to the nearest of `wanted`, ties to even.
+    Of one file it is a cast: each element rounded to the nearest of `wanted`, ties to even. With a `rounding_key` it is
+    rounded stochastically; `first_element` is the index of the first one in its tensor.
     """
 
     parts: tuple[ElementRange, ...]
     weights: tuple[float, ...]
     n_elements: int
     wanted: DType
+    rounding_key: int = 0
+    first_element: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -81,12 +84,14 @@ class AverageRange:
     def cut(self, start: int, n_elements: int) -> AverageRange:
         """Return some of its elements."""
         parts = tuple(part.further(start) for part in self.parts)
-        return AverageRange(parts, self.weights, n_elements, self.wanted)
+        return replace(self, parts=parts, n_elements=n_elements, first_element=self.first_element + start)
 
     def continues_in(self, other: AverageRange) -> bool:
         """Whether the other is the average of what follows this one in every file."""
-        further = tuple(part.further(self.n_elements) for part in self.parts)
-        return (self.weights, self.wanted, further) == (other.weights, other.wanted, other.parts)
+        following = self.cut(self.n_elements, other.n_elements)
+        if not self.rounding_key:  # the tensor's index does not matter
+            following = replace(following, first_element=other.first_element)
+        return following == other
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +163,13 @@ def _reads_of(segment: Segment) -> tuple[tuple[Location, int, int], ...]:
 
 
 def patch_states(
-    sources: Sequence[StoredState], target: StoredState, weights: tuple[float, ...] = (1.0,)
+    sources: Sequence[StoredState], target: StoredState, weights: tuple[float, ...] = (1.0,), rounding_key: int = 0
 ) -> Iterator[tuple[Location, Patch]]:
     """Yield (file of the target, patch) that write the values of a source, or the average of several, to `target`.
 
-    All must be raw and of one shape. Law: every element that `target` has a place for is patched once, if no source
+    All must be raw and of one shape. They are rounded as an `AverageRange` with that key.
+
+    Law: every element that `target` has a place for is patched once, if no source
     has gaps.
     """
     edges = sorted(
@@ -183,15 +190,17 @@ def patch_states(
                     )
                     parts.append(first_element.further(start - held.span.start))
                 at = piece.offset + (start - piece.span.start) * target.dtype.itemsize
-                yield piece.file, Patch(at, _values(tuple(parts), weights, stop - start, target.dtype))
+                average = AverageRange(tuple(parts), weights, stop - start, target.dtype, rounding_key, start)
+                yield piece.file, Patch(at, _values(average))
 
 
-def _values(parts: tuple[ElementRange, ...], weights: tuple[float, ...], n_elements: int, wanted: DType) -> Segment:
+def _values(average: AverageRange) -> Segment:
     """Make the segment of some elements: a copy where one source has them in the dtype that is wanted."""
-    is_stored = not parts[0].strips and parts[0].computed is None
-    if len(parts) > 1 or parts[0].dtype != wanted or not is_stored:
-        return AverageRange(parts, weights, n_elements, wanted)
-    return CopyRange(parts[0].file, parts[0].offset, n_elements * wanted.itemsize, is_skeleton=False)
+    first = average.parts[0]
+    is_stored = not first.strips and first.computed is None
+    if len(average.parts) > 1 or first.dtype != average.wanted or not is_stored:
+        return average
+    return CopyRange(first.file, first.offset, average.nbytes, is_skeleton=False)
 
 
 def patched_file(

@@ -282,6 +282,8 @@ def _average(segment: AverageRange, room: Bytes, sources: _Sources) -> Bytes:
     if len(segment.parts) == 1:
         (part,) = segment.parts
         _, raw = _read_part(part, segment.n_elements, room, sources)
+        if segment.rounding_key and part.dtype != segment.wanted:
+            return _rounded(raw, part, segment)
         return cast_bytes(raw, part.dtype, segment.wanted, part.file, in_place=True)
     offsets, start = [], 0
     for part, nbytes in zip(segment.parts, average_rooms(segment), strict=True):
@@ -292,11 +294,27 @@ def _average(segment: AverageRange, room: Bytes, sources: _Sources) -> Bytes:
     experts_E = np.arange(len(codes) - 1)
     block = RawBlock(
         room, offsets[0], codes[0], experts_E, experts_E, np.array(offsets[1:], np.int64),
-        np.array(codes[1:], np.int64), 0, segment.n_elements, room, start, segment.wanted.kernel_code,
+        np.array(codes[1:], np.int64), segment.first_element, segment.n_elements, room, start,
+        segment.wanted.kernel_code, np.uint64(segment.rounding_key), np.empty((0, 2)), 0,
         has_rare((*codes, segment.wanted.kernel_code)),
     )  # fmt: skip
     _averaging(segment.weights)(block)
     return room[start : start + segment.nbytes]
+
+
+def _rounded(raw: Bytes, part: ElementRange, segment: AverageRange) -> Bytes:
+    """Return elements of one part in a new array, rounded stochastically."""
+    from mergepipe.kernels.rounding import encode_all_by
+
+    out = np.empty(segment.nbytes, np.uint8)
+    itemsize = part.dtype.itemsize
+    for start in range(0, segment.n_elements, _CACHED_ELEMENTS):
+        stop = min(start + _CACHED_ELEMENTS, segment.n_elements)
+        values = values_of(raw[start * itemsize : stop * itemsize], part.dtype, part.file).astype(np.float32)
+        made = out[start * segment.wanted.itemsize :]
+        key = np.uint64(segment.rounding_key)
+        encode_all_by(values, segment.first_element + start, key, made, segment.wanted.kernel_code)
+    return out
 
 
 def _read_part(part: ElementRange, n_elements: int, room: Bytes, sources: _Sources) -> tuple[int, Bytes]:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from mergepipe.core.blocks import BF16, DTYPES_BY_RECIPE_NAME, F16, F32, DType
 from mergepipe.core.display import shortened, yaml_document
+from mergepipe.core.rounding import RoundingMode
 from mergepipe.errors import NotFoundError, Problem, RecipeError, did_you_mean, invalid_option
 from mergepipe.recipes.fields import DocumentReader, Findings, describe
 from mergepipe.recipes.references import read_reference
@@ -293,7 +294,8 @@ def normalised(weights: Sequence[float], where: str) -> tuple[float, ...]:
 
 AVERAGE_KEY = "average"
 RECIPE_KEYS = (
-    "checkpoints", "weights", "alpha", "optimizer", "dtype", "config", "adapter", "adapter_config", "lora_alpha",
+    "checkpoints", "weights", "alpha", "optimizer", "dtype", "rounding", "config", "adapter", "adapter_config",
+    "lora_alpha",
 )  # fmt: skip
 _OUT_DTYPES = (F32, BF16, F16)
 
@@ -311,9 +313,9 @@ class AverageRequest:
     """Checkpoints to average; one alone is made a model as it is.
 
     `weights` are a scheme's name or one number a checkpoint, in the order given. `alpha` is for `ema`; None is the
-    default. `dtype` and `config` (which lends configuration and tokenizer) are
-    for models; None is what the newest has. What a checkpoint's adapter is scaled by is in `adapter_config`, else
-    `lora_alpha` over its rank. With `is_adapter` the adapter of one checkpoint is written, and no model. With
+    default. `dtype`, its rounding and `config` (which lends configuration and tokenizer) are for models; None is
+    what the newest has. What a checkpoint's adapter is scaled by is in `adapter_config`, else `lora_alpha` over its
+    rank. With `is_adapter` the adapter of one checkpoint is written, and no model. With
     `is_strict` a model whose weights are not those of its architecture is refused.
     """
 
@@ -327,6 +329,7 @@ class AverageRequest:
     lora_alpha: float | None = None
     is_adapter: bool = False
     is_strict: bool = False
+    is_stochastic: bool = False
 
     @property
     def is_model(self) -> bool:
@@ -341,6 +344,7 @@ class AverageRequest:
         content |= {"alpha": alpha} if self.weights == "ema" else {}
         content["optimizer"] = self.optimizer.value
         content |= {"dtype": self.dtype.recipe_name} if self.dtype is not None else {}
+        content |= {"rounding": RoundingMode.STOCHASTIC.value} if self.is_stochastic else {}
         content |= {"config": str(self.config)} if self.config is not None else {}
         if self.adapter_config is not None:
             content["adapter_config"] = str(self.adapter_config)
@@ -395,6 +399,7 @@ def load_average(path: Location, store: Store) -> AverageRequest | None:
         reader.wrong_kind(is_adapter, (AVERAGE_KEY, "adapter"), "true or false")
     optimizer = _one_of(reader, entry, "optimizer", [state.value for state in OptimizerState])
     dtype = _one_of(reader, entry, "dtype", [dtype.recipe_name for dtype in _OUT_DTYPES])
+    rounding = _one_of(reader, entry, "rounding", list(RoundingMode))
     request = AverageRequest(
         tuple(reference.path.normal() for reference in references if reference is not None),
         _weights(reader, entry.get("weights")),
@@ -405,6 +410,7 @@ def load_average(path: Location, store: Store) -> AverageRequest | None:
         adapter_config,
         lora_alpha,
         is_adapter=is_adapter is True,
+        is_stochastic=rounding == RoundingMode.STOCHASTIC,
     )
     reader.findings.raise_any()
     return request

@@ -27,6 +27,8 @@ _READERS = 8
 _STATES_AT_ONCE = 64
 _MOST_AHEAD = 1 << 20  # elements, each with its tolerance: 16 MiB
 _TOLERANCES = {"F64": 2.0**-20, "F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9}
+_SMALLEST_STEPS = {"F64": 0.0, "F32": 2.0**-149, "BF16": 2.0**-133, "F16": 2.0**-24}
+"""Between subnormal numbers of the dtype."""
 _NO_STATES: Mapping[StateKey, StoredState] = MappingProxyType({})
 
 
@@ -34,7 +36,7 @@ class ResultCheck:
     """Compares states of a result with their sources, samples of which may be read ahead. A context manager.
 
     `summands(name, kind)` are the raw states that a state is the average of by `weights`, in float64; one alone, or
-    the last where elements are no floats, is cast.
+    the last where elements are no floats, is cast. What is rounded stochastically is compared within one step.
     """
 
     def __init__(
@@ -43,11 +45,14 @@ class ResultCheck:
         thoroughness: Thoroughness,
         summands: Callable[[str, str], Sequence[StoredState]],
         weights: tuple[float, ...] = (1.0,),
+        *,
+        is_stochastic: bool = False,
     ) -> None:
         self._store = store
         self._thoroughness = thoroughness
         self._summands = summands
         self._weights = weights
+        self._is_stochastic = is_stochastic
         self._reader = StateReader(store)
         is_large = thoroughness is Thoroughness.FULL and len(weights) > 1  # whole blocks of all sources
         self._pool = ThreadPoolExecutor(1 if is_large else _READERS, "mergepipe-tailor-check")
@@ -115,7 +120,7 @@ class ResultCheck:
             master = masters.get((state.parameter, state.kind))
             if master is not None:
                 stored = self._reader.read(unpacked(self._store, master), *spans)
-                _require_same(compared, _average(compared, [(stored, master)], (1.0,)), raw)
+                _require_same(compared, _cast(compared, stored, master), raw)
         return _count(batch)
 
     def _wanted(self, batch: Sequence[_Compared]) -> list[_Wanted]:
@@ -127,9 +132,15 @@ class ResultCheck:
         requests = [(state, spans) for (_, spans), states in zip(batch, summands, strict=True) for state in states]
         read = iter(self._reader.read_many(requests))
         return [
-            _average(compared, [(next(read), state) for state in states], self._weights)
+            self._expected(compared, [(next(read), state) for state in states])
             for compared, states in zip(batch, summands, strict=True)
         ]
+
+    def _expected(self, compared: _Compared, summands: Sequence[tuple[NDArray[np.uint8], StoredState]]) -> _Wanted:
+        """Return what the elements of a state must be, by those of its sources."""
+        dtype = compared[0].dtype
+        is_cast = len(summands) == 1 and (summands[0][1].dtype == dtype or not self._is_stochastic)
+        return _cast(compared, *summands[0]) if is_cast else _average(compared, summands, self._weights)
 
 
 _Compared: TypeAlias = tuple[StoredState, tuple[Span, ...]]
@@ -155,21 +166,24 @@ def _both_ends(span: Span) -> Iterator[Span]:
         yield Span(max(head, span.stop - _SAMPLE_ELEMENTS), span.stop)
 
 
+def _cast(compared: _Compared, raw: NDArray[np.uint8], state: StoredState) -> _Wanted:
+    """Cast the elements of a state."""
+    dtype = compared[0].dtype
+    return cast_bytes(raw, state.dtype, dtype, state.parameter).reshape(-1, dtype.itemsize), None
+
+
 def _average(
     compared: _Compared, summands: Sequence[tuple[NDArray[np.uint8], StoredState]], weights: Sequence[float]
 ) -> _Wanted:
-    """Average the elements of several states, or cast those of one."""
+    """Average the elements of states."""
     dtype = compared[0].dtype
-    if len(summands) == 1:
-        ((raw, state),) = summands
-        return cast_bytes(raw, state.dtype, dtype, state.parameter).reshape(-1, dtype.itemsize), None
     averages, largest = np.zeros(_count([compared])), np.zeros(_count([compared]))
     with np.errstate(invalid="ignore"):
         for weight, (raw, state) in zip(weights, summands, strict=True):
             summand = values_of(raw, state.dtype, state.parameter).astype(np.float64)
             averages += weight * summand
             np.maximum(largest, np.abs(summand), out=largest)
-    return averages, _TOLERANCES[dtype.name] * largest
+    return averages, _TOLERANCES[dtype.name] * largest + _SMALLEST_STEPS[dtype.name]
 
 
 def _require_same(compared: _Compared, wanted: _Wanted, raw: NDArray[np.uint8]) -> None:

@@ -1,0 +1,182 @@
+"""Round results to the output's dtype, to nearest or stochastically, and measure how much of their change survives.
+
+Stochastic rounding takes the upper or the lower neighbour with the probability of the distance, so that the mean over
+seeds is the float32 value. The random bits of element `i` depend on (key, i) alone: 16 for each element, so a
+probability is exact for BF16 and F16, and off by less than 2^-16 of a step elsewhere (8 bits, subnormal results).
+
+What nearest rounding does not change is not changed: values that the dtype holds, zeros with their signs, infinities.
+NaN becomes the one of `encode_tile`. From the largest finite number of the dtype on there is no neighbour to choose
+from, so values are rounded to nearest there. F32 and F64 outputs hold every result.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mergepipe.core.blocks import GRAIN_ELEMENTS
+from mergepipe.kernels.codec import (
+    CODE_BF16,
+    CODE_E4M3,
+    CODE_F16,
+    CODE_F32,
+    TILE_ELEMENTS,
+    decode_tile,
+    encode_tile,
+    itemsize_of,
+)
+from mergepipe.kernels.compiled import Bits16, Bits32, Bytes, Doubles, Floats, kernel
+from mergepipe.kernels.numerics import fold
+
+TO_NEAREST = np.uint64(0)
+"""The key of results that are rounded to nearest."""
+
+_TILES_OF_GRAIN = GRAIN_ELEMENTS // TILE_ELEMENTS
+
+
+@kernel
+def _fill_random_words(key: np.uint64, first_word: int, n: int, words: Bits32) -> None:
+    """Write `n` words of random bits, 16 for each of two elements; those of elements 2^33 apart are equal.
+
+    Source: the mixing function `lowbias32` of C. Wellons' "hash prospector" (public domain), with a key in each step.
+    A loop for each step, which stores its results, keeps the arithmetic in 32 bits: whole vectors are used.
+    """
+    low = np.uint64(0xFFFFFFFF)
+    first_key = np.uint32(np.uint64(key) & low)
+    second_key = np.uint32(np.uint64(key) >> np.uint64(32))
+    start = np.uint32(np.uint64(first_word) & low)
+    for i in range(n):
+        words[i] = (start + np.uint32(i)) ^ first_key
+    for i in range(n):
+        words[i] = (words[i] ^ (words[i] >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    for i in range(n):
+        words[i] = (words[i] ^ (words[i] >> np.uint32(15)) ^ second_key) * np.uint32(0x846CA68B)
+    for i in range(n):
+        words[i] = words[i] ^ (words[i] >> np.uint32(16))
+
+
+@kernel
+def encode_stochastic(
+    tile: Floats, n: int, element: int, key: np.uint64, raw: Bytes, offset: int, code: int, rare: bool | None = True
+) -> None:
+    """Encode as `encode_tile`, rounding stochastically; `element` is the index of the first one in its tensor."""
+    if code <= CODE_F32:
+        encode_tile(tile, n, raw, offset, code, rare)
+        return
+    words = np.empty(TILE_ELEMENTS // 2 + 1, np.uint32)
+    first_word = element // 2
+    _fill_random_words(key, first_word, (element + n + 1) // 2 - first_word, words)
+    lead = element - 2 * first_word
+    random = words.view(np.uint16)[lead : lead + n]
+    if code == CODE_BF16:
+        _encode_bf16(tile, n, random, raw[offset : offset + 2 * n].view(np.uint16))
+    elif rare is not None:
+        rounded = np.empty(TILE_ELEMENTS, np.float32)
+        _round_rare(tile, n, random, code, rounded)
+        encode_tile(rounded, n, raw, offset, code, rare)
+
+
+@kernel
+def _encode_bf16(tile: Floats, n: int, random: Bits16, out: Bits16) -> None:
+    # What is from the largest finite number on is rounded to nearest; a tie goes to infinity, whose mantissa is even.
+    bits = tile.view(np.uint32)
+    added = np.empty(TILE_ELEMENTS, np.uint32)
+    for i in range(n):
+        is_largest = (bits[i] & np.uint32(0x7FFFFFFF)) >= np.uint32(0x7F7F0000)
+        added[i] = np.uint32(0x8000) if is_largest else random[i]
+    for i in range(n):
+        u = bits[i]
+        rounded = (u + added[i]) >> np.uint32(16)
+        is_nan = (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out[i] = np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
+
+
+@kernel
+def _round_rare(tile: Floats, n: int, random: Bits16, code: int, out: Floats) -> None:
+    """Write numbers that F16, E4M3 or E5M2 hold, and unchanged what is from their largest number on.
+
+    Normal results: random bits are added to those of the mantissa that are rounded off. Smaller ones are multiples of
+    the smallest subnormal, `unit`: what is between two of them is compared with a random share.
+    """
+    lost, least, largest, unit = 13, np.uint32(0x38800000), np.uint32(0x477FE000), 2.0**-24
+    if code == CODE_E4M3:
+        lost, least, largest, unit = 20, np.uint32(0x3C800000), np.uint32(0x43E00000), 2.0**-9
+    elif code != CODE_F16:
+        lost, least, largest, unit = 21, np.uint32(0x38800000), np.uint32(0x47600000), 2.0**-16
+    per_unit, of_unit = np.float32(1.0 / unit), np.float32(unit)
+    dropped, widened = np.uint32(max(16 - lost, 0)), np.uint32(max(lost - 16, 0))
+    half = np.uint32((1 << lost) >> 17)  # of the resolution of the random bits, where that is above one
+    mask = np.uint32(0xFFFFFFFF - ((1 << lost) - 1))
+    bits, out_bits = tile.view(np.uint32), out.view(np.uint32)
+    for i in range(n):
+        scaled = abs(tile[i]) * per_unit
+        whole = np.floor(scaled) if scaled < np.float32(65536.0) else np.float32(0.0)
+        between = (scaled - whole) * np.float32(65536.0)
+        is_up = between > np.float32(random[i]) + np.float32(0.5)
+        out[i] = (whole + (np.float32(1.0) if is_up else np.float32(0.0))) * of_unit
+    for i in range(n):
+        u = bits[i]
+        magnitude = np.uint32(u & np.uint32(0x7FFFFFFF))
+        sign = np.uint32(u & np.uint32(0x80000000))
+        added = np.uint32(np.uint32(np.uint32(np.uint32(random[i]) >> dropped) << widened) + half)
+        normal = np.uint32(np.uint32(magnitude + added) & mask)
+        small = np.uint32(sign | out_bits[i])
+        rounded = small if magnitude < least else np.uint32(sign | normal)
+        out_bits[i] = rounded if magnitude < largest else u
+
+
+@kernel
+def is_measured(element: int) -> bool:
+    """Whether the tile that an element is in is one of those that are measured: one of eight, anywhere in its grain."""
+    grain, tile = element // GRAIN_ELEMENTS, element // TILE_ELEMENTS
+    chosen = np.uint32(np.uint32(grain) * np.uint32(0x9E3779B1)) >> np.uint32(29)
+    return tile % _TILES_OF_GRAIN == int(chosen) or tile == 0
+
+
+@kernel
+def encode_measured(
+    values: Floats,
+    base: Floats,
+    n: int,
+    element: int,
+    key: np.uint64,
+    raw: Bytes,
+    offset: int,
+    code: int,
+    sums_2: Doubles,
+) -> None:
+    """Encode a tile, and add to `sums_2`: the product of what was written and what was meant, and the latter's square.
+
+    Both are differences from `base`. Numbers that are not finite are left out with their tile. The order of additions
+    depends on `n` alone.
+    """
+    encode_by(values, n, element, key, raw, offset, code)
+    written = np.empty(TILE_ELEMENTS, np.float32)
+    decode_tile(raw, offset, code, n, written)
+    products, squares = np.empty(TILE_ELEMENTS, np.float64), np.empty(TILE_ELEMENTS, np.float64)
+    for i in range(n):
+        meant = np.float64(values[i]) - np.float64(base[i])
+        products[i] = (np.float64(written[i]) - np.float64(base[i])) * meant
+        squares[i] = meant * meant
+    product, square = fold(products, n), fold(squares, n)
+    if product - product == 0.0 and square - square == 0.0:
+        sums_2[0] += product
+        sums_2[1] += square
+
+
+@kernel
+def encode_by(
+    values: Floats, n: int, element: int, key: np.uint64, raw: Bytes, offset: int, code: int, rare: bool | None = True
+) -> None:
+    """Encode a tile, rounded stochastically by a key, or to nearest by `TO_NEAREST`."""
+    if key == TO_NEAREST:
+        encode_tile(values, n, raw, offset, code, rare)
+    else:
+        encode_stochastic(values, n, element, key, raw, offset, code, rare)
+
+
+@kernel
+def encode_all_by(values: Floats, element: int, key: np.uint64, raw: Bytes, code: int) -> None:
+    """Encode any number of elements to the start of `raw`, as `encode_by` does for one tile."""
+    for start in range(0, len(values), TILE_ELEMENTS):
+        n = min(TILE_ELEMENTS, len(values) - start)
+        encode_by(values[start : start + n], n, element + start, key, raw, start * itemsize_of(code), code)
