@@ -315,7 +315,7 @@ class MergeReport(Displayed):
     requantisation_error: float | None = shown(
         "stored", "like the base: FP8, relative root mean square error {requantisation_error}", default=None
     )
-    rounding: SurvivingChange | None = shown("rounding", str, default=None)
+    rounding: SurvivingChange | None = shown("rounding", lambda r: str(r.rounding or ""), default=None)
     adapters: tuple[AppliedAdapter, ...] = shown("adapter", default=())
     sid: str = shown("snapshot")
     recipe_notices: tuple[Notice, ...] = shown("{kind}", str, default=())

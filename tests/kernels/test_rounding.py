@@ -47,8 +47,8 @@ def every_value(dtype: DType) -> NDArray[np.float32]:
 
 def neighbours(dtype: DType) -> NDArray[np.float64]:
     """The finite values of a dtype, ascending."""
-    values = every_value(dtype).astype(np.float64)
-    return np.unique(values[np.isfinite(values)])
+    values = every_value(dtype)
+    return np.unique(values[np.isfinite(values)]).astype(np.float64)
 
 
 @pytest.mark.parametrize("dtype", ROUNDED, ids=lambda dtype: dtype.name)
@@ -61,7 +61,8 @@ def test_encode_stochastic__leaves_what_the_dtype_holds(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", ROUNDED, ids=lambda dtype: dtype.name)
 def test_encode_stochastic__rounds_to_nearest_beyond_the_largest_number(dtype: DType) -> None:
     largest = np.float32(LARGEST[dtype.name])
-    beyond = largest * (1 + np.linspace(0, 1, 999, dtype=np.float32) / 16)
+    with np.errstate(over="ignore"):
+        beyond = largest * (1 + np.linspace(0, 1, 999, dtype=np.float32) / 16)
     values = np.concatenate((beyond, -beyond, [np.float32(np.inf), np.float32(-np.inf), np.float32(np.nan)]))
     values = values.astype(np.float32)
     assert rounded(values, dtype, keys(1)[0]).tobytes() == nearest(values, dtype).tobytes()
@@ -81,14 +82,14 @@ def test_encode_stochastic__takes_a_neighbour_with_the_sign_of_the_value(dtype: 
         assert (np.signbit(result) == np.signbit(values)).all()
 
 
-@pytest.mark.parametrize("dtype", (F32, F64), ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("dtype", [F32, F64], ids=lambda dtype: dtype.name)
 def test_encode_stochastic__rounds_nothing_to_float32_and_float64(dtype: DType) -> None:
     values = np.random.default_rng(2).standard_normal(5000).astype(np.float32)
     assert (rounded(values, dtype, keys(1)[0]).astype(np.float32) == values).all()
 
 
 @pytest.mark.parametrize("dtype", ROUNDED, ids=lambda dtype: dtype.name)
-@pytest.mark.parametrize("scale", (1.0, 2.0**-12), ids=("normal", "small"))
+@pytest.mark.parametrize("scale", [1.0, 2.0**-12], ids=("normal", "small"))
 def test_encode_stochastic__has_the_value_as_its_mean(dtype: DType, scale: float) -> None:
     """z-tests on 4 million roundings: of all elements, by sign, by magnitude, and by element over seeds."""
     n, n_seeds = 1 << 17, 32
@@ -125,7 +126,7 @@ def test_encode_stochastic__is_independent_across_keys_and_neighbours() -> None:
     """Errors of two tensors, and of elements up to 64 apart, are uncorrelated, on a million elements each."""
     n = 1 << 20
     values = np.full(n, 1.0 + 2.0**-8, np.float32)  # halfway
-    errors = [rounded(values, BF16, key).astype(np.float64) - values for key in (1, 3, 2**32 + 1, *keys(2))]
+    errors = [rounded(values, BF16, key).astype(np.float64) - values for key in keys(5)]
     errors = [error / np.abs(error).mean() for error in errors]
     for i, first in enumerate(errors):
         for second in errors[i + 1 :]:
@@ -135,7 +136,7 @@ def test_encode_stochastic__is_independent_across_keys_and_neighbours() -> None:
 
 
 @pytest.mark.parametrize("dtype", ROUNDED, ids=lambda dtype: dtype.name)
-@pytest.mark.parametrize("cut", (1, 7, 2047, 2048, 3000))
+@pytest.mark.parametrize("cut", [1, 7, 2047, 2048, 3000])
 def test_encode_stochastic__depends_on_the_index_of_an_element_alone(dtype: DType, cut: int) -> None:
     values = np.random.default_rng(5).standard_normal(6001).astype(np.float32)
     first = 12345678901
@@ -144,12 +145,16 @@ def test_encode_stochastic__depends_on_the_index_of_an_element_alone(dtype: DTyp
     assert np.concatenate(parts).tobytes() == whole.tobytes()
 
 
-def test_encode_stochastic__has_known_bits() -> None:
-    """The same on every machine: the words of these keys and elements are written down."""
+KNOWN = {
+    (1, 0): [1, 0, 0, 0, 1, 0, 0, 1],
+    (0x0123456789ABCDEF, 0): [1, 1, 1, 0, 1, 1, 0, 1],
+    (0x0123456789ABCDEF, 1): [1, 1, 0, 1, 1, 0, 1, 0],
+    (2**63 + 5, 2**32 + 3): [1, 0, 1, 0, 0, 1, 1, 1],
+}
+"""By key and first element: which of eight values halfway between two numbers are rounded up."""
+
+
+@pytest.mark.parametrize(("place", "ups"), KNOWN.items())
+def test_encode_stochastic__has_the_same_bits_on_every_machine(place: tuple[int, int], ups: list[int]) -> None:
     values = np.full(8, 1.0 + 2.0**-8, np.float32)
-    ups = [(rounded(values, BF16, key, first).astype(np.float32) > 1).astype(int).tolist() for key, first in KNOWN]
-    assert ups == KNOWN_UPS
-
-
-KNOWN = ((1, 0), (0x0123456789ABCDEF, 0), (0x0123456789ABCDEF, 1), (2**63 + 5, 2**32 + 3))
-KNOWN_UPS: list[list[int]] = []
+    assert (rounded(values, BF16, *place).astype(np.float32) > 1).astype(int).tolist() == ups

@@ -304,6 +304,12 @@ Json = Mapping[str, Any]
 Read = Callable[[TensorEntry, Span], NDArray[np.uint8]]
 
 
+def stores_codes(name: str) -> bool:
+    """Whether the matrices of a file of this name are stored as codes with scales."""
+    match = _ENCODING.fullmatch(name.removesuffix(GGUF_SUFFIX))
+    return match is not None and match[1].upper() == "Q8_0"
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFTarget:
     """How a model is written as GGUF: its architecture, names and vocabulary, all checked before it is merged.
@@ -319,11 +325,6 @@ class GGUFTarget:
     encoding: str
     architecture: str
     names: Mapping[str, str]
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether matrices are stored as codes with scales."""
-        return self.encoding == "Q8_0"
 
     @classmethod
     def of(cls, name: str, small_files: Mapping[str, bytes], tensors: Mapping[str, tuple[int, ...]]) -> GGUFTarget:

@@ -234,14 +234,15 @@ class MergeRun:
         if not self._settings.file:
             planned = plan_small_files(self._inputs, self._store, self._settings.options)
         elif self._settings.file.endswith(GGUF_SUFFIX):
-            from mergepipe.checkpoints.gguf_files import GGUFTarget
+            from mergepipe.checkpoints.gguf_files import GGUFTarget, stores_codes
 
-            shapes = {task.name: task.shape for task in self._output.tasks}
-            self._gguf = GGUFTarget.of(self._settings.file, planned_sidecars(self._inputs, self._store), shapes)
-            if self._gguf.is_quantised and self._inputs.recipe.rounding is RoundingMode.STOCHASTIC:
+            is_stochastic = self._inputs.recipe.rounding is RoundingMode.STOCHASTIC
+            if is_stochastic and stores_codes(self._settings.file):
                 message = "stores codes with scales, which are the nearest ones, and rounding: stochastic is asked for"
                 hint = "leave it out, or name the file for BF16, F16 or F32"
                 raise UnsupportedError.of("recipe.unsupported", self._settings.file, message, hint)
+            shapes = {task.name: task.shape for task in self._output.tasks}
+            self._gguf = GGUFTarget.of(self._settings.file, planned_sidecars(self._inputs, self._store), shapes)
             weight_bytes *= 2
         check_free_space(self._settings.out, needed_bytes(weight_bytes, planned.contents))
         return planned
