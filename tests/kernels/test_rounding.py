@@ -42,7 +42,8 @@ def every_value(dtype: DType) -> NDArray[np.float32]:
     """All values of a dtype of 8 or 16 bits, NaN and infinities too."""
     bits = np.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}")
     with np.errstate(invalid="ignore"):
-        return bits.view(NUMPY[dtype.name]).astype(np.float32)
+        values: NDArray[np.float32] = bits.view(NUMPY[dtype.name]).astype(np.float32)
+        return values
 
 
 def neighbours(dtype: DType) -> NDArray[np.float64]:
