@@ -296,6 +296,17 @@ def test_tailor__rounds_models_stochastically(models: Models, verb: str) -> None
     assert "rounding: stochastic" in manifest_of(models.folder / "stochastic")["recipe"]
 
 
+def test_tailor__says_that_nothing_is_rounded(models: Models) -> None:
+    checkpoint = models.folder / "checkpoint-1"
+    merge(models.recipe(dtype="float32"), checkpoint)
+    (checkpoint / "mergepipe.json").unlink()
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
+    report = tailor.export(checkpoint, models.folder / "out", rounding="stochastic")
+    assert "rounding: stochastic has no effect: no value is rounded" in report.plan.notices
+    report = tailor.export(checkpoint, models.folder / "half", dtype="float16", rounding="stochastic")
+    assert not any("rounding" in notice for notice in report.plan.notices)
+
+
 def test_tailor__rounds_averages_to_small_float16_numbers(models: Models) -> None:
     """Between subnormal numbers the comparison with the sources allows for a step of them."""
     checkpoints = []

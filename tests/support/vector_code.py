@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, RawBlock
 from mergepipe.deltastore.codec import encode_block
-from mergepipe.kernels import codec, merge, numerics, ranked, reduce, select
+from mergepipe.kernels import codec, merge, numerics, ranked, reduce, rounding, select
 from mergepipe.kernels.compiled import Kernel
 
 N = codec.TILE_ELEMENTS
 ONE = np.float32(1)
 FLOATS, BYTES, WORDS = np.zeros(N, np.float32), np.zeros(N, np.uint8), np.zeros(N, np.uint32)
+HALVES = np.zeros(N, np.uint16)
 COUNTS = np.zeros(1, np.int64)
 DOUBLES, DOUBLES_2N, FLOATS_2N = np.zeros(N), np.zeros((2, N)), np.zeros((2, N), np.float32)
 BOUNDS, ROWS_3N = np.zeros(16, np.uint64), np.zeros((3, N), np.uint32)
@@ -32,6 +33,8 @@ RULE = merge.Rule(
 LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (codec.decode_tile, (BYTES, 0, codec.CODE_BF16, 1, FLOATS, True), 12),
     (codec.encode_tile, (FLOATS, 1, BYTES, 0, codec.CODE_BF16, True), 9),
+    (rounding._fill_random_words, (np.uint64(1), 0, 1, WORDS), 4),
+    (rounding._encode_bf16, (FLOATS, 1, HALVES, HALVES), 2),
     (merge.take_delta, (FLOATS, FLOATS, 1, FLOATS), 1),
     (merge._keep_large, (FLOATS, 1, 0, WORDS, FLOATS), 3),  # ties
     (merge.keep_band, (FLOATS, 1, 0, WORDS, WORDS, FLOATS), 2),  # breadcrumbs

@@ -54,7 +54,7 @@ from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, choose_steps,
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState, TrainingCheckpoint, differences
 from mergepipe.tailor.composition import CompositionReport, Job, check_same_run, publish
 from mergepipe.tailor.composition_plan import CompositionPlan, SkeletonChanges, unpacked
-from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, joined, patch_states
+from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, is_rounded, joined, patch_states
 from mergepipe.tailor.formats import (
     open_source_checkpoint,
     open_source_checkpoints,
@@ -265,6 +265,8 @@ class Averaging:
             notices.append(self.notice)
         notices += self._name_notices()
         ordered = tuple(sorted(files, key=lambda plan: plan.name))
+        if self.request.is_stochastic and not any(map(is_rounded, ordered)):
+            notices.append("rounding: stochastic has no effect: no value is rounded")
         return CompositionPlan(self.assignment, steps, (), ordered, tuple(notices))
 
     def _name_notices(self) -> list[str]:

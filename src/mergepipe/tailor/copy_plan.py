@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from mergepipe.checkpoints.contract import ComputedTensor
 from mergepipe.core.blocks import DType
+from mergepipe.core.rounding import holds_results
 from mergepipe.errors import LimitError
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, round_up
@@ -153,6 +154,12 @@ class FilePlan:
     def read_bytes(self) -> int:
         """Bytes that its segments read from files."""
         return sum(nbytes for segment in self.segments for *_, nbytes in _reads_of(segment))
+
+
+def is_rounded(plan: FilePlan) -> bool:
+    """Whether averages or casts of a file are rounded stochastically."""
+    computed = (segment for segment in plan.segments if isinstance(segment, AverageRange))
+    return any(segment.rounding_key and not holds_results(segment.wanted) for segment in computed)
 
 
 def _reads_of(segment: Segment) -> tuple[tuple[Location, int, int], ...]:
