@@ -29,8 +29,8 @@ _VALUES = (
     "adapter-config lora-alpha "
     "address allow-dropped alpha at base base-model-id block-elements budget budgets chain config connections "
     "dtype ends energy evaluate executor export from-log home importance importance-out message method "
-    "min-density optimizer part paths rank save-modules seed select state-from strategy target-loss tensor text "
-    "threads weights where-omitted work"
+    "min-density optimizer part paths rank rounding save-modules seed select state-from strategy target-loss tensor "
+    "text threads weights where-omitted work"
 )
 _SWITCHES = "adapter create force lenient private resume strict"
 KEYWORD_OF_OPTION = {

@@ -15,7 +15,7 @@ from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, Tens
 from mergepipe.checkpoints.open_files import decoded, once, read_elements, read_matrix, whole_cost_bytes
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, DType, DTypeKind, Span
-from mergepipe.core.rounding import TensorRounding
+from mergepipe.core.rounding import UNMEASURED, TensorRounding, holds_results
 from mergepipe.errors import CorruptError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -296,6 +296,7 @@ class DeltaFetch:
     def __init__(self, products: Sequence[_Product | None], part_elements: int) -> None:
         self._products = products
         self._part_elements = part_elements
+        self.rounding = UNMEASURED
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
         """Write the elements `span` into `out` (uint8 of float32); see `checkpoints.contract.Fetch`."""
@@ -303,16 +304,17 @@ class DeltaFetch:
 
     def add(
         self, span: Span, weights: NDArray[np.uint8], dtype: DType, out: NDArray[np.uint8], out_dtype: DType,
-        purpose: Purpose, rounding: TensorRounding | None = None,
+        purpose: Purpose,
     ) -> None:  # fmt: skip
         """Write the elements `span` plus those of the weights (stored bytes) to `out`, rounded to its dtype.
 
-        They are rounded to nearest, or as `rounding` says, which learns what that keeps.
+        They are rounded as `rounding` says, which learns what that keeps; float32 holds every result.
         """
         from mergepipe.kernels.products import add_low_rank
 
-        key = np.uint64(0 if rounding is None else rounding.key)
-        sums_G2 = np.empty((0, 2)) if rounding is None else rounding.sums_of(span)
+        rounding = UNMEASURED if holds_results(out_dtype) else self.rounding
+        key = np.uint64(rounding.key)
+        sums_G2 = rounding.sums_of(span)
         nothing = np.empty((1, 0), np.float32), np.empty((0, self._part_elements), np.float32)
         for product, inside, start in self._pieces(span):
             stop = start + inside.n_elements
@@ -379,7 +381,7 @@ class Adapted(ComputedTensor):
     magnitude: StoredTensor | None = None
     dtype: DType = F32  # over the property of all tensors
     scaled_axis: int | None = None
-    rounding: TensorRounding | None = None
+    rounding: TensorRounding = UNMEASURED
 
     def __post_init__(self) -> None:
         if self.weights.shape != self.delta.shape or self.weights.is_delta:
@@ -441,6 +443,7 @@ class _AdaptedFetch:
         self._tensor = tensor
         self._files = files
         self._delta = tensor.delta.opened(files)
+        self._delta.rounding = tensor.rounding
         self._computed = None if isinstance(tensor.weights, TensorEntry) else tensor.weights.opened(files)
         self._scales = once(self._read_scales)
 
@@ -449,7 +452,7 @@ class _AdaptedFetch:
 
         tensor = self._tensor
         if tensor.magnitude is None:
-            self._add(span, out, tensor.dtype, purpose, tensor.rounding)
+            self._add(span, out, tensor.dtype, purpose)
             return
         rows, width = tensor.whole_rows(span), tensor.shape[-1]
         sums = np.empty(rows.n_elements, np.float32)
@@ -463,13 +466,11 @@ class _AdaptedFetch:
             sums_MN = sums.reshape(-1, width)
             norms_M = np.sqrt(np.einsum("mn,mn->m", sums_MN, sums_MN, dtype=np.float64))
             sums_MN *= (magnitude[rows.start // width : rows.stop // width] / norms_M).astype(np.float32)[:, None]
-        key = np.uint64(0 if tensor.rounding is None else tensor.rounding.key)
+        key = np.uint64(tensor.rounding.key)
         wanted = sums[span.start - rows.start : span.stop - rows.start]
         encode_all_by(wanted, span.start, key, out, tensor.dtype.kernel_code)
 
-    def _add(
-        self, span: Span, out: NDArray[np.uint8], dtype: DType, purpose: Purpose, rounding: TensorRounding | None = None
-    ) -> None:
+    def _add(self, span: Span, out: NDArray[np.uint8], dtype: DType, purpose: Purpose) -> None:
         weights = self._tensor.weights
         nbytes = span.n_elements * weights.dtype.itemsize
         if self._computed is not None:
@@ -479,7 +480,7 @@ class _AdaptedFetch:
             file, start = self._files[weights.file], weights.offset + span.start * weights.dtype.itemsize
             room = _room.of(request_bytes(file, start, start + nbytes))
             raw = read_exact(file, start, start + nbytes, purpose, room)
-        self._delta.add(span, raw, weights.dtype, out, dtype, purpose, rounding)
+        self._delta.add(span, raw, weights.dtype, out, dtype, purpose)
 
     def _read_scales(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """Return the magnitudes and, for norms of columns, the scale of each column."""

@@ -60,16 +60,20 @@ def holds_results(dtype: DType) -> bool:
 class TensorRounding:
     """The rounding of one tensor by a key of random bits, 0 to nearest, and the sums of its pieces as they are made.
 
-    Law: `survival()` does not depend on the order in which pieces are made, nor on how they are cut between grains.
+    Nothing is summed unless it `measures`. Law: `survival()` does not depend on the order in which pieces are made, nor
+    on how they are cut between grains.
     """
 
     key: int = 0
+    measures: bool = True
     pieces: dict[int, NDArray[np.float64]] = field(default_factory=dict, compare=False)
 
     def sums_of(self, span: Span) -> NDArray[np.float64]:
         """Return zeros to which what rounding keeps of a piece is added: a row for each grain that it touches."""
         import numpy as np
 
+        if not self.measures:
+            return np.empty((0, 2))
         n_grains = -(-span.stop // GRAIN_ELEMENTS) - span.start // GRAIN_ELEMENTS
         sums_G2 = np.zeros((n_grains, 2))
         self.pieces[span.start] = sums_G2
@@ -77,5 +81,11 @@ class TensorRounding:
 
     def survival(self) -> Survival:
         """Return the sums of all pieces."""
-        rows = [Survival(*row) for start in sorted(self.pieces) for row in self.pieces[start].tolist()]
+        rows: list[Survival] = []
+        for sums_G2 in self.pieces.values():
+            rows += [Survival(*row) for row in sums_G2.tolist()]
         return Survival.total(rows)
+
+
+UNMEASURED = TensorRounding(measures=False)
+"""To nearest, of what is no result yet."""

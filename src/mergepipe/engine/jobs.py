@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, RawBlock, has_rare, itemsize_of_code
-from mergepipe.core.rounding import TensorRounding, holds_results
+from mergepipe.core.rounding import UNMEASURED
 from mergepipe.engine.segments import HoldLimits, Piece, SegmentLayout, Segments, SegmentShape
 from mergepipe.operators.base import BlockFunction, Reduced
 from mergepipe.operators.elementwise import ElementwiseRule
@@ -110,7 +110,6 @@ class TensorWork:
         make_function: called once when the reduction is finished, on the coordinating thread; returns the block
             function, or None where nothing is written or bytes are copied.
         sample: how the result of the function is scaled, where only a sample is read; None where nothing is scaled.
-        rounding: how results are rounded, and what that keeps.
     """
 
     def __init__(
@@ -119,11 +118,10 @@ class TensorWork:
         reduction: Reduction | None,
         make_function: Callable[[], BlockFunction | None],
         sample: Sample | None = None,
-        rounding: TensorRounding | None = None,
     ) -> None:
         self.task = task
         self.sample = sample
-        self.rounding = rounding or TensorRounding()
+        self.rounding = UNMEASURED
         self.reduction = reduction
         self.function: BlockFunction | None = None
         self._make_function = make_function
@@ -309,10 +307,9 @@ def merge_scaled(block: RawBlock, function: BlockFunction, sample: Sample) -> No
 
 def _result_block(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> RawBlock:
     """Return a block whose result is rounded as the tensor's are; what that keeps is measured if anything is lost."""
-    block = _raw_block(work.task, piece, buffer)._replace(rounding_key=np.uint64(work.rounding.key))
-    if holds_results(work.task.dtype):
-        return block
-    return block._replace(sums_G2=work.rounding.sums_of(piece.run.span))
+    key = np.uint64(work.rounding.key)
+    sums_G2 = work.rounding.sums_of(piece.run.span)
+    return _raw_block(work.task, piece, buffer)._replace(rounding_key=key, sums_G2=sums_G2)
 
 
 def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawBlock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.content_id import rounding_key, stream_key
-from mergepipe.core.rounding import TensorRounding
+from mergepipe.core.rounding import TensorRounding, holds_results
 from mergepipe.engine.jobs import BASE_ALONE, Sample, TensorWork
 from mergepipe.engine.known_quantities import NOTHING_KNOWN, KnownQuantities
 from mergepipe.engine.staged_reduction import StagedReduction
@@ -15,25 +15,43 @@ from mergepipe.recipes.tasks import Action, MergeTask
 
 def tensor_work(work: MergeWork, task: MergeTask) -> TensorWork:
     """Return the work on one tensor of a merge."""
+    made = _unrounded(work, task)
+    made.rounding = _rounding(work, task)
+    return made
+
+
+def result_rounding(task: MergeTask, seed: int | None) -> TensorRounding:
+    """Return how the results of a task are rounded: stochastically by a seed, to nearest without one."""
+    key = 0 if seed is None else rounding_key(seed, task.name)
+    return TensorRounding(key, measures=not holds_results(task.dtype))
+
+
+def _rounding(work: MergeWork, task: MergeTask) -> TensorRounding:
+    """Return how a tensor's results are rounded: by the sum of base and adapter where that is made in one step."""
+    if isinstance(task.base, Adapted) and task.base.rounding.measures:
+        return task.base.rounding
+    return result_rounding(task, work.seed if work.is_stochastic else None)
+
+
+def _unrounded(work: MergeWork, task: MergeTask) -> TensorWork:
     if task.action is Action.COPY or not task.base.n_elements:
         return TensorWork(task, None, lambda: None)
     operator = work.operator
     inputs = _keyed_input(work, task)
-    rounding = _rounding(work, task)
     if not task.experts:
-        return TensorWork(task, None, lambda: operator.block_function(inputs, NOTHING_REDUCED), rounding=rounding)
+        return TensorWork(task, None, lambda: operator.block_function(inputs, NOTHING_REDUCED))
     access = work.access
     if access is None:
-        return _reduced_work(task, operator, inputs, work.recorded.get(task.name, NOTHING_KNOWN), rounding)
+        return _reduced_work(task, operator, inputs, work.recorded.get(task.name, NOTHING_KNOWN))
     known = access.known(task.name)
     factor = access.factor(task.name)
     if factor == 1.0:
-        return _reduced_work(task, operator, inputs, known, rounding)
+        return _reduced_work(task, operator, inputs, known)
     n_sampled = sum(run.span.n_elements for run in access.runs_of(0, task) if run.is_counted)
     if not n_sampled:
-        return TensorWork(task, None, lambda: BASE_ALONE, rounding=rounding)
+        return TensorWork(task, None, lambda: BASE_ALONE)
     sample = Sample(factor, access.block_elements, operator.granularity(inputs))
-    return _reduced_work(task, operator, inputs, known, rounding, sample, n_sampled)
+    return _reduced_work(task, operator, inputs, known, sample, n_sampled)
 
 
 def _reduced_work(
@@ -41,21 +59,13 @@ def _reduced_work(
     operator: Operator,
     inputs: OperatorInput,
     known: KnownQuantities,
-    rounding: TensorRounding,
     sample: Sample | None = None,
     n_sampled: int | None = None,
 ) -> TensorWork:
     """Return the work on a tensor with experts; the quantities of a sample are those of its `n_sampled` elements."""
     staged = StagedReduction(operator, inputs, known, n_sampled)
     reduction = staged if staged.is_open else None
-    return TensorWork(task, reduction, lambda: operator.block_function(inputs, staged.result()), sample, rounding)
-
-
-def _rounding(work: MergeWork, task: MergeTask) -> TensorRounding:
-    """Return how a tensor's results are rounded: by the sum of base and adapter where that is made in one step."""
-    if isinstance(task.base, Adapted) and task.base.rounding is not None:
-        return task.base.rounding
-    return TensorRounding(rounding_key(work.seed, task.name) if work.is_stochastic else 0)
+    return TensorWork(task, reduction, lambda: operator.block_function(inputs, staged.result()), sample)
 
 
 def _keyed_input(work: MergeWork, task: MergeTask) -> OperatorInput:

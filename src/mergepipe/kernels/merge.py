@@ -11,7 +11,7 @@ from mergepipe.kernels.codec import CODE_F32, IS_DELTA, decode_tile, itemsize_of
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Doubles, Floats, kernel
 from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
-from mergepipe.kernels.rounding import TO_NEAREST, encode_by, encode_measured, is_measured
+from mergepipe.kernels.rounding import TO_NEAREST, encode_by, is_measured, measure
 
 KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED, KEEP_MARKED = 0, 1, 2, 3, 4, 5, 6
 SELDOM = (KEEP_BAND, KEEP_NEAR, KEEP_VARIED)
@@ -52,22 +52,23 @@ def decode_against(block: RawBlock, place: int, start: int, n: int, base: Floats
 @kernel
 def encode_result(block: RawBlock, start: int, n: int, values: Floats) -> None:
     """Encode the result of elements `start ... start + n`, and measure what rounding keeps where the block wants it."""
-    offset = block.out_offset + start * itemsize_of(block.out_code)
     element = block.first_element + start
+    tile = values[:n]
+    raw = block.out[block.out_offset + start * itemsize_of(block.out_code) :]
     if len(block.sums_G2) > 0 and block.out_code > CODE_F32 and is_measured(element):
-        _encode_measured(block, start, n, values, offset)
+        _encode_measured(block, start, tile, raw)
     else:
-        encode_by(values, n, element, block.rounding_key, block.out, offset, block.out_code, block.rare)
+        encode_by(tile, element, block.rounding_key, raw, block.out_code, block.rare)
 
 
 @kernel
-def _encode_measured(block: RawBlock, start: int, n: int, values: Floats, offset: int) -> None:
+def _encode_measured(block: RawBlock, start: int, tile: Floats, raw: Bytes) -> None:
     """Encode and measure; the base is decoded first, as the result may lie where it is."""
     base = np.empty(_TILE, np.float32)
-    decode_base(block, start, n, base)
+    decode_base(block, start, len(tile), base)
     element = block.first_element + start
-    sums_2 = block.sums_G2[element // GRAIN_ELEMENTS - block.first_grain]
-    encode_measured(values, base, n, element, block.rounding_key, block.out, offset, block.out_code, sums_2)
+    encode_by(tile, element, block.rounding_key, raw, block.out_code)
+    measure(tile, base, raw, block.out_code, block.sums_G2[element // GRAIN_ELEMENTS - block.first_grain])
 
 
 @kernel

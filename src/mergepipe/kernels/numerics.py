@@ -199,9 +199,6 @@ def _logarithm(x: float, f: float, s: float, z: float, p: float) -> float:
     return value if x < np.inf else x
 
 
-# --- add up in an order that depends on the count alone ---
-
-
 @kernel
 def fold(values: Doubles, n: int) -> float:
     """Sum `values[:n]` (at most a tile) by a binary tree; the values are overwritten."""

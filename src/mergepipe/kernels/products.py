@@ -14,7 +14,7 @@ from mergepipe.kernels.codec import decode_tile, itemsize_of
 from mergepipe.kernels.compiled import Bytes, Doubles, Floats, kernel
 from mergepipe.kernels.merge import decode_against, decode_base
 from mergepipe.kernels.numerics import fold
-from mergepipe.kernels.rounding import encode_by, encode_measured, is_measured
+from mergepipe.kernels.rounding import encode_by, is_measured, measure
 
 # --- divide a tensor into atoms, the intersections of rows and grains, so that sums by row do not depend on block ---
 #
@@ -157,12 +157,11 @@ def add_low_rank(
         decode_tile(weights, done * itemsize_of(code), code, count, base)
         for j in range(count):
             tile[j] = product[j] + base[j]
-        offset, place = done * itemsize_of(out_code), element + done
+        made = out[done * itemsize_of(out_code) :]
+        place = element + done
+        encode_by(tile[:count], place, rounding_key, made, out_code)
         if len(sums_G2) > 0 and is_measured(place):
-            sums_2 = sums_G2[place // _GRAIN - element // _GRAIN]
-            encode_measured(tile, base, count, place, rounding_key, out, offset, out_code, sums_2)
-        else:
-            encode_by(tile, count, place, rounding_key, out, offset, out_code)
+            measure(tile[:count], base, made, out_code, sums_G2[place // _GRAIN - element // _GRAIN])
         done += count
 
 

@@ -1,8 +1,8 @@
 """Round results to the output's dtype, to nearest or stochastically, and measure how much of their change survives.
 
 Stochastic rounding takes the upper or the lower neighbour with the probability of the distance, so that the mean over
-seeds is the float32 value. The random bits of element `i` depend on (key, i) alone: 16 for each element, so a
-probability is exact for BF16 and F16, and off by less than 2^-16 of a step elsewhere (8 bits, subnormal results).
+seeds is the float32 value. The random bits of element `i` depend on (key, i) alone: 16 for each element, so that a
+probability is exact for BF16 and normal F16, and off by less than 2^-16 of a step for FP8 and subnormal F16.
 
 What nearest rounding does not change is not changed: values that the dtype holds, zeros with their signs, infinities.
 NaN becomes the one of `encode_tile`. From the largest finite number of the dtype on there is no neighbour to choose
@@ -55,12 +55,15 @@ def _fill_random_words(key: np.uint64, first_word: int, n: int, words: Bits32) -
 
 
 @kernel
-def encode_stochastic(
-    tile: Floats, n: int, element: int, key: np.uint64, raw: Bytes, offset: int, code: int, rare: bool | None = True
-) -> None:
-    """Encode as `encode_tile`, rounding stochastically; `element` is the index of the first one in its tensor."""
+def encode_stochastic(values: Floats, element: int, key: np.uint64, raw: Bytes, code: int) -> None:
+    """Encode a tile to the start of `raw` as `encode_tile`, rounding stochastically.
+
+    `element` is the index of the first one in its tensor. It is compiled with the code of all dtypes, so that it is too
+    large to be inlined into every kernel that rounds.
+    """
+    n = len(values)
     if code <= CODE_F32:
-        encode_tile(tile, n, raw, offset, code, rare)
+        encode_tile(values, n, raw, 0, code)
         return
     words = np.empty(TILE_ELEMENTS // 2 + 1, np.uint32)
     first_word = element // 2
@@ -68,11 +71,11 @@ def encode_stochastic(
     lead = element - 2 * first_word
     random = words.view(np.uint16)[lead : lead + n]
     if code == CODE_BF16:
-        _encode_bf16(tile, n, random, raw[offset : offset + 2 * n].view(np.uint16))
-    elif rare is not None:
+        _encode_bf16(values, n, random, raw[: 2 * n].view(np.uint16))
+    else:
         rounded = np.empty(TILE_ELEMENTS, np.float32)
-        _round_rare(tile, n, random, code, rounded)
-        encode_tile(rounded, n, raw, offset, code, rare)
+        _round_rare(values, n, random, code, rounded)
+        encode_tile(rounded, n, raw, 0, code)
 
 
 @kernel
@@ -97,86 +100,88 @@ def _round_rare(tile: Floats, n: int, random: Bits16, code: int, out: Floats) ->
     Normal results: random bits are added to those of the mantissa that are rounded off. Smaller ones are multiples of
     the smallest subnormal, `unit`: what is between two of them is compared with a random share.
     """
-    lost, least, largest, unit = 13, np.uint32(0x38800000), np.uint32(0x477FE000), 2.0**-24
+    lost = 13
+    least = np.uint32(0x38800000)
+    largest = np.uint32(0x477FE000)
+    unit = 2.0**-24
     if code == CODE_E4M3:
-        lost, least, largest, unit = 20, np.uint32(0x3C800000), np.uint32(0x43E00000), 2.0**-9
+        lost = 20
+        least = np.uint32(0x3C800000)
+        largest = np.uint32(0x43E00000)
+        unit = 2.0**-9
     elif code != CODE_F16:
-        lost, least, largest, unit = 21, np.uint32(0x38800000), np.uint32(0x47600000), 2.0**-16
-    per_unit, of_unit = np.float32(1.0 / unit), np.float32(unit)
-    dropped, widened = np.uint32(max(16 - lost, 0)), np.uint32(max(lost - 16, 0))
+        lost = 21
+        largest = np.uint32(0x47600000)
+        unit = 2.0**-16
+    per_unit = np.float32(1.0 / unit)
+    of_unit = np.float32(unit)
+    dropped = np.uint32(max(16 - lost, 0))
+    widened = np.uint32(max(lost - 16, 0))
     half = np.uint32((1 << lost) >> 17)  # of the resolution of the random bits, where that is above one
     mask = np.uint32(0xFFFFFFFF - ((1 << lost) - 1))
-    bits, out_bits = tile.view(np.uint32), out.view(np.uint32)
+    bits = tile.view(np.uint32)
+    out_bits = out.view(np.uint32)
     for i in range(n):
         scaled = abs(tile[i]) * per_unit
-        whole = np.floor(scaled) if scaled < np.float32(65536.0) else np.float32(0.0)
+        whole = np.floor(scaled)
         between = (scaled - whole) * np.float32(65536.0)
         is_up = between > np.float32(random[i]) + np.float32(0.5)
-        out[i] = (whole + (np.float32(1.0) if is_up else np.float32(0.0))) * of_unit
+        out[i] = (whole + np.float32(is_up)) * of_unit
     for i in range(n):
         u = bits[i]
         magnitude = np.uint32(u & np.uint32(0x7FFFFFFF))
         sign = np.uint32(u & np.uint32(0x80000000))
         added = np.uint32(np.uint32(np.uint32(np.uint32(random[i]) >> dropped) << widened) + half)
         normal = np.uint32(np.uint32(magnitude + added) & mask)
-        small = np.uint32(sign | out_bits[i])
-        rounded = small if magnitude < least else np.uint32(sign | normal)
+        rounded = np.uint32(sign | (out_bits[i] if magnitude < least else normal))
         out_bits[i] = rounded if magnitude < largest else u
 
 
 @kernel
 def is_measured(element: int) -> bool:
     """Whether the tile that an element is in is one of those that are measured: one of eight, anywhere in its grain."""
-    grain, tile = element // GRAIN_ELEMENTS, element // TILE_ELEMENTS
+    grain = element // GRAIN_ELEMENTS
+    tile = element // TILE_ELEMENTS
     chosen = np.uint32(np.uint32(grain) * np.uint32(0x9E3779B1)) >> np.uint32(29)
     return tile % _TILES_OF_GRAIN == int(chosen) or tile == 0
 
 
 @kernel
-def encode_measured(
-    values: Floats,
-    base: Floats,
-    n: int,
-    element: int,
-    key: np.uint64,
-    raw: Bytes,
-    offset: int,
-    code: int,
-    sums_2: Doubles,
-) -> None:
-    """Encode a tile, and add to `sums_2`: the product of what was written and what was meant, and the latter's square.
+def measure(values: Floats, base: Floats, raw: Bytes, code: int, sums_2: Doubles) -> None:
+    """Add to `sums_2` what rounding keeps of a tile, which is at the start of `raw` as it was written.
 
-    Both are differences from `base`. Numbers that are not finite are left out with their tile. The order of additions
-    depends on `n` alone.
+    That is the product of the change that was written and the one that was meant, and the square of the latter; changes
+    are differences from `base`. A tile with numbers that are not finite is left out. The order of additions depends on
+    the number of elements alone.
     """
-    encode_by(values, n, element, key, raw, offset, code)
+    n = len(values)
     written = np.empty(TILE_ELEMENTS, np.float32)
-    decode_tile(raw, offset, code, n, written)
-    products, squares = np.empty(TILE_ELEMENTS, np.float64), np.empty(TILE_ELEMENTS, np.float64)
+    decode_tile(raw, 0, code, n, written)
+    products = np.empty(TILE_ELEMENTS, np.float64)
+    squares = np.empty(TILE_ELEMENTS, np.float64)
     for i in range(n):
         meant = np.float64(values[i]) - np.float64(base[i])
         products[i] = (np.float64(written[i]) - np.float64(base[i])) * meant
         squares[i] = meant * meant
-    product, square = fold(products, n), fold(squares, n)
+    product = fold(products, n)
+    square = fold(squares, n)
     if product - product == 0.0 and square - square == 0.0:
         sums_2[0] += product
         sums_2[1] += square
 
 
 @kernel
-def encode_by(
-    values: Floats, n: int, element: int, key: np.uint64, raw: Bytes, offset: int, code: int, rare: bool | None = True
-) -> None:
-    """Encode a tile, rounded stochastically by a key, or to nearest by `TO_NEAREST`."""
+def encode_by(values: Floats, element: int, key: np.uint64, raw: Bytes, code: int, rare: bool | None = True) -> None:
+    """Encode a tile to the start of `raw`, rounded stochastically by a key, or to nearest by `TO_NEAREST`."""
     if key == TO_NEAREST:
-        encode_tile(values, n, raw, offset, code, rare)
+        encode_tile(values, len(values), raw, 0, code, rare)
     else:
-        encode_stochastic(values, n, element, key, raw, offset, code, rare)
+        encode_stochastic(values, element, key, raw, code)
 
 
 @kernel
 def encode_all_by(values: Floats, element: int, key: np.uint64, raw: Bytes, code: int) -> None:
     """Encode any number of elements to the start of `raw`, as `encode_by` does for one tile."""
     for start in range(0, len(values), TILE_ELEMENTS):
-        n = min(TILE_ELEMENTS, len(values) - start)
-        encode_by(values[start : start + n], n, element + start, key, raw, start * itemsize_of(code), code)
+        tile = values[start : start + TILE_ELEMENTS]
+        encode_by(tile, element + start, key, raw[start * itemsize_of(code) :], code)

@@ -11,14 +11,15 @@ from operator import sub
 import numpy as np
 
 from mergepipe.checkpoints.adapted_tensors import Adapted
-from mergepipe.checkpoints.content_id import content_id, rounding_key
+from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
 from mergepipe.checkpoints.requantised import Requantised
-from mergepipe.core.rounding import LEAST_KEPT, RoundingMode, Survival, TensorRounding, holds_results
+from mergepipe.core.rounding import LEAST_KEPT, RoundingMode, Survival, holds_results
 from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.engine.known_quantities import ExpertQuantities, KnownQuantities
 from mergepipe.engine.planned_access import PlannedAccess
+from mergepipe.engine.tensor_work import result_rounding
 from mergepipe.engine.work import MergeWork, OutputPlan, plan_output
 from mergepipe.errors import OutputError
 from mergepipe.operators.base import MagnitudeCut, OperatorInput
@@ -49,7 +50,8 @@ def merge_work(
     """
     seed = seed if plan is None else plan.seed
     is_stochastic = inputs.recipe.rounding is RoundingMode.STOCHASTIC
-    output = replace(output, tasks=tuple(_rounded(task, seed, is_stochastic=is_stochastic) for task in output.tasks))
+    rounding_seed = seed if is_stochastic else None
+    output = replace(output, tasks=tuple(_rounded(task, rounding_seed) for task in output.tasks))
     checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
     encoded = (t for checkpoint in checkpoints for t in checkpoint.tensors.values() if isinstance(t, LeveledTensor))
     paths = files_of(source for task in output.tasks for source in (task.base, *task.experts)) | files_of(encoded)
@@ -69,12 +71,11 @@ def merge_work(
     return replace(work, access=access, renormalize=plan.on_omit == OnOmit.RENORMALIZE)
 
 
-def _rounded(task: MergeTask, seed: int, *, is_stochastic: bool) -> MergeTask:
+def _rounded(task: MergeTask, seed: int | None) -> MergeTask:
     """Return a task whose base is the sum of weights and an adapter, rounded as it is computed, with that rounding."""
     if not isinstance(task.base, Adapted) or task.base.dtype != task.dtype or holds_results(task.dtype):
         return task
-    key = rounding_key(seed, task.name) if is_stochastic else 0
-    return replace(task, base=replace(task.base, rounding=TensorRounding(key)))
+    return replace(task, base=replace(task.base, rounding=result_rounding(task, seed)))
 
 
 def output_of(inputs: Inputs, shard_bytes: int | None, file: str = "") -> OutputPlan:
