@@ -327,12 +327,12 @@ def test_rounding__is_refused_where_it_cannot_be_honoured(models: Models) -> Non
         merge(models.recipe(rounding="stochastik"), out)
     with refuses(RecipeError, "recipe.conflict", "like_base stores codes with scales"):
         merge(models.recipe(rounding="stochastic", out_dtype="like_base"), out)
-    with refuses(RecipeError, "option.conflict", "--rounding: is stochastic, and the recipe says nearest"):
+    with refuses(RecipeError, "option.conflict", "rounding: is stochastic, and the recipe says nearest"):
         merge(models.recipe(rounding="nearest"), out, rounding="stochastic")
     mixture = {"base_model": str(models.base), "gate_mode": "random", "experts": [{"source_model": str(models.base)}]}
     with refuses(RecipeError, "option.conflict", "has no merge_method"):
         merge(mixture, out, rounding="stochastic")
-    with refuses(RecipeError, "option.conflict", "--rounding"):
+    with refuses(RecipeError, "option.conflict", "^rounding: a checkpoint to resume from"):
         tailor.average(models.experts, out, optimizer="last", rounding="stochastic")
     assert not out.exists()
 
