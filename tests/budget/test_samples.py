@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ from safetensors.numpy import load_file
 import mergepipe
 from mergepipe.core.blocks import BF16, F32, DType
 from mergepipe.errors import LimitError, UnsupportedError
-from mergepipe.operators.statistics import Cut
 from mergepipe.planning.plan import Plan, PlannedTensor, parse_plan
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, as_float32, planned_tensor, smallest_memory
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
+from support.model_folders import recipe_of, write_model
 from support.refusals import refuses
 
 UNIT = GRAIN
@@ -28,7 +29,7 @@ WIDE = (
     TensorPlanOf("layers.1.wide", (23 * UNIT,), F32, (F32,), delta_powers=(-4, -2)),
     TensorPlanOf("layers.1.norm", (96,), F32, (F32,)),
 )
-ELEMENTWISE = ("linear_sum", "task_arithmetic", "dare_linear", "dare_ties")
+ELEMENTWISE = ("linear_sum", "task_arithmetic")
 
 
 def drawn(tensor: PlannedTensor, unit: int = UNIT) -> NDArray[np.bool_]:
@@ -105,6 +106,58 @@ def test_sample__is_the_base_plus_the_scaled_delta_of_the_full_merge(tmp_path: P
     assert min(factors) > 2
 
 
+def random_family(folder: Path, n_experts: int, n_elements: int = 40 * UNIT) -> tuple[Path, list[Path]]:
+    """Write a base and experts that differ from it so little that a sample of them is scaled in full."""
+    rng = np.random.default_rng(4)
+    base_N = rng.standard_normal(n_elements).astype(np.float32)
+    experts = []
+    for number in range(n_experts):
+        delta_N = np.float32(1e-4) * rng.standard_normal(n_elements).astype(np.float32)
+        experts.append(write_model(folder / f"expert-{number}", {"layers.0.wide": base_N + delta_N}))
+    return write_model(folder / "base", {"layers.0.wide": base_N}), experts
+
+
+@pytest.mark.parametrize(("budget", "rescale"), [("20%", True), ("50%", False)], ids=["kept whole", "dropped, too"])
+def test_sample__of_dare_has_the_mean_of_the_full_merge(tmp_path: Path, budget: str, rescale: bool) -> None:
+    density = 0.4
+    base, (one, two) = random_family(tmp_path, 2)
+    each = {one: {"weight": 0.7, "density": density}, two: {"weight": 0.4, "density": density}}
+    recipe = recipe_of("dare_linear", each, base, parameters={"rescale": rescale})
+    base_N, one_N, two_N = (load_file(place / "model.safetensors")["layers.0.wide"] for place in (base, one, two))
+    wanted_N = np.float64(0.7) * (one_N - base_N) + np.float64(0.4) * (two_N - base_N)
+    wanted_N = wanted_N if rescale else density * wanted_N
+    shares = []
+    for seed in range(30):
+        options: dict[str, Any] = {"budget": budget, "seed": seed, "block_elements": UNIT, "catalog": False}
+        mergepipe.merge(recipe, tmp_path / "out", force=True, **options)
+        change_N = load_weights(tmp_path / "out")["layers.0.wide"].astype(np.float64) - base_N
+        shares.append(change_N @ wanted_N / (wanted_N @ wanted_N))
+    deviation = np.std(shares, ddof=1) / np.sqrt(len(shares))
+    assert abs(np.mean(shares) - 1) < 4 * deviation < 0.15
+
+
+@pytest.mark.parametrize("method", ["dare_linear", "dare_ties"])
+@pytest.mark.parametrize("budget", ["20%", "60%", "100%"])
+def test_sample__of_dare_keeps_of_drawn_blocks_what_the_draw_left_to_drop(
+    tmp_path: Path, method: str, budget: str
+) -> None:
+    """Every kept element is multiplied by one over the smaller of density and probability of the draw."""
+    base, (expert,) = random_family(tmp_path, 1)
+    recipe = recipe_of(method, {expert: {"weight": 1.0, "density": 0.4}}, base)
+    plan = mergepipe.plan(recipe, budget, block_elements=UNIT, home=tmp_path / "home")
+    (tensor,) = plan.tensors
+    mergepipe.run(plan, tmp_path / "out", home=tmp_path / "home")
+    base_N, expert_N = (load_file(place / "model.safetensors")["layers.0.wide"] for place in (base, expert))
+    change_N = load_weights(tmp_path / "out")["layers.0.wide"] - base_N
+    is_kept_N = change_N != 0
+    assert not is_kept_N[~of_elements(tensor)].any()
+    kept_share = is_kept_N[of_elements(tensor)].mean()
+    assert kept_share == pytest.approx(min(1.0, 0.4 / tensor.probability), abs=0.01)
+    factor = 1 / min(0.4, tensor.probability)
+    ratio_K = change_N[is_kept_N] @ (expert_N - base_N)[is_kept_N] / np.square((expert_N - base_N)[is_kept_N]).sum()
+    assert ratio_K == pytest.approx(factor, rel=0.01)
+
+
 def test_sample__cuts_magnitudes_among_what_it_read(tmp_path: Path) -> None:
     setting = make_setting(tmp_path, CASES["ties"], plans=WIDE, out_dtype="float32")
     plan = sampled(setting, "30%")
@@ -122,11 +175,19 @@ def test_sample__cuts_magnitudes_among_what_it_read(tmp_path: Path) -> None:
     np.testing.assert_allclose(out_N[inside_N], expected_N, rtol=1e-6, atol=1e-9)
 
 
-def test_sample__takes_cuts_from_statistics_on_record(tmp_path: Path) -> None:
-    setting = make_setting(tmp_path, CASES["ties"], plans=WIDE)
-    assert set(sampled(setting, "30%").tensors[0].cuts_E) == {None, Cut(0)}  # all: density 1
+@pytest.mark.parametrize("name", ["linear", "ties", "dare_ties"])
+def test_sample__is_the_same_before_and_after_an_analysis(tmp_path: Path, name: str) -> None:
+    setting = make_setting(tmp_path, CASES[name], plans=(*AWKWARD, *WIDE))
+
+    def digest(out: str) -> str:
+        mergepipe.merge(setting.recipe, tmp_path / out, budget="30%", block_elements=UNIT, home=setting.home)
+        return weights_digest(tmp_path / out)
+
+    before, plan = digest("before"), sampled(setting, "30%")
     setting.analyze(UNIT)
-    assert None not in sampled(setting, "30%").tensors[0].cuts_E
+    assert digest("after") == before
+    assert sampled(setting, "30%").digest == plan.digest
+    assert mergepipe.plan(setting.recipe, "30%", home=setting.home, block_elements=UNIT).digest == plan.digest
 
 
 @pytest.mark.parametrize("name", ["ties", "dare_ties", "slerp"])

@@ -205,12 +205,13 @@ def test_position_numbers__do_not_depend_on_other_tensors() -> None:
     assert not (numbers([37], 4, ["b"]) == alone).any()
 
 
-@pytest.mark.parametrize("is_known", [False, True], ids=["alike", "by norm"])
-def test_sample__is_right_in_the_mean(is_known: bool) -> None:
+@pytest.mark.parametrize("importance", [(1.0, 1.0, 1.0), (1.5, 1.0, 1.2)], ids=["alike", "by importance"])
+def test_sample__is_right_in_the_mean(importance: tuple[float, ...]) -> None:
     """Over seeds each position counts once: what is drawn of it, divided by its probability."""
     sizes = {"layers.0.w": 40 * BLOCK, "layers.1.w": 23 * BLOCK + 5, "layers.2.w": 7 * BLOCK}
     given = make("task_arithmetic", 2, sizes=sizes)
-    problem = given.problem if is_known else replace(given.problem, statistics=({}, {}))
+    totals = {name: n * each for (name, n), each in zip(sizes.items(), importance, strict=True)}
+    problem = replace(given.problem, importance=totals)
     candidates = find_candidates(problem, samples=True)
     budget_bytes = int(candidates.full_E.sum()) // 4
     tensor_B, n_seeds = candidates.columns.tensor_B, 1500

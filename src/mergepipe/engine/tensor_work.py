@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.content_id import rounding_key, stream_key
 from mergepipe.core.rounding import TensorRounding, holds_results
@@ -51,6 +53,7 @@ def _unrounded(work: MergeWork, task: MergeTask) -> TensorWork:
     if not n_sampled:
         return TensorWork(task, None, lambda: BASE_ALONE)
     sample = Sample(factor, access.block_elements, operator.granularity(inputs))
+    inputs = replace(inputs, drawn_probability=1 / factor)
     return _reduced_work(task, operator, inputs, known, sample, n_sampled)
 
 

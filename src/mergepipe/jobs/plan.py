@@ -109,8 +109,8 @@ def plan_request(budget: str | float | None, options: PlanOptions, *, everything
 def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogLink) -> Plan:
     """Plan a merge of opened inputs from the catalog, and indices of packed experts.
 
-    Where no policy is asked for a sample is planned; blocks by norm where a sample would have to read experts whole
-    that were analyzed or packed.
+    Where no policy is asked for a sample is planned; blocks by norm where a sample would have to read packed experts
+    whole, whose indices have norms. What is on record counts for policies that were asked for, and for nothing else.
     """
     inputs = with_known_digests(inputs, link)
     models = inputs.recipe.inputs()
@@ -124,15 +124,19 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
             "a budget cannot be used with rows that are computed from all others",
         )
         raise UnsupportedError.of("plan.unsupported", where, message, "write new_tokens: subword")
-    known = KnownStatistics(store, link.home, link.notices, beside=True)
-    planned_models, statistics = _lookup_known(known, inputs)
-    if request.everything:
-        statistics = ({},) * len(inputs.expert_models)
+    statistics: Statistics = ({},) * len(inputs.expert_models)
+    if request.policy in (None, Policy.SAMPLE):
+        named = zip(models, inputs.checkpoints, strict=True)
+        planned_models = tuple(PlanningModel(model.text, checkpoint) for model, checkpoint in named)
+    else:
+        known = KnownStatistics(store, link.home, link.notices, beside=True)
+        planned_models, on_record = _lookup_known(known, inputs)
+        statistics = statistics if request.everything else on_record
     plan_by = partial(_plan_by, store, inputs, request, planned_models, statistics)
     try:
         plan = plan_by(request.policy or Policy.SAMPLE)
-    except UnsupportedError as error:  # the rule needs what a sample does not read: norms may be known
-        if request.policy is not None or not (all(statistics) or _are_packed(inputs)):
+    except UnsupportedError as error:  # the rule needs what a sample does not read
+        if request.policy is not None or not _are_packed(inputs):
             raise
         notice = Fallback("policy", "blocks are read by norm, none are sampled", error.problems[0].message)
         plan = plan_by(Policy.NORM)

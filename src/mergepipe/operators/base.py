@@ -22,7 +22,8 @@ class OperatorInput:
     """The facts of one tensor that operators use: parameters in force, its size, and one random stream key per expert.
 
     `anchor` is empty where the anchor is only what deltas are taken against. An empty `shape` with more than one
-    element stands for a flat tensor.
+    element stands for a flat tensor. Of a tensor that is sampled, blocks were drawn with `drawn_probability`, by which
+    the result is divided.
     """
 
     globals: Mapping[str, Scalar]
@@ -32,6 +33,7 @@ class OperatorInput:
     stream_keys: tuple[int, ...]
     renormalize: bool = False  # where experts are omitted, weights are divided by the sum of those that are not
     shape: tuple[int, ...] = ()
+    drawn_probability: float = 1.0
 
     def weights_E(self) -> NDArray[np.float64]:
         """The experts' weights."""

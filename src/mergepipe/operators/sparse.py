@@ -184,6 +184,9 @@ def scales_of_sums(inputs: OperatorInput, reduced: Reduced) -> NDArray[np.float3
 class Drawn(Sparse):
     """Drop each element with probability `1 - density`; `rescale` multiplies the survivors by `1/density`.
 
+    A block of a sample was dropped once already: its elements are kept with `min(1, density / drawn_probability)`, so
+    that each element of the tensor is kept with its density where that is below the probability of the draw. Survivors
+    are multiplied so that the mean over draws is that of the full merge.
     Source: Yu et al. 2023 (arXiv 2311.03099), Eq. 2-4.
     """
 
@@ -191,12 +194,15 @@ class Drawn(Sparse):
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         density_E = _densities_E(inputs)
-        scales_E = _inverse(density_E) if inputs.globals["rescale"] else np.ones_like(density_E)
+        kept_E = np.minimum(1.0, density_E / inputs.drawn_probability)
+        scales_E = _inverse(kept_E)
+        if not inputs.globals["rescale"]:
+            scales_E *= density_E
         return replace(
             self._combination(inputs),
             keep=Keep.RANDOM,
             stream_keys_E=np.array(inputs.stream_keys, np.uint64),
-            limits_E=np.rint(density_E * 2.0**32).astype(np.uint64),
+            limits_E=np.rint(kept_E * 2.0**32).astype(np.uint64),
             scales_E=scales_E.astype(np.float32),
         )
 

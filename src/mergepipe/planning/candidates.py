@@ -191,12 +191,6 @@ class Candidates:
         own_EB[list(self.columns.unread)] = False
         return own_EB
 
-    @property
-    def is_informed(self) -> bool:
-        """Whether something is known of every tensor that could be read."""
-        silent_ET = self.columns.silent_ET() | (np.diff(self.columns.first_T) == 0)
-        return not self.columns.unread and bool((self.informed_ET | silent_ET).all())
-
 
 def find_candidates(problem: PlanningProblem, *, samples: bool) -> Candidates:
     """Work out costs, scores and what is known of a problem.

@@ -15,7 +15,7 @@ from mergepipe.core.strict_json import canonical_json
 from mergepipe.core.units import format_bytes
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.planning.budget import BudgetRequest, OnOmit, PlanningChoices, Policy
-from mergepipe.planning.candidates import Candidates, find_candidates
+from mergepipe.planning.candidates import REASON_UNIT, Candidates, find_candidates
 from mergepipe.planning.omission_bound import omission_bound
 from mergepipe.planning.plan import ALL, NOTHING_READ, UNSPENT, Access, LeveledRuns, Plan, PlannedModel, PlannedTensor
 from mergepipe.planning.problem import Columns, PlanningModel, PlanningProblem
@@ -88,16 +88,13 @@ def _order(
 
 
 def sample_order(problem: PlanningProblem, candidates: Candidates, selection_seed: int) -> PositionOrder:
-    """Order positions for a sample: by importance, by the tensors' norms if all are on record, or all alike."""
+    """Order positions for a sample: by importance if it is known, else all alike, whatever norms are known."""
     columns = candidates.columns
     names = [task.name for task in columns.tasks]
+    importance_T = None
     if problem.importance is not None:
-        weight_T = tensor_weights(candidates, total_T=np.array([problem.importance[name] for name in names]))
-    elif candidates.is_informed:
-        energy_T = np.bincount(columns.tensor_B, candidates.score_EB.sum(axis=0), len(columns.tasks))
-        weight_T = tensor_weights(candidates, norm_T=np.sqrt(energy_T))
-    else:
-        weight_T = tensor_weights(candidates)
+        importance_T = np.array([problem.importance[name] for name in names])
+    weight_T = tensor_weights(candidates, importance_T)
     return order_positions(candidates, position_numbers(names, columns, selection_seed), weight_T)
 
 
@@ -129,7 +126,7 @@ class Ranking:
             return selection
         is_cut_T = (selection.probability_T < 1) & (np.diff(candidates.columns.first_T) > 1)
         for (e, t), reason in sorted(candidates.whole.items()):
-            if is_cut_T[t]:
+            if is_cut_T[t] and reason != REASON_UNIT:
                 where = f"expert '{self.problem.experts[e].text}', tensor '{candidates.columns.tasks[t].name}'"
                 message = f"a sample reads parts of it, which is read whole or not at all: {reason}"
                 raise UnsupportedError.of("plan.unsupported", where, message, "give --select norm, or --budget 100%")

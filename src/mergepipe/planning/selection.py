@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import GRAIN_ELEMENTS, BlockGrid
 from mergepipe.operators.statistics import N_SKETCH, TensorStatistics
-from mergepipe.planning.candidates import Candidates, Pair, coefficients
+from mergepipe.planning.candidates import REASON_UNIT, Candidates, Pair, coefficients
 from mergepipe.planning.plan import ALL
 from mergepipe.planning.problem import Columns, ladder_steps
 
@@ -437,6 +437,7 @@ SMALL_SHARE = 0.01
 SMALL_WEIGHT = 100.0
 """A small tensor is that much more probable than the mean: from a budget of about 1 % on it is read in full."""
 _LEAST_WEIGHT = 1e-9  # of tensors that are expected not to change
+_FREE_WEIGHT = 1e9
 _UNIT = 2.0**-53
 
 
@@ -464,27 +465,24 @@ def position_numbers(names: Sequence[str], columns: Columns, seed: int) -> NDArr
     return np.asarray(np.minimum((prefix_B + rest_B) * 0.5**digits_B, 1.0 - _UNIT), np.float64)
 
 
-def tensor_weights(
-    candidates: Candidates, *, norm_T: NDArray[np.float64] | None = None, total_T: NDArray[np.float64] | None = None
-) -> NDArray[np.float64]:
+def tensor_weights(candidates: Candidates, importance_T: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
     """Return how probable the positions of each tensor are, relative to one another.
 
-    All alike, or by the norm of a tensor's merged delta per element, which makes the least variance, or by an
-    importance per element, of which `total_T` is the sum; small tensors before all others.
+    All alike, or by an importance per element, of which `importance_T` is the sum; small tensors before all others, and
+    tensors of which every position is free once units are read before these.
     """
     columns = candidates.columns
     cost_T = np.bincount(columns.tensor_B, _position_costs(candidates), len(columns.tasks))
     elements_T = np.array([task.base.n_elements for task in columns.tasks], np.int64)
     weight_T = np.ones(len(cost_T))
-    if norm_T is not None:
-        weight_T = norm_T / np.sqrt(np.maximum(1, elements_T))
-    elif total_T is not None:
-        weight_T = total_T / np.maximum(1, elements_T)
+    if importance_T is not None:
+        weight_T = importance_T / np.maximum(1, elements_T)
     mean = float((weight_T * cost_T).sum() / max(1.0, cost_T.sum()))
     weight_T = np.maximum(_LEAST_WEIGHT, weight_T / mean) if mean > 0 else np.ones(len(cost_T))
     ascending = np.lexsort((np.arange(len(cost_T)), elements_T))
     is_small = (elements_T[ascending] <= SMALL_ELEMENTS) & (np.cumsum(cost_T[ascending]) <= SMALL_SHARE * cost_T.sum())
     weight_T[ascending[is_small]] = np.maximum(SMALL_WEIGHT, weight_T[ascending[is_small]])
+    weight_T[cost_T == 0] = _FREE_WEIGHT
     return weight_T
 
 
@@ -494,7 +492,8 @@ class PositionOrder:
 
     Attributes:
         order_B: columns by rising number over weight, which are `key_B` in this order.
-        reached_B: the bytes of the positions up to each, of all experts, with those of content ids and indices.
+        reached_B: the bytes of the positions up to each, of all experts, with those of content ids and indices, and of
+            all tensors that are read as units: adapters come first, whole.
         weight_T: see `tensor_weights`.
     """
 
@@ -522,7 +521,10 @@ class PositionOrder:
         drawn_B = np.zeros(columns.n_columns, np.bool_)
         drawn_B[self.order_B[:n_drawn]] = True
         level_EB = np.where(candidates.own_EB & drawn_B, _top_levels(candidates)[:, columns.tensor_B], np.int8(0))
-        block_E = (candidates.cost_EB * (level_EB > 0)).sum(axis=1)
+        block_E = (_block_costs(candidates) * (level_EB > 0)).sum(axis=1)
+        for (e, t), cost_bytes in _unit_costs(candidates).items():
+            if (level_EB[e, columns.of_tensor(t)] > 0).any():
+                block_E[e] += cost_bytes
         probability_T = np.minimum(1.0, _scale(self.key_B, n_drawn) * self.weight_T)
         planned_E = planned_bytes(candidates, block_E, reads=bool(n_drawn))
         return Selection(level_EB, planned_E, n_drawn, probability_T, drawn_B)
@@ -534,7 +536,7 @@ def order_positions(
     """Order positions by their numbers over their tensors' weights."""
     key_B = number_B / weight_T[candidates.columns.tensor_B]
     order_B = np.argsort(key_B, kind="stable")
-    aside_bytes = int((candidates.side_E + candidates.content_E).sum())
+    aside_bytes = int((candidates.side_E + candidates.content_E).sum()) + sum(_unit_costs(candidates).values())
     reached_B = np.cumsum(_position_costs(candidates)[order_B]) + aside_bytes
     return PositionOrder(candidates, order_B, key_B[order_B], reached_B, weight_T)
 
@@ -546,6 +548,25 @@ def _scale(key_B: NDArray[np.float64], n_drawn: int) -> float:
     return float(key_B[n_drawn - 1] + key_B[n_drawn]) / 2 if n_drawn else 0.0
 
 
+def _unit_costs(candidates: Candidates) -> dict[Pair, int]:
+    """Return the bytes of the tensors whose stored bytes are read all at once, whichever positions are drawn."""
+    columns, own_EB = candidates.columns, candidates.own_EB
+    costs = {}
+    for (e, t), reason in candidates.whole.items():
+        if reason == REASON_UNIT:
+            inside = columns.of_tensor(t)
+            costs[e, t] = int(candidates.cost_EB[e, inside][own_EB[e, inside]].sum())
+    return costs
+
+
+def _block_costs(candidates: Candidates) -> NDArray[np.int64]:
+    """Return the bytes that each block adds to those of the units."""
+    cost_EB = candidates.cost_EB * candidates.own_EB
+    for e, t in _unit_costs(candidates):
+        cost_EB[e, candidates.columns.of_tensor(t)] = 0
+    return cost_EB
+
+
 def _position_costs(candidates: Candidates) -> NDArray[np.int64]:
-    """Return the bytes of each position, of all experts."""
-    return np.asarray((candidates.cost_EB * candidates.own_EB).sum(axis=0), np.int64)
+    """Return the bytes that each position adds, of all experts."""
+    return np.asarray(_block_costs(candidates).sum(axis=0), np.int64)
