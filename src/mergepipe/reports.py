@@ -869,8 +869,9 @@ def grouped_choices(choices: Iterable[Fallback]) -> list[str]:
 class Sampling:
     """How a plan samples: units of elements, the seed, and the probabilities of the tensors' positions.
 
-    The merged delta of each tensor is divided by its probability. `mean_probability` is that of an element, and
-    `importance` the file that probabilities follow, if one was given.
+    The merged delta of each tensor is divided by its probability. The least and the most are those of tensors of which
+    anything was drawn, `mean_probability` is that of an element of any, and `importance` the file that probabilities
+    follow, if one was given.
     """
 
     unit_elements: int

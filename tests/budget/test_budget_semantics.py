@@ -69,7 +69,7 @@ def test_budget__that_holds_everything_gives_the_full_merge(tmp_path: Path, name
     half_known = setting.forgetful("half", 0.5)
     for policy in (*POLICIES, "sample"):
         plan = setting.plan("100%", policy, seed=3)
-        assert {tensor.factor for tensor in plan.tensors} == {1.0}
+        assert {tensor.probability for tensor in plan.tensors} == {1.0}
         assert weights_digest(setting.run(plan, policy)) == wanted
     ample = setting.plan(f"{1 << 40}B", seed=3)
     assert ample.planned_bytes == ample.full_cost_bytes

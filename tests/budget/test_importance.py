@@ -62,6 +62,25 @@ def test_importance__comes_before_norms_on_record(setting: Setting, tmp_path: Pa
     assert probabilities(planned(setting, path)) == probabilities(before)
 
 
+def test_importance__tensors_without_any_are_read_after_all_others(setting: Setting, tmp_path: Path) -> None:
+    path = write_json(tmp_path, TOTALS | {"layers.0.wide": 0})
+    plan = planned(setting, path)
+    assert probabilities(plan)["layers.0.wide"] == 0
+    told = plan.fallbacks[0]
+    assert (told.where, told.decision.partition(":")[0]) == ("1 tensor", "layers.0.wide")
+    assert told.reason == "their importance is 0"
+    sampling = plan.sampling
+    assert sampling is not None
+    assert 0.2 < sampling.least_probability <= 1
+    assert "times 1 to" in str(sampling)
+    assert "e+" not in str(sampling)
+    explanation = mergepipe.explain(plan, tensor="layers.0.wide", home=setting.home)
+    assert {use.use for use in explanation.tensors[0].uses} == {"omitted"}
+    drawn = probabilities(planned(setting, path, "80%"))
+    assert drawn["layers.1.wide"] == 1
+    assert 0 < drawn["layers.0.wide"] < 1
+
+
 def element_file(folder: Path) -> Path:
     """Importance by element whose sums are the totals."""
     arrays = {name: np.full(shape, TOTALS[name] / np.prod(shape), np.float64) for name, shape in SHAPES.items()}

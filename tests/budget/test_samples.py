@@ -98,11 +98,11 @@ def test_sample__is_the_base_plus_the_scaled_delta_of_the_full_merge(tmp_path: P
     full, out = (load_weights(place) for place in (setting.full(), setting.run(plan, "out")))
     for tensor in plan.tensors:
         base_N = as_float32(setting.family.models[0], tensor.name)
-        merged_N = scaled(base_N, full[tensor.name].ravel(), tensor.factor)
+        merged_N = scaled(base_N, full[tensor.name].ravel(), 1 / tensor.probability)
         expected_N = np.where(of_elements(tensor), merged_N, base_N)
         np.testing.assert_allclose(out[tensor.name].ravel(), expected_N, rtol=3e-6, atol=3e-8)
         assert (out[tensor.name].ravel() == base_N)[~of_elements(tensor)].all()
-    factors = [tensor.factor for tensor in plan.tensors if tensor.name != "layers.1.norm"]
+    factors = [1 / tensor.probability for tensor in plan.tensors if tensor.name != "layers.1.norm"]
     assert min(factors) > 2
 
 
@@ -171,7 +171,7 @@ def test_sample__cuts_magnitudes_among_what_it_read(tmp_path: Path) -> None:
     of_part = load_weights(tmp_path / "part-full")[WIDE[0].name]
     out_N = load_weights(setting.run(plan, "out"))[WIDE[0].name]
     base_N = parts[0][WIDE[0].name]
-    expected_N = scaled(base_N, of_part, wide.factor)
+    expected_N = scaled(base_N, of_part, 1 / wide.probability)
     np.testing.assert_allclose(out_N[inside_N], expected_N, rtol=1e-6, atol=1e-9)
 
 
@@ -238,6 +238,28 @@ def test_sample__is_stated_by_plans_and_explanations(tmp_path: Path) -> None:
     assert any(f"the merged delta is multiplied by {factor:.3g}" in reason for reason in reasons)
     assert explanation.verdict is not None
     assert "/docs/benchmarks/rules.md" in explanation.verdict.measured
+
+
+@pytest.mark.parametrize("name", ["linear_sum", "ties", "dare_ties"])
+def test_sample__reads_embeddings_and_heads_after_all_other_tensors(tmp_path: Path, name: str) -> None:
+    last = ("model.embed_tokens.weight", "lm_head.weight")
+    plans = (*WIDE, *(TensorPlanOf(tensor, (10 * UNIT,), F32, (F32,)) for tensor in last))
+    setting = make_setting(tmp_path, CASES[name], plans=plans, out_dtype="float32")
+    half, most, full = (sampled(setting, budget) for budget in ("50%", "85%", "100%"))
+    (told,) = half.fallbacks
+    assert told.where == "2 tensors"
+    assert all(tensor in told.decision for tensor in last)
+    for tensor in half.tensors:
+        assert (tensor.probability == 0) is (tensor.name in last)
+    assert not most.fallbacks
+    for tensor in most.tensors:
+        assert 0 < tensor.probability <= 1
+        assert (tensor.probability < 1) is (tensor.name in last)
+    assert all(tensor.probability == 1 for tensor in full.tensors)
+    out = load_weights(setting.run(half, "half"))
+    for tensor in last:
+        assert (out[tensor] == as_float32(setting.family.models[0], tensor)).all()
+    assert weights_digest(setting.run(full, "all")) == weights_digest(setting.full())
 
 
 def test_sample__of_rows_that_units_would_cut_is_refused(tmp_path: Path) -> None:

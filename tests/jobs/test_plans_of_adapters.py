@@ -5,29 +5,33 @@ An adapter changes some tensors only: of the others a plan reads nothing of it.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import mergepipe
+from mergepipe.errors import LimitError, UnsupportedError
 from mergepipe.options import MergeOptions, OutputOptions
 from support.disk_families import weights_digest
 from support.model_folders import recipe_of, write_adapter, write_model
+from support.refusals import refuses
 
 SIZE = 128
+WIDE = 512
 NAMES = ("q_proj", "k_proj")
 OPTIONS = MergeOptions(catalog=False, threads=1, shard_bytes=50_000)
 OF_PARTS = OutputOptions(catalog=False, threads=1, shard_bytes=50_000)
 
 
-@pytest.fixture(name="family", scope="module")
-def make_family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("family")
+def write_models(folder: Path, size: int) -> Path:
+    """Write a base, an expert, and an adapter of half of the base's matrices."""
     random = np.random.default_rng(0)
     base = {
-        f"model.layers.{layer}.self_attn.{name}.weight": random.normal(0, 1, (SIZE, SIZE)).astype(ml_dtypes.bfloat16)
+        f"model.layers.{layer}.self_attn.{name}.weight": random.normal(0, 1, (size, size)).astype(ml_dtypes.bfloat16)
         for layer in range(3) for name in NAMES
     }  # fmt: skip
     expert = {
@@ -36,12 +40,22 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     factors = {}
     for layer in range(3):
         module = f"model.layers.{layer}.self_attn.q_proj"
-        factors[f"{module}.lora_A.weight"] = random.normal(0, 0.1, (4, SIZE)).astype(np.float32)
-        factors[f"{module}.lora_B.weight"] = random.normal(0, 0.1, (SIZE, 4)).astype(np.float32)
+        factors[f"{module}.lora_A.weight"] = random.normal(0, 0.1, (4, size)).astype(np.float32)
+        factors[f"{module}.lora_B.weight"] = random.normal(0, 0.1, (size, 4)).astype(np.float32)
     write_model(folder / "base", base)
     write_model(folder / "expert", expert)
     write_adapter(folder / "adapter", factors)
     return folder
+
+
+@pytest.fixture(name="family", scope="module")
+def make_family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("family"), SIZE)
+
+
+@pytest.fixture(name="wide_family", scope="module")
+def make_wide_family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("wide"), WIDE)
 
 
 def recipe(family: Path, method: str, *, alone: bool) -> dict[str, object]:
@@ -67,6 +81,54 @@ def test_run__of_a_plan_with_an_adapter_makes_what_a_merge_makes(
     assert weights_digest(tmp_path / "parts") == expected
     assert mergepipe.merge(made, tmp_path / "budgeted", budget="100%", options=OPTIONS).expert_bytes > 0
     assert weights_digest(tmp_path / "budgeted") == expected
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["base+adapter", "adapter alone"])
+@pytest.mark.parametrize("method", ["linear", "ties", "dare_ties"])
+def test_merge__under_a_budget_reads_adapters_whole_and_draws_a_sample_of_the_rest(
+    wide_family: Path, tmp_path: Path, method: str, alone: bool
+) -> None:
+    made = recipe(wide_family, method, alone=alone)
+    plan = mergepipe.plan(made, "40%", block_elements=16384, home=tmp_path / "home")
+    assert plan.policy == "sample"
+    report = mergepipe.run(plan, tmp_path / "out", home=tmp_path / "home")
+    assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
+    adapter, expert = (model for model in plan.models if model.role == "expert")
+    assert adapter.planned_bytes == adapter.full_cost_bytes
+    assert expert.planned_bytes < expert.full_cost_bytes / 2
+    base = load_file(wide_family / "base" / "model.safetensors")
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    for tensor in plan.tensors:
+        is_drawn_B = np.zeros(WIDE * WIDE // 16384, np.bool_)
+        for first, stop in tensor.access[1].blocks:
+            is_drawn_B[first:stop] = True
+        assert 0 < is_drawn_B.sum() < len(is_drawn_B)
+        is_changed_N = (base[tensor.name] != merged[tensor.name]).ravel()
+        assert not is_changed_N[~np.repeat(is_drawn_B, 16384)].any()
+        assert is_changed_N[np.repeat(is_drawn_B, 16384)].any()
+
+
+def test_plan__under_a_budget_that_does_not_hold_the_adapters_names_the_least_that_does(
+    wide_family: Path, tmp_path: Path
+) -> None:
+    made = recipe(wide_family, "linear", alone=True)
+    with refuses(LimitError, "budget.too-small") as caught:
+        mergepipe.plan(made, "1%", home=tmp_path / "home")
+    least = re.search(r"smallest useful budget is (\d+)B", str(caught.value))
+    assert least is not None
+    plan = mergepipe.plan(made, f"{least.group(1)}B", home=tmp_path / "home")
+    assert 0 < plan.planned_bytes <= plan.budget_bytes
+
+
+def test_plan__by_norm_refuses_an_expert_without_statistics_among_others_that_have_some(
+    family: Path, tmp_path: Path
+) -> None:
+    made = recipe(family, "linear", alone=True)
+    mergepipe.analyze(family / "base", [family / "expert"], home=tmp_path / "home")
+    for select in ("norm", "paper", "conflict"):
+        with refuses(UnsupportedError, "plan.unsupported", "adapter': has no statistics and other experts have"):
+            mergepipe.plan(made, "30%", select=select, home=tmp_path / "home")
+    assert mergepipe.plan(made, "60%", select="random", home=tmp_path / "home").planned_bytes > 0
 
 
 def test_plan__reads_nothing_of_an_adapter_where_it_changes_nothing(family: Path, tmp_path: Path) -> None:

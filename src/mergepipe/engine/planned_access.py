@@ -50,10 +50,10 @@ class PlannedAccess:
             levels = tuple((e, level_E[e]) for e in present if level_E[e] != ALL)
             yield Run(task_index, span, present, free, levels)
 
-    def factor(self, name: str) -> float:
-        """Return what the merged delta of a tensor is multiplied by: of a sample 1 / its probability, else 1."""
+    def probability(self, name: str) -> float:
+        """Return the probability with which blocks of a tensor were drawn; 1 where no sample is."""
         planned = self.tensors.get(name)
-        return 1.0 if planned is None else planned.factor
+        return 1.0 if planned is None else planned.probability
 
     def known(self, name: str) -> KnownQuantities:
         """Return the tensor-wide quantities that the plan holds of a tensor; of experts that are not read any will do.

@@ -46,14 +46,14 @@ def _unrounded(work: MergeWork, task: MergeTask) -> TensorWork:
     if access is None:
         return _reduced_work(task, operator, inputs, work.recorded.get(task.name, NOTHING_KNOWN))
     known = access.known(task.name)
-    factor = access.factor(task.name)
-    if factor == 1.0:
+    probability = access.probability(task.name)
+    if probability == 1.0:
         return _reduced_work(task, operator, inputs, known)
     n_sampled = sum(run.span.n_elements for run in access.runs_of(0, task) if run.is_counted)
     if not n_sampled:
         return TensorWork(task, None, lambda: BASE_ALONE)
-    sample = Sample(factor, access.block_elements, operator.granularity(inputs))
-    inputs = replace(inputs, drawn_probability=1 / factor)
+    sample = Sample(1 / probability, access.block_elements, operator.granularity(inputs))
+    inputs = replace(inputs, drawn_probability=probability)
     return _reduced_work(task, operator, inputs, known, sample, n_sampled)
 
 

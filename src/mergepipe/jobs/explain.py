@@ -196,6 +196,8 @@ def _reasons(plan: Plan | None) -> tuple[Callable[[PlannedTensor], str], str]:
 def _drawn(tensor: PlannedTensor, seed: int) -> str:
     if tensor.probability >= 1:
         return "all of the tensor is in the sample"
+    if not tensor.probability:
+        return ""  # nothing of it is read
     drawn = f"drawn with probability {tensor.probability:.3g}, seed {seed}"
     return f"{drawn}; the merged delta is multiplied by {1 / tensor.probability:.3g}"
 

@@ -131,12 +131,14 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
     else:
         known = KnownStatistics(store, link.home, link.notices, beside=True)
         planned_models, on_record = _lookup_known(known, inputs)
-        statistics = statistics if request.everything else on_record
+        if not request.everything:
+            statistics = on_record
+            _check_footing(inputs, statistics, request.policy)
     plan_by = partial(_plan_by, store, inputs, request, planned_models, statistics)
     try:
         plan = plan_by(request.policy or Policy.SAMPLE)
     except UnsupportedError as error:  # the rule needs what a sample does not read
-        if request.policy is not None or not _are_packed(inputs):
+        if request.policy is not None or not all(_are_packed(inputs)):
             raise
         notice = Fallback("policy", "blocks are read by norm, none are sampled", error.problems[0].message)
         plan = plan_by(Policy.NORM)
@@ -254,9 +256,34 @@ def _read_whole(tensor: PlannedTensor, task: MergeTask, block_elements: int) -> 
     return replace(tensor, reads=reads, read_of=read_of, cuts=(), products=())
 
 
-def _are_packed(inputs: Inputs) -> bool:
-    """Whether some expert is packed: its index has norms."""
-    return any(inputs.checkpoints[model].encoded is not None for model in inputs.expert_models)
+def _are_packed(inputs: Inputs) -> tuple[bool, ...]:
+    """Tell by expert whether it is packed: its index has norms."""
+    return tuple(inputs.checkpoints[model].encoded is not None for model in inputs.expert_models)
+
+
+def _check_footing(inputs: Inputs, statistics: Statistics, policy: Policy | None) -> None:
+    """Refuse to rank by norm experts of which nothing is known against others: hardly anything of them would be read.
+
+    Raises:
+        UnsupportedError: `plan.unsupported`, norms of some experts are known, and none of others that change tensors.
+    """
+    if policy is Policy.RANDOM:
+        return
+    packed = _are_packed(inputs)
+    are_known = [bool(known) or is_packed for known, is_packed in zip(statistics, packed, strict=True)]
+    changing = {
+        model
+        for task in inputs.resolution.tasks
+        for model, source in zip(task.expert_models, task.experts, strict=True)
+        if task.action is Action.MERGE and not isinstance(source, Unchanged)
+    }
+    models = inputs.recipe.inputs()
+    for model, is_known in zip(inputs.expert_models, are_known, strict=True):
+        if any(are_known) and not is_known and model in changing:
+            where = f"expert '{models[model].text}'"
+            message = f"has no statistics and other experts have: by policy '{policy}' hardly anything of it is read"
+            hint = "run `mergepipe analyze` on all models of the recipe, or leave --select out"
+            raise UnsupportedError.of("plan.unsupported", where, message, hint)
 
 
 def _suitable_block(inputs: Inputs, statistics: Statistics) -> int:
@@ -272,7 +299,9 @@ def _sampled_unit(inputs: Inputs, store: Store) -> int:
     """Choose the unit of a sample: a larger one for costly requests, encoded blocks, and models of very many units."""
     is_large = inputs.resolution.output_bytes > SMALL_UNITS_BYTES
     return (
-        DEFAULT_BLOCK_ELEMENTS if is_large or _are_packed(inputs) or _are_dear(inputs, store) else SAMPLED_UNIT_ELEMENTS
+        DEFAULT_BLOCK_ELEMENTS
+        if is_large or any(_are_packed(inputs)) or _are_dear(inputs, store)
+        else SAMPLED_UNIT_ELEMENTS
     )
 
 

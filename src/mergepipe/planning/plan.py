@@ -205,11 +205,6 @@ class PlannedTensor:
         """The known cut of each of its experts."""
         return self.cuts or (None,) * len(self.models)
 
-    @property
-    def factor(self) -> float:
-        """The largest factor on the merged delta; 1 where no sample was drawn, or the sample is empty."""
-        return 1 / self.probability if self.probability else 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class ImportanceRecord:
@@ -293,7 +288,8 @@ class Plan(Displayed):
         if self.policy != SAMPLES:
             return None
         tensors = [tensor for tensor in self.tensors if tensor.n_elements]
-        probabilities = [tensor.probability for tensor in tensors] or [1.0]
+        drawn = [tensor for tensor in tensors if any(access.runs for access in tensor.reads)]
+        probabilities = [tensor.probability for tensor in drawn] or [1.0]
         sampled = math.fsum(tensor.probability * tensor.n_elements for tensor in tensors)
         mean = sampled / sum(tensor.n_elements for tensor in tensors) if tensors else 1.0
         followed = "" if self.importance is None else self.importance.path

@@ -10,9 +10,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.checkpoints.embedding_rows import embedding_ending
 from mergepipe.core.records import encode
 from mergepipe.core.strict_json import canonical_json
-from mergepipe.core.units import format_bytes
+from mergepipe.core.units import first_names, format_bytes, plural
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.planning.budget import BudgetRequest, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.candidates import REASON_UNIT, Candidates, find_candidates
@@ -88,14 +89,16 @@ def _order(
 
 
 def sample_order(problem: PlanningProblem, candidates: Candidates, selection_seed: int) -> PositionOrder:
-    """Order positions for a sample: by importance if it is known, else all alike, whatever norms are known."""
+    """Order positions for a sample: by importance if it is known, else all alike, and those of embeddings last."""
     columns = candidates.columns
     names = [task.name for task in columns.tasks]
-    importance_T = None
-    if problem.importance is not None:
-        importance_T = np.array([problem.importance[name] for name in names])
-    weight_T = tensor_weights(candidates, importance_T)
-    return order_positions(candidates, position_numbers(names, columns, selection_seed), weight_T)
+    if problem.importance is None:
+        weight_T = tensor_weights(candidates)
+        is_last_T = np.array([embedding_ending(name) is not None for name in names], np.bool_)
+    else:
+        weight_T = tensor_weights(candidates, np.array([problem.importance[name] for name in names]))
+        is_last_T = np.zeros(len(names), np.bool_)
+    return order_positions(candidates, position_numbers(names, columns, selection_seed), weight_T, is_last_T)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,6 +181,7 @@ class Ranking:
                 *_unread_fallbacks(problem, self.budget_bytes),
                 *(() if self.policy is Policy.SAMPLE else _statistics_fallbacks(problem, candidates)),
                 *_starved_fallbacks(problem, candidates, selection, self.budget_bytes),
+                *_last_fallbacks(problem, candidates, selection),
                 *_unspent_fallbacks(budget_bytes, selection.planned_bytes, self.full_cost_bytes),
             ),
             adjustments=self.adjustments,
@@ -336,6 +340,20 @@ def _unspent_fallbacks(budget_bytes: int, planned_bytes: int, full_bytes: int) -
         return ()
     reason = "what else could be read comes in larger pieces"
     return (Fallback("budget", f"{format_bytes(unspent_bytes)} of {format_bytes(budget_bytes)} {UNSPENT}", reason),)
+
+
+def _last_fallbacks(problem: PlanningProblem, candidates: Candidates, selection: Selection) -> tuple[Fallback, ...]:
+    """Build the notice of the tensors of which a sample holds nothing since all others come before them."""
+    if selection.probability_T is None or not selection.planned_bytes:
+        return ()
+    left_out = [candidates.columns.tasks[t].name for t in np.flatnonzero(selection.probability_T == 0).tolist()]
+    if not left_out:
+        return ()
+    reason = "embeddings and output heads are read after all other tensors; --importance sets another order"
+    if problem.importance is not None:
+        reason = "their importance is 0"
+    decision = f"{first_names(left_out)}: equal to the base, nothing of the experts is read"
+    return (Fallback(plural(len(left_out), "tensor"), decision, reason),)
 
 
 def _starved_fallbacks(

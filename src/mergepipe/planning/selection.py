@@ -436,7 +436,6 @@ SMALL_SHARE = 0.01
 """Tensors of up to `SMALL_ELEMENTS` are small, from the smallest on, while all of them cost at most this share."""
 SMALL_WEIGHT = 100.0
 """A small tensor is that much more probable than the mean: from a budget of about 1 % on it is read in full."""
-_LEAST_WEIGHT = 1e-9  # of tensors that are expected not to change
 _FREE_WEIGHT = 1e9
 _UNIT = 2.0**-53
 
@@ -466,7 +465,7 @@ def position_numbers(names: Sequence[str], columns: Columns, seed: int) -> NDArr
 
 
 def tensor_weights(candidates: Candidates, importance_T: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """Return how probable the positions of each tensor are, relative to one another.
+    """Return how probable the positions of each tensor are, relative to one another; 0 of no importance.
 
     All alike, or by an importance per element, of which `importance_T` is the sum; small tensors before all others, and
     tensors of which every position is free once units are read before these.
@@ -478,7 +477,7 @@ def tensor_weights(candidates: Candidates, importance_T: NDArray[np.float64] | N
     if importance_T is not None:
         weight_T = importance_T / np.maximum(1, elements_T)
     mean = float((weight_T * cost_T).sum() / max(1.0, cost_T.sum()))
-    weight_T = np.maximum(_LEAST_WEIGHT, weight_T / mean) if mean > 0 else np.ones(len(cost_T))
+    weight_T = weight_T / mean if mean > 0 else np.ones(len(cost_T))
     ascending = np.lexsort((np.arange(len(cost_T)), elements_T))
     is_small = (elements_T[ascending] <= SMALL_ELEMENTS) & (np.cumsum(cost_T[ascending]) <= SMALL_SHARE * cost_T.sum())
     weight_T[ascending[is_small]] = np.maximum(SMALL_WEIGHT, weight_T[ascending[is_small]])
@@ -495,6 +494,7 @@ class PositionOrder:
         reached_B: the bytes of the positions up to each, of all experts, with those of content ids and indices, and of
             all tensors that are read as units: adapters come first, whole.
         weight_T: see `tensor_weights`.
+        begin_T: the key from which on positions of a tensor are taken: 0, or beyond all keys of the tensors before.
     """
 
     candidates: Candidates
@@ -502,6 +502,7 @@ class PositionOrder:
     key_B: NDArray[np.float64]
     reached_B: NDArray[np.int64]
     weight_T: NDArray[np.float64]
+    begin_T: NDArray[np.float64]
 
     @property
     def least_bytes(self) -> int | None:
@@ -525,20 +526,31 @@ class PositionOrder:
         for (e, t), cost_bytes in _unit_costs(candidates).items():
             if (level_EB[e, columns.of_tensor(t)] > 0).any():
                 block_E[e] += cost_bytes
-        probability_T = np.minimum(1.0, _scale(self.key_B, n_drawn) * self.weight_T)
+        reached_T = np.maximum(0.0, _scale(self.key_B, n_drawn) - self.begin_T)
+        probability_T = np.minimum(1.0, reached_T * self.weight_T)
         planned_E = planned_bytes(candidates, block_E, reads=bool(n_drawn))
         return Selection(level_EB, planned_E, n_drawn, probability_T, drawn_B)
 
 
 def order_positions(
-    candidates: Candidates, number_B: NDArray[np.float64], weight_T: NDArray[np.float64]
+    candidates: Candidates,
+    number_B: NDArray[np.float64],
+    weight_T: NDArray[np.float64],
+    is_last_T: NDArray[np.bool_],
 ) -> PositionOrder:
-    """Order positions by their numbers over their tensors' weights."""
-    key_B = number_B / weight_T[candidates.columns.tensor_B]
+    """Order positions by their numbers over their tensors' weights, those of tensors without weight as of weight 1.
+
+    Those come after all others, as those of tensors that are last do: they are drawn of what the budget leaves.
+    """
+    is_last_T = is_last_T | (weight_T == 0)
+    weight_T = np.where(weight_T == 0, 1.0, weight_T)
+    begin_T = np.where(is_last_T, 2 / weight_T.min(initial=1.0), 0.0)
+    tensor_B = candidates.columns.tensor_B
+    key_B = number_B / weight_T[tensor_B] + begin_T[tensor_B]
     order_B = np.argsort(key_B, kind="stable")
     aside_bytes = int((candidates.side_E + candidates.content_E).sum()) + sum(_unit_costs(candidates).values())
     reached_B = np.cumsum(_position_costs(candidates)[order_B]) + aside_bytes
-    return PositionOrder(candidates, order_B, key_B[order_B], reached_B, weight_T)
+    return PositionOrder(candidates, order_B, key_B[order_B], reached_B, weight_T, begin_T)
 
 
 def _scale(key_B: NDArray[np.float64], n_drawn: int) -> float:
