@@ -132,7 +132,7 @@ def _disk_text(needed_bytes: int, free_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExpertCoverage:
-    """The share of the blocks that an expert changes that is in a merge, `rough` of them at a lower level of its pack.
+    """The share of an expert's bytes that a merge reads; `rough` of its blocks are read at a lower level of its pack.
 
     Blocks that are known to equal the base are no part of it; the share of an expert that changes nothing is 1.
     """
@@ -146,12 +146,21 @@ class ExpertCoverage:
 
 
 def missing_text(share: float, rough: float = 0.0) -> str:
-    """Say what is missing of an expert, by the share of the blocks that it changes that is in the merge."""
+    """Say what is missing of an expert, by the share of the bytes with its changes that is read."""
     if not share:
-        return "none of its blocks are in the merge"
-    text = f"{format_percent(1 - share)} of the blocks that it changes are missing"
-    text = "all blocks that it changes are in the merge" if share == 1 else text
-    return f"{text}, {format_percent(rough)} are approximate" if rough else text
+        return "nothing of it is read"
+    text = f"{format_percent(1 - share)} of the bytes that it changes are not read"
+    text = "all bytes that it changes are read" if share == 1 else text
+    return f"{text}, {format_percent(rough)} of its blocks are approximate" if rough else text
+
+
+def read_share(read_blocks: int, omitted_blocks: int, planned_bytes: int, full_bytes: int) -> float:
+    """Return the share of an expert's bytes that is read; of blocks only whether it is all or nothing."""
+    if not omitted_blocks:
+        return 1.0
+    if not read_blocks:
+        return 0.0
+    return planned_bytes / full_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -706,10 +715,17 @@ class ExpertShare(Displayed):
     free: int = shown("equals base", lambda expert: expert.share_of(expert.free))
     omitted: int = shown("omitted", lambda expert: expert.share_of(expert.omitted))
     full_bytes: int | None
-    planned_bytes: int | None = shown("planned")
+    planned_bytes: int | None = shown("planned", lambda expert: expert.planned_text)
     realized_bytes: int | None = shown("realized")
     in_part: int = 0
     levels: tuple[tuple[str, int], ...] = shown("levels", lambda expert: levels_text(expert.levels), default=())
+
+    @property
+    def planned_text(self) -> str:
+        """The planned bytes, and their share of all that reading it in full costs."""
+        if self.planned_bytes is None or self.full_bytes is None:
+            return ""
+        return f"{format_bytes(self.planned_bytes)}, {share_text(self.planned_bytes, self.full_bytes)}"
 
     def share_of(self, n_blocks: int) -> str:
         """A number of blocks as a share of all that the expert has."""

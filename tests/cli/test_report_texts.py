@@ -104,9 +104,9 @@ FACTS: dict[str, tuple[Displayed, dict[str, list[str]]]] = {
                 "Gain that such merges kept: 34 % to 72 % (rules.md)."
             ],
             "expert": [
-                "code: none of its blocks are in the merge",
-                "math: 62.4 % of the blocks that it changes are missing",
-                "chat: all blocks that it changes are in the merge, 50 % are approximate",
+                "code: nothing of it is read",
+                "math: 62.4 % of the bytes that it changes are not read",
+                "chat: all bytes that it changes are read, 50 % of its blocks are approximate",
             ],
             "unspent": ["750 B: the rest comes in larger pieces."],
         },

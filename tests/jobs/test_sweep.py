@@ -204,10 +204,10 @@ def test_verdict__says_of_each_expert_what_is_missing_and_first_of_whom_nothing_
     assert (first.model, first.share) == ("expert-7", 0.0)  # though a sixth of its blocks equal the base
     assert all(0 < expert.share < 1 for expert in others)
     lines = [line for line in report_text(report).splitlines() if line.startswith("expert ")]
-    assert lines[0].endswith("expert-7: none of its blocks are in the merge")
-    assert all("of the blocks that it changes are missing" in line for line in lines[1:])
+    assert lines[0].endswith("expert-7: nothing of it is read")
+    assert all("of the bytes that it changes are not read" in line for line in lines[1:])
     page = explain_page(mergepipe.explain(tmp_path / "out", home=family / "home"))
-    assert page.count("expert-7: none of its blocks are in the merge") >= 2  # beside the verdict, and at its bar
+    assert page.count("expert-7: nothing of it is read") >= 2  # beside the verdict, and at its bar
     whole = merge(family, "sum", tmp_path / "whole", "100%").verdict
     assert [expert.share for expert in whole.experts] == [1.0] * N_EXPERTS
 

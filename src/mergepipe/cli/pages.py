@@ -14,7 +14,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 import mergepipe
 from mergepipe.core.display import Table, as_line, share_text
 from mergepipe.core.units import first_names, format_bytes, format_percent, format_seconds, plural
-from mergepipe.reports import ExpertShare, Explanation, Overlap, SweepPoint, SweepReport, missing_text
+from mergepipe.reports import ExpertShare, Explanation, Overlap, SweepPoint, SweepReport, missing_text, read_share
 from mergepipe.runs.budget import NAMES
 
 _TICKS = 5
@@ -158,8 +158,7 @@ def _bar(expert: ExpertShare) -> tuple[str, list[tuple[str, float, float, str]]]
         if count:
             parts.append((style, round(start, 3), round(width, 3), f"{label}: {format_percent(width / 100)}"))
         start += width
-    changed = expert.read + expert.omitted
-    missing = missing_text(expert.read / changed if changed else 1.0)
+    missing = missing_text(read_share(expert.read, expert.omitted, expert.planned_bytes or 0, expert.full_bytes or 1))
     nbytes = expert.realized_bytes if expert.realized_bytes is not None else expert.planned_bytes
     read = "" if nbytes is None else f", {format_bytes(nbytes)} read"
     return f"{expert.model}: {missing}{read}", parts

@@ -20,7 +20,7 @@ from mergepipe.planning.budget import BudgetRequest
 from mergepipe.planning.candidates import REASON_MISSING
 from mergepipe.planning.plan import ALL, NOTHING_READ, UNSPENT, Access, Plan, PlannedTensor
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.reports import WHOLE, BudgetVerdict, ExpertCoverage
+from mergepipe.reports import WHOLE, BudgetVerdict, ExpertCoverage, read_share
 from mergepipe.runs.inputs import Inputs
 from mergepipe.snapshots.manifest import Coverage
 
@@ -186,11 +186,12 @@ _ADVISED = {REASON_MISSING: "some tensors have no statistics, and their reads ar
 def verdict_of(plan: Plan) -> BudgetVerdict:
     """Say of a plan what it reads, and what is missing of whom."""
     unspent = [fallback for fallback in plan.fallbacks if fallback.decision.endswith(UNSPENT)]
-    experts = sorted(_coverage(plan), key=lambda expert: expert.share)
+    counts = counts_of(plan)
+    experts = sorted(_coverage(plan, counts), key=lambda expert: expert.share)
     sampling = plan.sampling
     return BudgetVerdict(
         policy=plan.policy,
-        is_full=_is_full(plan, experts),
+        is_full=_is_full(plan, counts),
         planned_bytes=plan.planned_bytes,
         full_bytes=plan.full_cost_bytes,
         experts=tuple(experts),
@@ -203,18 +204,20 @@ def verdict_of(plan: Plan) -> BudgetVerdict:
     )
 
 
-def _coverage(plan: Plan) -> Iterator[ExpertCoverage]:
-    """Yield for each expert the share of the blocks that it changes that is in the merge, as far as that is known."""
-    models, counts = [model.model for model in plan.models if model.role == "expert"], counts_of(plan)
-    changed_E = counts.read_E + counts.omitted_E
-    numbers = np.stack([changed_E, counts.read_E, counts.in_part_E], axis=1).tolist()
-    for model, (changed, read, in_part) in zip(models, numbers, strict=True):
-        yield ExpertCoverage(model, *((read / changed, in_part / changed) if changed else (1.0, 0.0)))
+def _coverage(plan: Plan, counts: BlockCounts) -> Iterator[ExpertCoverage]:
+    """Yield for each expert the share of its bytes that is read, and of blocks that are approximate."""
+    experts = [model for model in plan.models if model.role == "expert"]
+    numbers = zip(counts.read_E.tolist(), counts.omitted_E.tolist(), counts.in_part_E.tolist(), strict=True)
+    for model, (read, omitted, in_part) in zip(experts, numbers, strict=True):
+        share = read_share(
+            read, omitted, model.planned_bytes - model.side_bytes, model.full_cost_bytes - model.side_bytes
+        )
+        yield ExpertCoverage(model.model, share, in_part / max(1, read + omitted))
 
 
-def _is_full(plan: Plan, experts: Iterable[ExpertCoverage]) -> bool:
+def _is_full(plan: Plan, counts: BlockCounts) -> bool:
     """Tell whether a plan is the full merge: every block at its highest level, with the recipe's parameters."""
-    return not plan.adjustments and all(expert.share == 1 and not expert.rough for expert in experts)
+    return not (plan.adjustments or counts.omitted_E.any() or counts.in_part_E.any())
 
 
 def analysis_advice(plan: Plan) -> tuple[str, ...]:
@@ -222,7 +225,7 @@ def analysis_advice(plan: Plan) -> tuple[str, ...]:
     reasons = {fallback.where: fallback.reason for fallback in plan.fallbacks if fallback.reason in _ADVISED}
     experts = [model for model in plan.models if model.role == "expert" and f"expert '{model.model}'" in reasons]
     bases = [model for model in plan.models if model.role == "base"]
-    if not experts or not bases or _is_full(plan, _coverage(plan)):
+    if not experts or not bases or _is_full(plan, counts_of(plan)):
         return ()
     command = " ".join(["mergepipe analyze", *(shlex.quote(model.path) for model in (bases[0], *experts))])
     nbytes = bases[0].full_cost_bytes + sum(model.full_cost_bytes for model in experts)
