@@ -135,17 +135,23 @@ class Form:
     is_analyzed: bool = False
     is_packed: bool = False
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether what is read depends on a seed: then a merge is one draw of many."""
+        return self.select in ("sample", "random")
 
+
+DRAWS = 5
+_SEEDS_APART = 1000  # of two draws
 DEFAULT_FORM = "sample-32"
 FORMS = {
     DEFAULT_FORM: Form("sample, 32 Ki", "sample", 2 * BLOCK_ELEMENTS),
-    "by-norm-16": Form("sample, 16 Ki, norms on record", "sample", is_analyzed=True),
     "norm": Form("blocks by norm", "norm", is_analyzed=True),
     "random": Form("blocks at random", "random", is_analyzed=True),
     "packed-sample": Form("packed: sample", "sample", is_packed=True),
     "packed-norm": Form("packed: levels by norm", "norm", is_packed=True),
 }
-RAW_FORMS, PACKED_FORMS = (DEFAULT_FORM, "by-norm-16", "norm", "random"), ("packed-sample", "packed-norm")
+RAW_FORMS, PACKED_FORMS = (DEFAULT_FORM, "norm", "random"), ("packed-sample", "packed-norm")
 MERGES = {"ties": "TIES", "linear": "linear", "dare_ties": "DARE-TIES"}  # rules measured in full and under budgets
 
 
@@ -213,15 +219,22 @@ def measurements(study: Study, family: Family) -> Iterator[tuple[str, Callable[[
     for name in merges:
         yield f"{name}/full", partial(family.merged, name)
     for share, form, name in product(study.shares, FORMS, merges):
-        yield f"{name}/{form}/{share}", partial(family.merged, name, len(FEW), form, share)
-    if not study.rules:
-        return
+        for draw, key in enumerate(draw_keys(name, form, share)[: 1 if study.is_toy else None]):
+            yield key, partial(family.merged, name, len(FEW), form, share, draw)
     for number in range(len(study.domains)):
         yield f"expert/{number}", partial(family.expert, number)
+    if not study.rules:
+        return
     if family.kind == "longest":
         yield "search", partial(family.search, _TOY_TRIALS if study.is_toy else _TRIALS)
         for rate in CHAIN_RATES if family.seed == 0 else ():
             yield f"chain/{rate:g}", partial(family.chain, rate, _TOY_CHAIN_STEPS if study.is_toy else _CHAIN_STEPS)
+
+
+def draw_keys(merge: str, form: str, share: int) -> list[str]:
+    """Return the keys of a merge's draws under a budget, the first without a number; the only key of other forms."""
+    first = f"{merge}/{form}/{share}"
+    return [first, *(f"{first}/draw-{draw}" for draw in range(1, DRAWS if FORMS[form].is_drawn else 1))]
 
 
 class Base:
@@ -310,7 +323,7 @@ class Family:
         self.train()
         return {"losses": self._base.score(self.experts[number])}
 
-    def merged(self, name: str, n: int = len(FEW), form: str = "", share: int = 0) -> dict[str, Any]:
+    def merged(self, name: str, n: int = len(FEW), form: str = "", share: int = 0, draw: int = 0) -> dict[str, Any]:
         """Merge the first `n` experts, under a budget where a form is given; return losses in their domains, bytes."""
         self.train()
         rule, experts, options = RULES[name], self.experts[:n], list[object](["--no-catalog"])
@@ -328,7 +341,8 @@ class Family:
         file, out = self.place.folder / "recipe.yml", self.place.folder / "out"
         file.write_text(rule.recipe(self._base.folder, experts))
         shutil.rmtree(out, ignore_errors=True)
-        report, _ = self.place.ours("merge", file, out, *options, "--seed", self.seed, "--threads", 1)
+        seed = self.seed + _SEEDS_APART * draw
+        report, _ = self.place.ours("merge", file, out, *options, "--seed", seed, "--threads", 1)
         losses = self._base.score(out, self._base.study.domains[:n])
         shutil.rmtree(out)
         return {"losses": losses, "expert_bytes": report["expert_bytes"], "planned_bytes": report["planned_bytes"]}

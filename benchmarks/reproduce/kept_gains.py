@@ -7,46 +7,76 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from benchmarks.reproduce.fine_tunes import FORMS, MERGES, Study
+from benchmarks.reproduce.fine_tunes import DEFAULT_FORM, FEW, FORMS, MERGES, Study, draw_keys
 from benchmarks.reproduce.pages import Figure, Series, Table, percent
 from benchmarks.reproduce.results import Entry, Results
+from mergepipe.core.units import plural
 
-_T_95 = {2: 4.303, 7: 2.365, 15: 2.131, 23: 2.069, 31: 2.040, 63: 1.998, 127: 1.979}  # Student's t, by its freedom
+_T_95 = {
+    2: 4.303, 4: 2.776, 7: 2.365, 9: 2.262, 14: 2.145, 15: 2.131, 23: 2.069, 31: 2.040, 63: 1.998, 127: 1.979,
+}  # fmt: skip
+"""Student's t, by its freedom."""
+_SHARE_OF_AN_EXPERT = 100 // len(FEW)
+_SAMPLED = ("ties", DEFAULT_FORM, 10)
+FEWEST_DRAWS = 3  # of which an interval is told
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a merge keeps of the full merge's gain, over all seeds there are.
+    """What merges keep of the full merge's gain, over all families and draws there are.
 
-    `gain` and `lost` are mean nats a token: of the full merge over the base, and of the merge below the full one.
-    `lost_interval` is half of the 95 % interval of `lost` over windows, paired; `by_seed` the shares seed by seed.
+    `gain` is in mean nats a token, of the full merges over the base, and `by_merge` the shares merge by merge. Where
+    they are draws the interval is over these; else `lost_interval` is half of the 95 % interval, in nats, over windows
+    of the paired difference from the full merge.
     """
 
     gain: float
-    lost: float
+    by_merge: tuple[float, ...]
     lost_interval: float
-    by_seed: tuple[float, ...]
+    is_drawn: bool
 
     @property
     def share(self) -> float:
-        return 1 - self.lost / self.gain
+        return mean(self.by_merge)
+
+    @property
+    def interval(self) -> float | None:
+        """Half of the 95 % interval of the share; None of too few draws."""
+        if not self.is_drawn:
+            return self.lost_interval / self.gain
+        return half_interval(self.by_merge) if len(self.by_merge) >= FEWEST_DRAWS else None
 
     def __str__(self) -> str:
         if self.gain <= 0:
-            return f"{self.lost:+.4f} nats"  # there is no gain to keep a share of
-        seeds = f" ({half_interval(self.by_seed) * 100:.0f})" if len(self.by_seed) > 2 else ""
-        return f"{100 * self.share:.0f} ± {100 * self.lost_interval / self.gain:.0f}{seeds}"
+            return f"{self.share * self.gain:+.4f} nats"  # there is no gain to keep a share of
+        if self.interval is None:
+            return f"{100 * self.share:.0f}, {plural(len(self.by_merge), 'draw')}"
+        return f"{100 * self.share:.0f} ± {100 * self.interval:.0f}"
 
 
 def kept_of(results: Results, kind: str, merge: str, form: str, share: int) -> Kept | None:
     """Return what merges keep of the gains of the full merges beside them; None where there are none."""
-    merges = beside(results, kind, f"{merge}/{form}/{share}", f"{merge}/full")
+    merges = []
+    for key in draw_keys(merge, form, share):
+        merges += beside(results, kind, key, f"{merge}/full")
+    return _kept(results, merges, is_drawn=FORMS[form].is_drawn)
+
+
+def kept_by_an_expert(results: Results, kind: str, merge: str, n: int) -> Kept | None:
+    """Return what the best of `n` experts, for one of which all bytes are read, keeps of the gain of their merge."""
+    merges = []
+    for *experts, full in beside(results, kind, *(f"expert/{number}" for number in range(n)), f"{merge}/full"):
+        scored = [{"losses": {name: expert["losses"][name] for name in full["losses"]}} for expert in experts]
+        merges.append((min(scored, key=lambda entry: mean(losses_of(entry))), full))
+    return _kept(results, merges, is_drawn=False)
+
+
+def _kept(results: Results, merges: Sequence[tuple[Entry, ...]], *, is_drawn: bool) -> Kept | None:
     if not merges:
         return None
     gains = [_gain(results, full) for _, full in merges]
-    lost = paired_losses(merges)
-    by_seed = tuple(_gain(results, merged) / gain for (merged, _), gain in zip(merges, gains, strict=True))
-    return Kept(mean(gains), mean(lost), half_interval(lost), by_seed)
+    by_merge = tuple(_gain(results, merged) / gain for (merged, _), gain in zip(merges, gains, strict=True))
+    return Kept(mean(gains), by_merge, half_interval(paired_losses(merges)), is_drawn)
 
 
 def _order_difference(results: Results, kind: str, merge: str, share: int) -> str:
@@ -66,6 +96,21 @@ def _gain(results: Results, merged: Entry) -> float:
     """Return the mean nats that a merge gains over the base, in the domains it was scored in."""
     base = {name: results["base"]["losses"][name] for name in merged["losses"]}
     return mean(losses_of({"losses": base})) - mean(losses_of(merged))
+
+
+def draws_text(results: Results, kinds: Iterable[str]) -> str:
+    """Tell what the intervals of draws are, and that the stored ones are older than what merges do now."""
+    text = (
+        " ± of samples and of blocks at random: half of the 95 % interval over draws, which are of different families"
+        f" where there are several; fewer than {FEWEST_DRAWS} have none. ± of other rows: over windows, paired with the"
+        " full merge."
+    )
+    if any(beside(results, kind, draw_keys(*_SAMPLED)[1]) for kind in kinds):
+        return text
+    return text + (
+        " The samples of this page drew embeddings like other tensors, those of packs by norm, and DARE dropped as much"
+        " of what was drawn as of a full merge; [all three were changed](../decisions/032-a-sample-is-the-default.md)."
+    )
 
 
 def paired_losses(pairs: Iterable[tuple[Entry, ...]]) -> list[float]:
@@ -143,12 +188,18 @@ def budget_table(results: Results, kinds: Mapping[str, str], told: Mapping[int, 
     """Gain kept by forms at shares, a column for each kind and merge; with the difference of two orders."""
     columns = [(kind, merge) for kind in kinds for merge in MERGES]
     rows = []
+
+    def add(share: int, label: str, kept: Sequence[Kept | None]) -> None:
+        if any(value is not None for value in kept):
+            cells = ("" if value is None else str(value) for value in kept)
+            rows.append((f"{share} %", label, *cells))
+
     for share, forms in told.items():
         for form in forms:
-            kept = [kept_of(results, kind, merge, form, share) for kind, merge in columns]
-            if any(value is not None for value in kept):
-                cells = ("" if value is None else str(value) for value in kept)
-                rows.append((f"{share} %", FORMS[form].label, *cells))
+            add(share, FORMS[form].label, [kept_of(results, kind, merge, form, share) for kind, merge in columns])
+        if share == _SHARE_OF_AN_EXPERT and DEFAULT_FORM in forms:
+            of_experts = [kept_by_an_expert(results, kind, merge, len(FEW)) for kind, merge in columns]
+            add(share, "the best single expert, in full", of_experts)
         differences = [_order_difference(results, kind, merge, share) for kind, merge in columns]
         rows += [(f"{share} %", "norm - random", *differences)] if "random" in forms and any(differences) else []
     titles = (MERGES[merge] + (f", {kinds[kind]}" if len(kinds) > 1 else "") for kind, merge in columns)
@@ -164,7 +215,7 @@ def gain_figure(results: Results, study: Study, kind: str, merges: Sequence[str]
             kept = {float(share): value for share, value in points.items() if value is not None and value.gain > 0}
             if kept:
                 ys = tuple(value.share for value in kept.values())
-                spread = tuple(value.lost_interval / value.gain for value in kept.values())
+                spread = tuple(value.interval or 0.0 for value in kept.values())
                 series.append(Series(f"{merge}, {form}", tuple(kept), ys, spread, dashed=form != forms[0]))
-    title = f"Gain of the full merge that is kept ({study.kinds[kind]}), 95 % intervals over windows"
+    title = f"Gain of the full merge that is kept ({study.kinds[kind]}), 95 % intervals"
     return Figure(f"{study.name}-{kind}", title, "budget, % of the expert bytes", "share of the gain", tuple(series))

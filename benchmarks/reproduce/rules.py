@@ -22,6 +22,7 @@ from benchmarks.reproduce.fine_tunes import (
 from benchmarks.reproduce.kept_gains import (
     beside,
     budget_table,
+    draws_text,
     families_of,
     families_table,
     half_interval,
@@ -75,7 +76,7 @@ def _budget_text(results: Results) -> str:
     n_sampled, n_seeds = len(beside(results, "longest", f"ties/{DEFAULT_FORM}/10")), len(seeds_of(results, "longest"))
     return (
         "*Gain kept*, in %, and merges are those of [fine-tunes](trained.md); budgets are shares of the raw bytes."
-        f" Samples of full fine-tunes: {n_sampled} of {n_seeds} seeds."
+        f" Samples of full fine-tunes: {n_sampled} of {n_seeds} seeds." + draws_text(results, STUDY.kinds)
     )
 
 
@@ -188,14 +189,15 @@ def _meaning(results: Results) -> str:
             told_range(shares_kept(results, kind, [form], STUDY.shares[0]))
             for form in (DEFAULT_FORM, PACKED_FORMS[0], "norm")
         )
-        kept += [f"{raw}, of packs {packed}, whole blocks by norm {norm} ({label})"] if raw and packed and norm else []
+        if raw and packed and norm:
+            kept.append(f"{raw}, of packs {packed}, whole blocks by norm {norm} ({label})")
     if not told:
         return "**No merge is measured yet.**"
     return (
         f"**Of four experts no rule at its default beats the plain average by more than {'; '.join(told)}. Worse at"
         f" every setting tried: {', '.join(f'`{method}`' for method in _always_worse(results)) or 'none'}. At"
-        f" {STUDY.shares[0]} % of the bytes samples keep of a full merge's gain {'; '.join(kept)}: below zero is worse"
-        " than the base.**"
+        f" {STUDY.shares[0]} % of the bytes samples keep of a full merge's gain, in the mean of a cell's draws,"
+        f" {'; '.join(kept)}: below zero is worse than the base.**"
     )
 
 

@@ -18,6 +18,7 @@ from benchmarks.reproduce.fine_tunes import (
 )
 from benchmarks.reproduce.kept_gains import (
     budget_table,
+    draws_text,
     families_table,
     gain_figure,
     kinds_of,
@@ -62,8 +63,8 @@ def _meaning(results: Results, kinds: Mapping[str, str]) -> str:
         return "**No merge is measured yet.**"
     packed = told(PACKED_FORMS[0], 5)
     return (
-        f"**At 10 % of the bytes, samples keep {told(DEFAULT_FORM)} of what TIES, linear and DARE-TIES merges gain;"
-        f" whole blocks keep {told('norm')} by norm and {told('random')} at random.**"
+        f"**At 10 % of the bytes, samples keep {told(DEFAULT_FORM)}, in the mean of three families, of what TIES,"
+        f" linear and DARE-TIES merges gain; whole blocks keep {told('norm')} by norm and {told('random')} at random.**"
         + (f" Packed experts keep at 5 % of the raw bytes {packed}." if packed else "")
         + " [Longer fine-tunes](rules.md) keep less."
     )
@@ -88,12 +89,13 @@ def _text(results: Results) -> str:
     n_windows = len(losses_of(results["base"]))
     return (
         f"*Gain kept*, in %: of the mean loss over {n_windows} held-out windows of the four domains, the same for every"
-        " merge, the share of the full merge's gain over the base; a merge that goes further the same way has more than"
-        " 100. ±: half of the 95 % interval over windows of the paired difference; in brackets that over seeds, where"
-        " there are three. *norm - random*: the paired difference of the two orders, in points. A"
-        " [sample](../guide/budget.md#what-is-a-sampled-budget) knows of the experts at most their norms; every"
-        " merge is one draw. Blocks by norm and at random were planned from `analyze`. TIES has density 0.2,"
-        f" DARE-TIES weights of 0.3. *Ki*: elements of a unit that is drawn; blocks have {BLOCK_ELEMENTS // 1024} Ki."
+        " merge, the share of the full merge's gain over the base. More than 100: most changes of a full merge are"
+        " smaller than half a step of bfloat16, and are lost where it is rounded; those of a sample are multiplied"
+        " before. *norm - random*: the paired difference of the two orders, in points, over windows."
+        + draws_text(results, STUDY.kinds)
+        + " A [sample](../guide/budget.md#what-is-a-sampled-budget) knows nothing of the experts. Blocks by norm"
+        " and at random were planned from `analyze`. TIES has density 0.2, DARE-TIES weights of 0.3."
+        f" *Ki*: elements of a unit that is drawn; blocks have {BLOCK_ELEMENTS // 1024} Ki."
         " *Packed*: with tokenizers of 3.5 MB each, over the raw weights."
     )
 

@@ -60,20 +60,21 @@ def test_check__states_the_disk_space_that_the_merge_asks_for(work: Workplace, m
 
 
 @pytest.mark.parametrize(
-    ("select", "kinds"), [("sample", ("sample",)), ("random", ("blocks by norm", "blocks at random"))]
+    ("select", "kinds", "of_draws"),
+    [("sample", ("sample",), " in single draws"), ("random", ("blocks by norm", "blocks at random"), "")],
 )
 def test_verdict__has_the_range_of_the_page_that_it_names_and_the_factor_of_the_plan(
-    work: Workplace, select: str, kinds: tuple[str, ...]
+    work: Workplace, select: str, kinds: tuple[str, ...], of_draws: str
 ) -> None:
     section = PAGE.read_text().partition("## Budgets, 4 raw experts")[2].partition("## ")[0]
     rows = [row for row in section.splitlines() if row.startswith(tuple(f"| 10 % | {kind}" for kind in kinds))]
-    kept = [int(cell) for row in rows for cell in re.findall(r"\| (-?\d+) ±", row)]
+    kept = [int(cell) for row in rows for cell in re.findall(r"\| (-?\d+)(?: ±|, \d draws?)", row)]
     explanation = mergepipe.explain(mergepipe.plan(work.recipe, "20%", select=select))
     assert explanation.verdict is not None
     sentence = explanation.verdict.sentence
     assert (
-        f"Gain that such merges kept: {min(kept)} % to {max(kept)} % at 10 % of the bytes of raw experts (https://"
-        in sentence
+        f"Gain that such merges kept: {min(kept)} % to {max(kept)} %{of_draws}, at 10 % of the bytes of raw experts "
+        "(https://" in sentence
     )
     assert sentence.endswith("/main/docs/benchmarks/rules.md).")
     if explanation.sampling is not None and explanation.sampling.least_probability < 0.5:
