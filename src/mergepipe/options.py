@@ -222,8 +222,9 @@ class CheckOptions(RecipeOptions):
 class PlanOptions(RecipeOptions):
     """Options of planning a merge under a budget.
 
-    Without `select` a sample is read. If weights are renormalised, or the rule cannot be sampled and all experts were
-    analyzed or packed, blocks are read by norm. Statistics with another block size than `block_elements` are converted.
+    Without `select` a sample is read, the same whatever was analyzed. If weights are renormalised, or the rule cannot
+    be sampled and all experts are packed, blocks are read by norm. Statistics with another block size than
+    `block_elements` are converted.
     """
 
     select: str | None = option(

@@ -243,12 +243,12 @@ def test_sample__is_stated_by_plans_and_explanations(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["linear_sum", "ties", "dare_ties"])
 def test_sample__reads_embeddings_and_heads_after_all_other_tensors(tmp_path: Path, name: str) -> None:
     last = ("model.embed_tokens.weight", "lm_head.weight")
-    plans = (*WIDE, *(TensorPlanOf(tensor, (10 * UNIT,), F32, (F32,)) for tensor in last))
+    plans = (*WIDE, *(TensorPlanOf(embedding, (10 * UNIT,), F32, (F32,)) for embedding in last))
     setting = make_setting(tmp_path, CASES[name], plans=plans, out_dtype="float32")
     half, most, full = (sampled(setting, budget) for budget in ("50%", "85%", "100%"))
     (told,) = half.fallbacks
     assert told.where == "2 tensors"
-    assert all(tensor in told.decision for tensor in last)
+    assert all(embedding in told.decision for embedding in last)
     for tensor in half.tensors:
         assert (tensor.probability == 0) is (tensor.name in last)
     assert not most.fallbacks
@@ -257,8 +257,8 @@ def test_sample__reads_embeddings_and_heads_after_all_other_tensors(tmp_path: Pa
         assert (tensor.probability < 1) is (tensor.name in last)
     assert all(tensor.probability == 1 for tensor in full.tensors)
     out = load_weights(setting.run(half, "half"))
-    for tensor in last:
-        assert (out[tensor] == as_float32(setting.family.models[0], tensor)).all()
+    for embedding in last:
+        assert (out[embedding] == as_float32(setting.family.models[0], embedding)).all()
     assert weights_digest(setting.run(full, "all")) == weights_digest(setting.full())
 
 
