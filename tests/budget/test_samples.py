@@ -117,6 +117,26 @@ def random_family(folder: Path, n_experts: int, n_elements: int = 40 * UNIT) -> 
     return write_model(folder / "base", {"layers.0.wide": base_N}), experts
 
 
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
+@pytest.mark.parametrize("budget", ["10%", "25%", "50%"])
+def test_sample__is_as_far_from_the_full_merge_as_its_probability_says_whatever_was_merged(
+    tmp_path: Path, method: str, budget: str
+) -> None:
+    """The squared distance is (1 - p) / p of the full merge's squared change: no error bar says more than p does."""
+    base, (one, two) = random_family(tmp_path, 2)
+    density = {} if method == "task_arithmetic" else {"density": 0.3}
+    recipe = recipe_of(method, {one: {"weight": 0.7, **density}, two: {"weight": 0.4, **density}}, base)
+    mergepipe.merge(recipe, tmp_path / "full", catalog=False)
+    base_N, full_N = (load_weights(place)["layers.0.wide"].astype(np.float64) for place in (base, tmp_path / "full"))
+    for seed in range(3):
+        plan = mergepipe.plan(recipe, budget, block_elements=UNIT, seed=seed, home=tmp_path / "home")
+        mergepipe.run(plan, tmp_path / f"out-{seed}", home=tmp_path / "home")
+        error_N = load_weights(tmp_path / f"out-{seed}")["layers.0.wide"] - full_N
+        of_change = np.square(error_N).sum() / np.square(full_N - base_N).sum()
+        probability = plan.tensors[0].probability
+        assert of_change == pytest.approx((1 - probability) / probability, rel=0.15)
+
+
 @pytest.mark.parametrize(("budget", "rescale"), [("20%", True), ("50%", False)], ids=["kept whole", "dropped, too"])
 def test_sample__of_dare_has_the_mean_of_the_full_merge(tmp_path: Path, budget: str, rescale: bool) -> None:
     density = 0.4
