@@ -183,7 +183,7 @@ class PlannedTensor:
     probability: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.probability <= 1 or (not self.probability and any(access.runs for access in self.reads)):
+        if not 0 <= self.probability <= 1 or (not self.probability and self.is_drawn):
             raise ValueError(f"{self.name}: not the probability of what is read: {self.probability}")
         places = self.read_of or (0,) * len(self.models)
         if set(places) != set(range(len(self.reads))):
@@ -194,6 +194,11 @@ class PlannedTensor:
         for cut in self.cuts:
             if cut is not None and not 0 <= min(cut) <= max(cut) <= _LARGEST_BITS:
                 raise ValueError(f"{self.name}: not three numbers of 32 bits: {list(cut)}")
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether any of its blocks is read, or known to equal the base's."""
+        return any(access.runs for access in self.reads)
 
     @property
     def access(self) -> tuple[Access, ...]:
@@ -288,8 +293,7 @@ class Plan(Displayed):
         if self.policy != SAMPLES:
             return None
         tensors = [tensor for tensor in self.tensors if tensor.n_elements]
-        drawn = [tensor for tensor in tensors if any(access.runs for access in tensor.reads)]
-        probabilities = [tensor.probability for tensor in drawn] or [1.0]
+        probabilities = [tensor.probability for tensor in tensors if tensor.is_drawn] or [1.0]
         sampled = math.fsum(tensor.probability * tensor.n_elements for tensor in tensors)
         mean = sampled / sum(tensor.n_elements for tensor in tensors) if tensors else 1.0
         followed = "" if self.importance is None else self.importance.path
