@@ -133,7 +133,7 @@ def test_plan__by_norm_refuses_an_expert_without_statistics_among_others_that_ha
     made = recipe(family, "linear", alone=True)
     mergepipe.analyze(family / "base", [family / "expert"], home=tmp_path / "home")
     for select in ("norm", "paper", "conflict"):
-        with refuses(UnsupportedError, "plan.unsupported", "adapter': has no statistics and other experts have"):
+        with refuses(UnsupportedError, "plan.unsupported", "adapter': has no statistics and others have"):
             mergepipe.plan(made, "30%", select=select, home=tmp_path / "home")
     assert mergepipe.plan(made, "60%", select="random", home=tmp_path / "home").planned_bytes > 0
 

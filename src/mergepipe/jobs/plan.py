@@ -133,7 +133,7 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
         planned_models, on_record = _lookup_known(known, inputs)
         if not request.everything:
             statistics = on_record
-            _check_footing(inputs, statistics, request.policy)
+            _check_footing(inputs, statistics, request.policy, link.notices)
     plan_by = partial(_plan_by, store, inputs, request, planned_models, statistics)
     try:
         plan = plan_by(request.policy or Policy.SAMPLE)
@@ -261,11 +261,12 @@ def _are_packed(inputs: Inputs) -> tuple[bool, ...]:
     return tuple(inputs.checkpoints[model].encoded is not None for model in inputs.expert_models)
 
 
-def _check_footing(inputs: Inputs, statistics: Statistics, policy: Policy | None) -> None:
+def _check_footing(inputs: Inputs, statistics: Statistics, policy: Policy | None, notices: Sequence[str]) -> None:
     """Refuse to rank by norm experts of which nothing is known against others: hardly anything of them would be read.
 
     Raises:
-        UnsupportedError: `plan.unsupported`, norms of some experts are known, and none of others that change tensors.
+        UnsupportedError: `plan.unsupported`, norms of some experts are known, and none of others that change tensors;
+            `notices` may say why.
     """
     if policy is Policy.RANDOM:
         return
@@ -281,7 +282,8 @@ def _check_footing(inputs: Inputs, statistics: Statistics, policy: Policy | None
     for model, is_known in zip(inputs.expert_models, are_known, strict=True):
         if any(are_known) and not is_known and model in changing:
             where = f"expert '{models[model].text}'"
-            message = f"has no statistics and other experts have: by policy '{policy}' hardly anything of it is read"
+            unused = "".join(f" ({notice})" for notice in notices)
+            message = f"has no statistics{unused} and others have: by policy '{policy}' hardly anything of it is read"
             hint = "run `mergepipe analyze` on all models of the recipe, or leave --select out"
             raise UnsupportedError.of("plan.unsupported", where, message, hint)
 

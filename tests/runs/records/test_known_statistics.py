@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import mergepipe
 from mergepipe.catalog.statistics_file import STATISTICS_NAME, parse_statistics, statistics_folder
 from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES
-from mergepipe.errors import ConflictError
+from mergepipe.errors import ConflictError, UnsupportedError
 from mergepipe.jobs.snapshots import read_manifest_value
 from mergepipe.options import RunOptions
 from mergepipe.planning.plan import Plan
@@ -53,7 +54,7 @@ def expect_of_scratch(bench: Bench, expert: str, base: str = "base") -> None:
 
 
 def plan(bench: Bench, home: Path) -> Plan:
-    return mergepipe.plan(bench.write(RECIPE), "50%", home=home)
+    return mergepipe.plan(bench.write(RECIPE), "50%", select="norm", home=home)
 
 
 def same_choice(one: Plan, other: Plan) -> bool:
@@ -167,7 +168,8 @@ def test_analyze__makes_a_damaged_file_again_and_says_so(bench: Bench) -> None:
     report_of_merge = bench.merge(RECIPE, "out")
     (notice,) = [line for line in report_of_merge.notices if "statistics" in line]
     assert f"{path}: is damaged: its checksum does not fit" in notice
-    assert str(path) in plan(bench, bench.home).fallbacks[0].reason
+    with pytest.raises(UnsupportedError, match=re.escape(str(path))):
+        plan(bench, bench.home)
     report = analyse(bench, "expert1")
     assert report.experts[0].analyzed_tensors == 4
     assert str(path) in report.notices[0]
@@ -241,7 +243,7 @@ def plan_of_hub(folder: Path, *, home: Path | None = None) -> Plan:
         text = text.replace(f'"{name}"', f'"hf://org/{name}"')
     (folder / "recipe.yml").write_text(text)
 
-    return mergepipe.plan(folder / "recipe.yml", "50%", home=home or folder / "home")
+    return mergepipe.plan(folder / "recipe.yml", "50%", select="norm", home=home or folder / "home")
 
 
 def test_plan__of_the_hub_with_copied_files_reads_headers_alone(hub: HubServer, first: Bench, tmp_path: Path) -> None:
