@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracing import PAGE_BYTES, STRACE, TracedRun, TracedServer, traced_server
 
-from mergepipe import pack
+from mergepipe import analyze, pack
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.index import HEADER_NAME, INDEX_NAME
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
@@ -163,8 +163,9 @@ def test_budgeted_merge__of_packed_experts_requests_no_more_than_was_planned(
     setting = replace(raw, family=family, recipe=recipe)
     setting.analyze(BLOCK_ELEMENTS)
     partial = 0
-    empty = setting.with_home("empty")
-    grids = [(setting, BLOCK_ELEMENTS), (empty, BLOCK_ELEMENTS), (empty, 2 * BLOCK_ELEMENTS), (empty, 3 * GRAIN)]
+    of_raw = setting.with_home("of-raw")  # of packs their indices are known
+    analyze(base, experts[-1:], home=of_raw.home)
+    grids = [(setting, BLOCK_ELEMENTS), (of_raw, BLOCK_ELEMENTS), (of_raw, 2 * BLOCK_ELEMENTS), (of_raw, 3 * GRAIN)]
     for i, ((known, block), budget) in enumerate(product(grids, ("7%", "30%", "100%"))):
         plan = known.plan(budget, EVERY_POLICY[i % len(EVERY_POLICY)], block_elements=block)
         memory = smallest_memory(plan, tmp_path / f"refused-{i}") if i % 2 else None

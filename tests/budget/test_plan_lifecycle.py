@@ -15,7 +15,7 @@ from budget_cases import CASES, POLICIES, Setting, make_setting
 import mergepipe
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.core.blocks import F32
-from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.options import MergeOptions, RunOptions
 from support.budgets import GRAIN, TensorPlanOf, smallest_memory
 from support.disk_families import weights_digest
@@ -73,8 +73,11 @@ def test_plan__of_a_file_changed_since_its_analysis_does_not_use_its_statistics(
     known = setting.plan("40%")
     for file in setting.family.places[1].rglob("*.safetensors"):
         os.utime(file, ns=(1, 1))
-    plan = setting.plan("40%")
+    with refuses(UnsupportedError, "plan.unsupported", "expert1': has no statistics and others have"):
+        setting.plan("40%")
     assert known.fallbacks == ()
+    assert weights_digest(setting.run(setting.plan("100%"), "all")) == weights_digest(setting.full())
+    plan = setting.plan("40%", "random")
     assert [f.where for f in plan.fallbacks if "no statistics" in f.reason] == ["expert './models/expert1'"]
     report = mergepipe.run(plan, tmp_path / "out", home=setting.home)
     assert report.expert_bytes <= plan.planned_bytes <= plan.budget_bytes

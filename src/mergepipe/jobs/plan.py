@@ -131,9 +131,7 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
     else:
         known = KnownStatistics(store, link.home, link.notices, beside=True)
         planned_models, on_record = _lookup_known(known, inputs)
-        if not request.everything:
-            statistics = on_record
-            _check_footing(inputs, statistics, request.policy, link.notices)
+        statistics = statistics if request.everything else on_record
     plan_by = partial(_plan_by, store, inputs, request, planned_models, statistics)
     try:
         plan = plan_by(request.policy or Policy.SAMPLE)
@@ -143,6 +141,8 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
         notice = Fallback("policy", "blocks are read by norm, none are sampled", error.problems[0].message)
         plan = plan_by(Policy.NORM)
         plan = replace(plan, fallbacks=(notice, *plan.fallbacks))
+    if request.policy in (Policy.NORM, Policy.PAPER, Policy.CONFLICT) and plan.planned_bytes < plan.full_cost_bytes:
+        _check_footing(inputs, statistics, request.policy, link.notices)
     if request.options.strict:
         problems = [
             Problem("budget.too-small", fallback.where, f"{fallback.decision}: {fallback.reason}", "raise --budget")
@@ -268,8 +268,6 @@ def _check_footing(inputs: Inputs, statistics: Statistics, policy: Policy | None
         UnsupportedError: `plan.unsupported`, norms of some experts are known, and none of others that change tensors;
             `notices` may say why.
     """
-    if policy is Policy.RANDOM:
-        return
     packed = _are_packed(inputs)
     are_known = [bool(known) or is_packed for known, is_packed in zip(statistics, packed, strict=True)]
     changing = {
