@@ -155,7 +155,7 @@ def missing_text(share: float, rough: float = 0.0) -> str:
 
 
 def read_share(read_blocks: int, omitted_blocks: int, planned_bytes: int, full_bytes: int) -> float:
-    """Return the share of an expert's bytes that is read; of blocks only whether it is all or nothing."""
+    """Return the share of an expert's bytes that is read: 1 where no block is omitted, 0 where none is read."""
     if not omitted_blocks:
         return 1.0
     if not read_blocks:

@@ -62,13 +62,16 @@ def test_importance__comes_before_norms_on_record(setting: Setting, tmp_path: Pa
     assert probabilities(planned(setting, path)) == probabilities(before)
 
 
-def test_importance__tensors_without_any_are_read_after_all_others(setting: Setting, tmp_path: Path) -> None:
-    path = write_json(tmp_path, TOTALS | {"layers.0.wide": 0})
+@pytest.mark.parametrize("none", [0, 1e-30])
+def test_importance__tensors_without_any_are_read_after_all_others(
+    setting: Setting, tmp_path: Path, none: float
+) -> None:
+    path = write_json(tmp_path, TOTALS | {"layers.0.wide": none})
     plan = planned(setting, path)
     assert probabilities(plan)["layers.0.wide"] == 0
     told = plan.fallbacks[0]
     assert (told.where, told.decision.partition(":")[0]) == ("1 tensor", "layers.0.wide")
-    assert told.reason == "their importance is 0"
+    assert told.reason == "their importance is 0, or next to nothing"
     sampling = plan.sampling
     assert sampling is not None
     assert 0.2 < sampling.least_probability <= 1

@@ -298,11 +298,9 @@ def _suitable_block(inputs: Inputs, statistics: Statistics) -> int:
 def _sampled_unit(inputs: Inputs, store: Store) -> int:
     """Choose the unit of a sample: a larger one for costly requests, encoded blocks, and models of very many units."""
     is_large = inputs.resolution.output_bytes > SMALL_UNITS_BYTES
-    return (
-        DEFAULT_BLOCK_ELEMENTS
-        if is_large or any(_are_packed(inputs)) or _are_dear(inputs, store)
-        else SAMPLED_UNIT_ELEMENTS
-    )
+    if is_large or any(_are_packed(inputs)) or _are_dear(inputs, store):
+        return DEFAULT_BLOCK_ELEMENTS
+    return SAMPLED_UNIT_ELEMENTS
 
 
 def _lookup_known(known: KnownStatistics, inputs: Inputs) -> tuple[tuple[PlanningModel, ...], Statistics]:

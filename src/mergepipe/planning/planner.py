@@ -351,7 +351,7 @@ def _last_fallbacks(problem: PlanningProblem, candidates: Candidates, selection:
         return ()
     reason = "embeddings and output heads are read after all other tensors; --importance sets another order"
     if problem.importance is not None:
-        reason = "their importance is 0"
+        reason = "their importance is 0, or next to nothing"
     decision = f"{first_names(left_out)}: equal to the base, nothing of the experts is read"
     return (Fallback(plural(len(left_out), "tensor"), decision, reason),)
 

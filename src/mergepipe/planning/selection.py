@@ -436,6 +436,7 @@ SMALL_SHARE = 0.01
 """Tensors of up to `SMALL_ELEMENTS` are small, from the smallest on, while all of them cost at most this share."""
 SMALL_WEIGHT = 100.0
 """A small tensor is that much more probable than the mean: from a budget of about 1 % on it is read in full."""
+_LEAST_WEIGHT = 1e-9  # beside the mean: less is none
 _FREE_WEIGHT = 1e9
 _UNIT = 2.0**-53
 
@@ -538,12 +539,14 @@ def order_positions(
     weight_T: NDArray[np.float64],
     is_last_T: NDArray[np.bool_],
 ) -> PositionOrder:
-    """Order positions by their numbers over their tensors' weights, those of tensors without weight as of weight 1.
+    """Order positions by their numbers over their tensors' weights.
 
-    Those come after all others, as those of tensors that are last do: they are drawn of what the budget leaves.
+    Positions of tensors that are last, or next to without weight, come after all others: they are drawn of what the
+    budget leaves, the latter alike.
     """
-    is_last_T = is_last_T | (weight_T == 0)
-    weight_T = np.where(weight_T == 0, 1.0, weight_T)
+    is_weightless_T = weight_T < _LEAST_WEIGHT
+    is_last_T = is_last_T | is_weightless_T
+    weight_T = np.where(is_weightless_T, 1.0, weight_T)
     begin_T = np.where(is_last_T, 2 / weight_T.min(initial=1.0), 0.0)
     tensor_B = candidates.columns.tensor_B
     key_B = number_B / weight_T[tensor_B] + begin_T[tensor_B]
