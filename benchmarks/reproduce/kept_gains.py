@@ -13,7 +13,8 @@ from benchmarks.reproduce.results import Entry, Results
 from mergepipe.core.units import plural
 
 _T_95 = {
-    2: 4.303, 4: 2.776, 7: 2.365, 9: 2.262, 14: 2.145, 15: 2.131, 23: 2.069, 31: 2.040, 63: 1.998, 127: 1.979,
+    2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 11: 2.201, 12: 2.179,
+    13: 2.160, 14: 2.145, 15: 2.131, 23: 2.069, 31: 2.040, 63: 1.998, 127: 1.979,
 }  # fmt: skip
 """Student's t, by its freedom."""
 _SHARE_OF_AN_EXPERT = 100 // len(FEW)
