@@ -412,13 +412,17 @@ class UnitSource:
 
 @dataclass(frozen=True, slots=True)
 class UnitStaleness:
-    """One unit: its sources, and the step counters it resumes with."""
+    """One unit: its sources, and the step counters it resumes with.
+
+    `origin` is the unit that it is in its sources, where that is another: a layer in another position.
+    """
 
     unit: str
     parameters: Size
     sources: tuple[UnitSource, ...]
     adam_steps: tuple[float, ...]
     step_policies: tuple[StepPolicy, ...]
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)

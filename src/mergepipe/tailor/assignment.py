@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from mergepipe.errors import MismatchError, RecipeError
+from mergepipe.errors import MismatchError, RecipeError, unsupported
 from mergepipe.recipes.fields import Findings
+from mergepipe.recipes.tasks import LayerCount
 from mergepipe.snapshots.manifest import StepPolicy, UnitSource, UnitStaleness
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredState, TrainingCheckpoint, differences
 from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
 from mergepipe.tailor.recipes import CompositionRecipe, Take
-from mergepipe.tailor.selection import Choice, ModelUnits
+from mergepipe.tailor.restacking import at_layer, fits_in_place, in_layers, layer_count, restacked
+from mergepipe.tailor.selection import Choice, ModelUnits, Unit, UnitKind, layer
 
 DERIVED_KINDS = (WEIGHT, EXPORT)  # copies of the master, in the dtype they are stored in
 _MAX_LISTED_UNITS = 8
@@ -24,12 +26,24 @@ class Assignment:
     """`source_of` maps every parameter to its source's place in `sources`. The skeleton gives everything else:
     structure, scheduler, random states, options of the optimizer. With `state_index` a partial checkpoint takes the
     skeleton's place in all but structure.
+
+    With `layers` the result's layers are these layers of their sources, and `origin_of` has the source's name of every
+    parameter that has another name there. `resized` describes the result where it has other parameters than the
+    skeleton.
     """
 
     sources: tuple[TrainingCheckpoint, ...]
     skeleton_index: int
     source_of: Mapping[str, int]
     state_index: int | None = None
+    layers: LayerCount | None = None
+    origin_of: Mapping[str, str] = field(default_factory=dict)
+    resized: TrainingCheckpoint | None = None
+
+    @property
+    def model(self) -> TrainingCheckpoint:
+        """The description of the result: its parameters, and the form of its states."""
+        return self.resized or self.skeleton
 
     @property
     def skeleton(self) -> TrainingCheckpoint:
@@ -45,13 +59,18 @@ class Assignment:
         return self.sources[self.source_of.get(parameter, self.skeleton_index)]
 
     def keeps(self, name: str) -> bool:
-        """Whether a weight, or the owner of an alias, is the skeleton's own."""
-        return self.source(self.skeleton.units.tied.get(name, name)) is self.skeleton
+        """Whether a weight, or the owner of an alias, is the skeleton's own, in its position."""
+        owner = self.skeleton.units.tied.get(name, name)
+        return self.source(owner) is self.skeleton and owner not in self.origin_of
+
+    def origin(self, name: str) -> str:
+        """Return the name that a parameter has in its source."""
+        return self.origin_of.get(name, name)
 
     def find_state(self, name: str, kind: str) -> StoredState | None:
         """Return the source's state that a parameter or an alias is copied from, if there is one."""
         owner = self.skeleton.units.tied.get(name, name)
-        return state_to_copy(self.source(owner), name, kind)
+        return state_to_copy(self.source(owner), self.origin(name), kind)
 
     def state_of(self, name: str, kind: str) -> StoredState:
         """Return the source's state that a parameter or an alias is copied from; `assign` has seen it there."""
@@ -68,21 +87,56 @@ def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpo
     findings = Findings(RecipeError, MismatchError)
     skeleton = _skeleton(recipe, opened, places, findings)
     findings.raise_any()
-    n_layers = opened[skeleton].units.n_layers
-    if 0 < recipe.n_sliced < n_layers:  # slices that leave out the last layers
-        findings.add(
-            RecipeError, "recipe.conflict", f"{recipe.path.name} slices",
-            f"they stack {recipe.n_sliced} layers on a model of {n_layers}: training state keeps its number of layers",
-            "stack the weights alone: merge the models by this recipe",
-        )  # fmt: skip
-    source_of = _claim_parameters(recipe, places, opened[skeleton].units, findings)
+    layers = _stacked_layers(recipe, opened[skeleton], findings)
+    model = opened[skeleton] if layers is None else restacked(opened[skeleton], layers)
+    claims = _claim_parameters(recipe, opened[skeleton].units, model.units, findings)
+    source_of = {name: places[source] for name, (source, _) in claims.items()}
+    origin_of = {name: origin for name, (_, origin) in claims.items() if origin != name}
     _check_dtype(recipe, opened[skeleton], findings)
     state = _state(recipe, opened, places, skeleton)
-    assignment = Assignment(opened, skeleton, MappingProxyType(source_of), state if state != skeleton else None)
+    assignment = Assignment(
+        opened,
+        skeleton,
+        MappingProxyType(source_of),
+        state if state != skeleton else None,
+        layers,
+        MappingProxyType(origin_of),
+        None if fits_in_place(opened[skeleton], model) else model,
+    )
     for index in sorted({*source_of.values()} - {skeleton}):
         _check_fit(assignment, opened[index], [n for n, i in source_of.items() if i == index], findings)
     findings.raise_any()
     return assignment
+
+
+def _stacked_layers(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: Findings) -> LayerCount | None:
+    """Describe the layers of slices, all of which the model must have; None where layers keep their positions."""
+    origins = recipe.stacked_layers
+    if not origins or origins == tuple(range(skeleton.units.n_layers)):
+        return None
+    for take in recipe.takes:
+        for choice in take.choices if take.first_layer is not None else ():
+            _find(choice, take, skeleton.units, findings)
+    findings.raise_any()
+    layers = layer_count(skeleton.units, origins)
+    tied = next((alias for pair in skeleton.units.tied.items() for alias in pair if in_layers(alias, layers)), None)
+    if tied is not None:
+        raise unsupported(skeleton.path, f"{tied} is tied to another parameter", "leave its layer in its position")
+    untrained = next((name for name in skeleton.untrained if in_layers(name, layers)), None)
+    if untrained is not None:
+        message = f"{untrained} is frozen or a buffer, and ZeRO-3 keeps it apart: its layer keeps its position"
+        raise unsupported(skeleton.path, message, "stack the weights alone: merge the models by this recipe")
+    return layers
+
+
+def _find(choice: Choice, take: Take, units: ModelUnits, findings: Findings) -> tuple[tuple[str, ...], str | None]:
+    """Return what a choice finds in a model; nothing, and a finding, where it is wrong."""
+    try:
+        return choice.find(units, take.where)
+    except RecipeError as error:
+        for problem in error.problems:
+            findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
+        return (), None
 
 
 def _state(
@@ -115,20 +169,20 @@ def _skeleton(
 
 
 def _claim_parameters(
-    recipe: CompositionRecipe, places: Mapping[Location, int], units: ModelUnits, findings: Findings
-) -> dict[str, int]:
-    """Return every parameter's source, in the model's order; what no entry takes comes from the default."""
+    recipe: CompositionRecipe, source_units: ModelUnits, units: ModelUnits, findings: Findings
+) -> dict[str, tuple[Location, str]]:
+    """Return every parameter's source and its name there, in the order of the result, whose `units` are given.
+
+    What no entry takes comes from the default.
+    """
     claims: dict[str, tuple[Take, Choice, str | None]] = {}
+    origins: dict[str, str] = {}
     for take in recipe.takes:
         for choice in take.choices:
-            try:
-                names, alias = choice.find(units, take.where)
-            except RecipeError as error:
-                for problem in error.problems:
-                    findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
-                continue
+            found, alias = _find(choice, take, source_units, findings)
             conflicting: set[tuple[str, bool]] = set()  # one error for an earlier entry, and one for a tied parameter
-            for name in names:
+            for name, origin in _placed(take, choice, found, source_units):
+                origins.setdefault(name, origin)
                 first, first_choice, first_alias = claims.setdefault(name, (take, choice, alias))
                 is_tied = bool(first_alias or alias)
                 if (first.where, is_tied) in conflicting:
@@ -145,7 +199,18 @@ def _claim_parameters(
     if recipe.default is None and lacking:
         _refuse_unclaimed(recipe, lacking, findings)
     sources = ((name, claims[name][0].source if name in claims else recipe.default) for name in units.names)
-    return {name: places[source] for name, source in sources if source is not None}
+    return {name: (source, origins.get(name, name)) for name, source in sources if source is not None}
+
+
+def _placed(take: Take, choice: Choice, names: Sequence[str], units: ModelUnits) -> Iterator[tuple[str, str]]:
+    """Yield the result's names of what a choice finds, each with its name in the source."""
+    if take.first_layer is None:
+        yield from ((name, name) for name in names)
+        return
+    layers = layer_count(units, choice.layers)
+    for place, number in enumerate(choice.layers, take.first_layer):
+        for name in units.parameters[layer(number)]:
+            yield at_layer(name, layers, place), name
 
 
 def _refuse_unclaimed(recipe: CompositionRecipe, units: Sequence[str], findings: Findings) -> None:
@@ -191,13 +256,13 @@ def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequen
         return
     wanted = set(names)
     problems = []
-    for (name, kind), state in skeleton.states.items():
+    for (name, kind), state in assignment.model.states.items():
         if skeleton.units.tied.get(name, name) in wanted:
             stored = assignment.find_state(name, kind)
             problem = _mismatch(stored, state) if stored is not None else "is not there"
-            problems += [f"{kind} of {name} {problem}"] if problem else []
+            problems += [f"{kind} of {assignment.origin(name)} {problem}"] if problem else []
     counted = {name for step in source.steps for name in step.parameters}
-    counters = (name for step in skeleton.steps for name in step.parameters if name in wanted)
+    counters = (assignment.origin(n) for step in assignment.model.steps for n in step.parameters if n in wanted)
     problems += [f"the step counter of {name} is not there" for name in counters if name not in counted]
     if problems:
         more = f", and {len(problems) - 1} more states" if len(problems) > 1 else ""
@@ -258,7 +323,8 @@ def choose_steps(assignment: Assignment, groups: Sequence[Sequence[str]] | None 
     counters = [
         {name: step.value for step in source.steps for name in step.parameters} for source in assignment.sources
     ]
-    wanted = assignment.skeleton.steps if groups is None else _regrouped(assignment.skeleton.steps, groups)
+    steps = assignment.model.steps
+    wanted = steps if groups is None else _regrouped(steps, groups)
     return tuple(_choose(assignment, counters, counter) for counter in wanted)
 
 
@@ -275,7 +341,8 @@ def _regrouped(steps: Sequence[AdamStep], groups: Sequence[Sequence[str]]) -> It
 
 def _choose(assignment: Assignment, counters: list[dict[str, float]], counter: AdamStep) -> StepChoice:
     used = {name: assignment.source_of[name] for name in counter.parameters if name in assignment.source_of}
-    value = max((counters[index].get(name, counter.value) for name, index in used.items()), default=counter.value)
+    values = (counters[index].get(assignment.origin(name), counter.value) for name, index in used.items())
+    value = max(values, default=counter.value)
     return StepChoice(counter, value, StepPolicy.EXACT if len({*used.values()}) <= 1 else StepPolicy.NEWEST)
 
 
@@ -284,7 +351,7 @@ def staleness_of(assignment: Assignment, steps: tuple[StepChoice, ...]) -> tuple
     by_name = {name: choice for choice in steps for name in choice.counter.parameters}
     newest = assignment.state.step
     reports = []
-    for unit, names in assignment.skeleton.units.parameters.items():
+    for unit, names in assignment.model.units.parameters.items():
         choices = [by_name[name] for name in names if name in by_name]
         opened = [assignment.sources[index] for index in dict.fromkeys(assignment.source_of[name] for name in names)]
         reports.append(UnitStaleness(
@@ -293,5 +360,14 @@ def staleness_of(assignment: Assignment, steps: tuple[StepChoice, ...]) -> tuple
             sources=tuple(UnitSource(str(source.path), source.step, newest - source.step) for source in opened),
             adam_steps=tuple(sorted({choice.value for choice in choices})),
             step_policies=tuple(sorted({choice.policy for choice in choices})),
+            origin=_origin(assignment, unit),
         ))  # fmt: skip
     return tuple(reports)
+
+
+def _origin(assignment: Assignment, unit: Unit) -> str:
+    """Name the layer that a layer is in its source, where that is another."""
+    if assignment.layers is None or unit.kind is not UnitKind.LAYER:
+        return ""
+    before = assignment.layers.origins[unit.index]
+    return "" if before == unit.index else str(layer(before))

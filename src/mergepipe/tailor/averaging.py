@@ -45,7 +45,7 @@ from mergepipe.recipes.references import text_with_relative_paths
 from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.reports import ProgressCallback
 from mergepipe.snapshots.manifest import MANIFEST_NAME, AverageRecord, CompositeManifest, is_composite, read_composite
-from mergepipe.snapshots.shards import ShardLayout, TensorSpec, index_files, plan_shards
+from mergepipe.snapshots.shards import TensorSpec, plan_shards
 from mergepipe.snapshots.whole_output import check_place
 from mergepipe.storage.contract import CONFIG_BYTES, Store, is_file
 from mergepipe.storage.location import Location
@@ -53,8 +53,8 @@ from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, choose_steps, state_to_copy
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState, TrainingCheckpoint, differences
 from mergepipe.tailor.composition import CompositionReport, Job, check_same_run, publish
-from mergepipe.tailor.composition_plan import CompositionPlan, SkeletonChanges, unpacked
-from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, is_rounded, joined, patch_states
+from mergepipe.tailor.composition_plan import SHARD_BYTES, CompositionPlan, SkeletonChanges, unpacked, weight_files
+from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, is_rounded, patch_states
 from mergepipe.tailor.formats import (
     open_source_checkpoint,
     open_source_checkpoints,
@@ -76,7 +76,6 @@ from mergepipe.tailor.unmerged_adapter import alone, find_adapter, folded, read_
 
 MOST_CHECKPOINTS = 128
 CARD_NAME = "README.md"
-_SHARD_BYTES = 5_000_000_000
 
 
 def average(
@@ -362,13 +361,10 @@ class Averaging:
         """Plan safetensors of the weights, a model card, and copies of configuration and tokenizer."""
         specs = self._specs()
         is_adapter = self.adapter is not None and self.request.is_adapter
-        shards = plan_shards(specs, _SHARD_BYTES)
+        shards = plan_shards(specs, SHARD_BYTES)
         if is_adapter:
             shards = plan_shards(specs, sum(spec.nbytes for spec in specs), single=ADAPTER_NAMES[0])
-        for shard in shards:
-            yield FilePlan(shard.name, tuple(joined(self._shard(shard))))
-        for name, content in index_files(shards).items():
-            yield FilePlan(name, (Literal(content),))
+        yield from weight_files(shards, self._segments)
         dtypes = sorted({spec.dtype.recipe_name for spec in specs})
         yield FilePlan(CARD_NAME, (Literal(_model_card(self, dtypes)),))
         if self.adapter is not None and is_adapter:
@@ -403,16 +399,14 @@ class Averaging:
         stored = next(state for state in (self.newest.untrained.get(name), *kinds) if state is not None).dtype
         return self.request.dtype or stored if stored.kind is DTypeKind.FLOAT else stored
 
-    def _shard(self, shard: ShardLayout) -> Iterator[Segment]:
-        yield Literal(shard.header)
-        for spec in shard.tensors:
-            target = StoredState.planned(spec.name, WEIGHT, spec.dtype, spec.shape)
-            values = self._tensor(spec.name)
-            is_average = len(values) > 1 and spec.dtype.kind is DTypeKind.FLOAT
-            key = rounding_key(0, spec.name) if self.request.is_stochastic else 0
-            weights = self.weights if is_average else (1.0,)
-            patches = patch_states(values if is_average else values[-1:], target, weights, key)
-            yield from (patch.segment for _, patch in patches)
+    def _segments(self, spec: TensorSpec) -> Iterator[Segment]:
+        target = StoredState.planned(spec.name, WEIGHT, spec.dtype, spec.shape)
+        values = self._tensor(spec.name)
+        is_average = len(values) > 1 and spec.dtype.kind is DTypeKind.FLOAT
+        key = rounding_key(0, spec.name) if self.request.is_stochastic else 0
+        weights = self.weights if is_average else (1.0,)
+        patches = patch_states(values if is_average else values[-1:], target, weights, key)
+        yield from (patch.segment for _, patch in patches)
 
 
 def views_of(store: Store, newest: TrainingCheckpoint, config: Location | None) -> tuple[Views, str]:

@@ -52,6 +52,7 @@ from mergepipe.tailor.copy_writer import write_files
 from mergepipe.tailor.formats import format_named, open_source_checkpoint, open_training_checkpoint
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_config, read_json
 from mergepipe.tailor.recipes import load_composition
+from mergepipe.tailor.resized import plan_resized
 from mergepipe.tailor.self_check import ResultCheck, StateKey
 from mergepipe.tailor.unmerged_adapter import find_adapter
 
@@ -165,7 +166,7 @@ def _staleness_row(unit: UnitStaleness) -> tuple[str, ...]:
     paths = ", ".join(PurePosixPath(source.path).name for source in unit.sources)
     return (
         unit.unit,
-        paths,
+        f"{paths} {unit.origin}".rstrip(),
         ", ".join(str(source.step) for source in unit.sources),
         ", ".join(str(source.age) for source in unit.sources),
         ", ".join(f"{step:g}" for step in unit.adam_steps) or "-",
@@ -190,7 +191,7 @@ def compose(
         check_place(out, opened, force=options.force)
     check_same_run(store, tuple(opened.values()))
     assignment = assign(recipe, opened)
-    plan = (plan_composition if options.export is None else plan_universal)(store, assignment)
+    plan = _plan(store, assignment, is_universal=options.export is not None)
     adapter = find_adapter(assignment.skeleton)
     if adapter is not None:
         plan = replace(plan, notices=(*plan.notices, f"the checkpoints hold {adapter.text}"))
@@ -198,7 +199,7 @@ def compose(
         return CompositionReport(plan, None, None, time.perf_counter() - started)
 
     def sources(name: str, kind: str) -> tuple[StoredState, ...]:
-        is_frozen = kind == FP32 and (name, kind) not in assignment.skeleton.states  # an export's own
+        is_frozen = kind == FP32 and (name, kind) not in assignment.model.states  # an export's own
         stored = assignment.find_state(name, WEIGHT if is_frozen else kind)
         if stored is None:
             raise _failed(out, f"{kind} of {name} has no source")
@@ -212,6 +213,12 @@ def compose(
     folder = recipe.path.parent
     text = text_with_relative_paths(recipe.text, folder.local_path) if folder.is_local else recipe.text
     return publish(store, Job(text, plan, sources, open_result), out, options, on_progress, started)
+
+
+def _plan(store: Store, assignment: Assignment, *, is_universal: bool) -> CompositionPlan:
+    if is_universal:
+        return plan_universal(store, assignment)
+    return plan_composition(store, assignment) if assignment.resized is None else plan_resized(store, assignment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +462,7 @@ def _check_structure(
     if made.missing:
         raise _failed(out, f"lacks {made.missing[0]}")
     is_other_step = made.step != assignment.state.step and format_named(made.format).records_step
-    if is_other_step or dict(made.parameters) != dict(assignment.skeleton.parameters):
+    if is_other_step or dict(made.parameters) != dict(assignment.model.parameters):
         raise _failed(out, f"is at step {made.step} with {len(made.parameters)} parameters")
     wanted = {name: choice.value for choice in steps for name in choice.counter.parameters}
     written_steps = {name: step.value for step in made.steps for name in step.parameters}

@@ -13,18 +13,30 @@ from typing import TypeAlias
 
 from mergepipe.checkpoints.directory import is_linked_folder, stat_regular
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
-from mergepipe.checkpoints.torch_file import read_torch_zip, walk_tensors
+from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip, walk_tensors
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.checkpoints.zip_directory import Window
-from mergepipe.core.blocks import F32, DTypeKind
+from mergepipe.core.blocks import F32, DType, DTypeKind, Span
 from mergepipe.errors import damaged, mismatched, unsupported
+from mergepipe.recipes.output_config import check_layer_kinds, with_layers
 from mergepipe.snapshots.manifest import MANIFEST_NAME, UnitStaleness
-from mergepipe.storage.contract import FileKind, Store, is_file
+from mergepipe.snapshots.shards import ShardLayout, TensorSpec, index_files
+from mergepipe.storage.contract import CONFIG_BYTES, FileKind, Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archive_layout import MemberPlan, stale_checksums
 from mergepipe.tailor.archives import new_archive, plan_edited, plan_rewritten
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice, choose_steps, staleness_of
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework, PicklePath, Piece, StoredState, TrainingCheckpoint
-from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Patch, patch_states, patched_file
+from mergepipe.tailor.copy_plan import (
+    CopyRange,
+    FilePlan,
+    Literal,
+    Patch,
+    Segment,
+    joined,
+    patch_states,
+    patched_file,
+)
 from mergepipe.tailor.formats import format_named
 from mergepipe.tailor.formats.contract import STEP_FORMS, Node, root_of
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata, unpack_piece
@@ -51,6 +63,8 @@ from mergepipe.tailor.formats.hf_trainer import (
 from mergepipe.tailor.formats.partial import read_partial_manifest
 from mergepipe.tailor.pickle_writer import InertPickler, new_tensor
 
+SHARD_BYTES = 5_000_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class CompositionPlan:
@@ -76,12 +90,24 @@ def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
     steps = choose_steps(assignment)
     changes = SkeletonChanges(store, assignment.skeleton)
     take_state(changes, assignment)
+    follow_layers(changes, assignment)
     for (name, kind), target in assignment.skeleton.states.items():
         if not assignment.keeps(name):
             changes.state([assignment.state_of(name, kind)], target)
     for choice in steps:
         changes.step(choice)
     return CompositionPlan(assignment, steps, staleness_of(assignment, steps), changes.plans())
+
+
+def follow_layers(changes: SkeletonChanges, assignment: Assignment) -> None:
+    """Let the model's configuration, if the checkpoint holds one, state the layers that slices stack."""
+    skeleton, layers = assignment.skeleton, assignment.layers
+    if layers is None or CONFIG_NAME not in changes.files:
+        return
+    where = skeleton.path / CONFIG_NAME
+    config = changes.store.read_small(where, CONFIG_BYTES)
+    changes.contents[CONFIG_NAME] = with_layers(config, layers, where=where)
+    check_layer_kinds(config, layers, skeleton.parameters, assignment.model.parameters, where=where)
 
 
 # --- list the files of the skeleton that belong to the checkpoint ---
@@ -203,6 +229,48 @@ def unpacked(store: Store, state: StoredState) -> StoredState:
     if not any(piece.is_packed for piece in state.pieces):
         return state
     return replace(state, pieces=tuple(unpack_piece(store, piece, state.dtype) for piece in state.pieces))
+
+
+def state_segments(store: Store, stored: StoredState, dtype: DType, span: Span | None = None) -> tuple[Segment, ...]:
+    """Return what copies the elements `span` of a state, all of them by default, as `dtype`."""
+    span = Span(0, stored.n_elements) if span is None else span
+    target = StoredState.planned(stored.parameter, stored.kind, dtype, stored.shape)
+    pieces = tuple(replace(piece, nbytes=span.n_elements * dtype.itemsize, span=span) for piece in target.pieces)
+    return tuple(patch.segment for _, patch in patch_states([unpacked(store, stored)], replace(target, pieces=pieces)))
+
+
+def weight_files(
+    shards: Sequence[ShardLayout], segments_of: Callable[[TensorSpec], Iterable[Segment]]
+) -> Iterator[FilePlan]:
+    """Plan safetensors and, where there are several, their index."""
+    for shard in shards:
+        segments: list[Segment] = [Literal(shard.header)]
+        for spec in shard.tensors:
+            segments += segments_of(spec)
+        yield FilePlan(shard.name, tuple(joined(segments)))
+    for name, content in index_files(shards).items():
+        yield FilePlan(name, (Literal(content),))
+
+
+def apply_edits(root: Node, edits: Edits) -> None:
+    """Put new values at some paths of a pickle's value, in place."""
+    for path, value in edits.items():
+        root.at(path[:-1]).mapping()[path[-1]] = value
+
+
+class NewTensors:
+    """Collects tensors that an archive gets beside its own: `members` by the keys of their storages."""
+
+    def __init__(self, archive: TorchArchive) -> None:
+        self.members: dict[str, MemberPlan] = {}
+        keys = [tensor.storage.key for _, tensor in walk_tensors(archive.root)]
+        self._first_key = 1 + max((int(key) for key in keys if key.isdecimal()), default=-1)
+
+    def add(self, segments: Sequence[Segment], dtype: DType, shape: tuple[int, ...]) -> PickledTensor:
+        """Add a tensor of these bytes; return its value in the pickle."""
+        key = str(self._first_key + len(self.members))
+        self.members[key] = MemberPlan(f"data/{key}", tuple(segments))
+        return new_tensor(key, dtype, shape)
 
 
 # --- take a run's state from a partial checkpoint: step, scheduler, random states, optimizer options ---
@@ -398,8 +466,12 @@ def plan_universal(store: Store, assignment: Assignment) -> CompositionPlan:
     if not steps:
         message = "its optimizer counts no steps; DeepSpeed's universal checkpoints are those of Adam"
         raise unsupported(skeleton.path, message, "compose without --export: the number of ranks stays")
+    if assignment.resized is not None:
+        hint = "compose it first, and export the composite"
+        raise unsupported(skeleton.path, "has other parameters than the composite", hint)
     changes = SkeletonChanges(store, skeleton)
     take_state(changes, assignment)
+    follow_layers(changes, assignment)
     optimizer_files = zero[0]
     folder = STATES_FOLDER if skeleton.root == skeleton.path else f"{new_tag(assignment)}/{STATES_FOLDER}"
     plans = [
@@ -456,8 +528,7 @@ def _state_file(store: Store, assignment: Assignment, name: str, kind: str, froz
     """Plan one state in the form that the stage's loader takes: shaped in a mapping, or flat (stage 3)."""
     stored = assignment.state_of(name, frozen_kind or kind)
     dtype = F32 if frozen_kind else assignment.skeleton.states[name, kind].dtype
-    target = StoredState.planned(name, kind, dtype, stored.shape)
-    segments = tuple(patch.segment for _, patch in patch_states([unpacked(store, stored)], target))
+    segments = state_segments(store, stored, dtype)
     is_flat = assignment.skeleton.stage == 3
     tensor = new_tensor("0", dtype, (stored.n_elements,) if is_flat else stored.shape)
     root: object = tensor
@@ -472,19 +543,15 @@ def _options_file(
     """Plan what the optimizer keeps beside tensors: options, loss scaler and, in stage 3, the one counter."""
     archive = read_torch_zip(changes.store, first)
     file = root_of(archive)
-    for path, value in changes.edits[first].items():
-        file.at(path[:-1]).mapping()[path[-1]] = value
+    apply_edits(file, changes.edits[first])
     options = file.at(base_optimizer_path(stage)).get("param_groups").value
     kept = file.get("optimizer_state_dict").mapping().items()
     root = {key: value for key, value in kept if key not in _SHARDED} | {"param_groups": options}
-    new = {}
+    new = NewTensors(archive)
     if stage == 3:
         (choice,) = steps
         step: object = int(choice.value)
         if not choice.counter.entries:
-            keys = [tensor.storage.key for _, tensor in walk_tensors(root)]
-            key = str(1 + max((int(key) for key in keys if key.isdecimal()), default=-1))
-            new[key] = MemberPlan(f"data/{key}", (Literal(pack_step(choice)),))
-            step = new_tensor(key, choice.counter.dtype, ())
+            step = new.add([Literal(pack_step(choice))], choice.counter.dtype, ())
         root["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": options}
-    return plan_rewritten(name, archive, root, new)
+    return plan_rewritten(name, archive, root, new.members)

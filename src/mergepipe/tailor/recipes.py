@@ -30,19 +30,22 @@ _WEIGHT_KEYS = ("name", "model")
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Units taken from one source; `where` is the position in the recipe."""
+    """Units taken from one source; `where` is the position in the recipe.
+
+    The layers of a slice become those of the result from `first_layer` on; None where units keep their positions.
+    """
 
     source: Location
     choices: tuple[Choice, ...]
     where: str
+    first_layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CompositionRecipe:
     """A composition as requested. `default` provides units that no take names; `state_from` None means the newest.
 
-    `weights_dtype` is what the recipe says of the stored weights, to be checked; None where it says nothing. `n_sliced`
-    counts the layers of slices, which are those of the model from its first on; 0 without slices.
+    `weights_dtype` is what the recipe says of the stored weights, to be checked; None where it says nothing.
     """
 
     path: Location
@@ -51,7 +54,12 @@ class CompositionRecipe:
     takes: tuple[Take, ...]
     state_from: Location | None
     weights_dtype: DType | None
-    n_sliced: int = 0
+
+    @property
+    def stacked_layers(self) -> tuple[int, ...]:
+        """The layer that each layer of the result is in its source; empty where layers keep their positions."""
+        stacked = (take for take in self.takes if take.first_layer is not None)
+        return tuple(number for take in stacked for choice in take.choices for number in choice.layers)
 
     @property
     def sources(self) -> tuple[Location, ...]:
@@ -159,20 +167,16 @@ def _read_slices(reader: DocumentReader, root: dict[str, Value]) -> CompositionR
         message = f"slices are composed with merge_method: passthrough, found {describe(method)}"
         reader.refuse("recipe.value", ("merge_method",), message)
     takes: list[Take] = []
-    n_sliced = 0
+    n_layers = 0
     for index, entry in enumerate(_entries(reader, root, "slices")):
         for take in _slice(reader, entry, ("slices", index)):
-            takes.append(take)
-            layers = [number for choice in take.choices for number in choice.layers]
-            if layers and layers[0] != n_sliced:
-                message = f"layer {layers[0]} would become layer {n_sliced}: training state keeps the order of layers"
-                hint = "stack the weights alone: merge the models by this recipe"
-                reader.refuse("recipe.conflict", ("slices", index), message, hint)
-            n_sliced = layers[-1] + 1 if layers else n_sliced
+            n_sliced = sum(len(choice.layers) for choice in take.choices)
+            takes.append(replace(take, first_layer=n_layers) if n_sliced else take)
+            n_layers += n_sliced
     for key in ("pre_weights", "post_weights"):
         for index, entry in enumerate(_entries(reader, root, key)):
             takes += _weight(reader, entry, (key, index))
-    return replace(_recipe(reader, root, _optional_source(reader, root, "base_model"), takes), n_sliced=n_sliced)
+    return _recipe(reader, root, _optional_source(reader, root, "base_model"), takes)
 
 
 def _entries(reader: DocumentReader, root: dict[str, Value], key: str, hint: str = "") -> list[Value]:

@@ -64,6 +64,12 @@ def unit_named(text: str) -> Unit:
     raise ValueError(f"{shown(text)} names no unit")
 
 
+def layer_prefix(parameter: str) -> str:
+    """Return what stands before the number of a layer's parameter; empty for other names."""
+    match = _STACK.match(parameter)
+    return f"{match['stack']}." if match else ""
+
+
 _PLAIN_UNITS = {str(unit): unit for unit in (EMBED, NORM, LM_HEAD)}
 _INDEX = re.compile(r"\d{1,6}", re.ASCII)
 _STACK_WORDS = ("layers", "layer", "h", "blocks", "block")

@@ -175,6 +175,13 @@ def read_tensors(store: Store, folder: Location) -> Iterator[DcpTensor]:
         yield DcpTensor(key, container, _dtype(fields), shape, tuple(chunks))
 
 
+def tensor_keys(store: Store, folder: Location) -> dict[tuple[str, str], str]:
+    """Return the keys of a DCP directory's tensors, by parameter or alias and kind; counters are of the kind `step`."""
+    optimizer, weights = _classify({tensor.key: tensor for tensor in read_tensors(store, folder)}, folder)
+    keys = {(name, WEIGHT): tensor.key for name, tensor in weights.items()}
+    return keys | {state: tensor.key for state, tensor in optimizer.items()}
+
+
 def dcp_checkpoint(
     store: Store, folder: Location, described: Iterable[DcpTensor], home: Location | None = None
 ) -> TrainingCheckpoint:

@@ -47,8 +47,6 @@ _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt", re.ASCII)
 _FOREIGN_FILE = re.compile(r"layer_\d+.*model_states\.pt|.*expp?_?rank_\d+.*\.pt|expert_\d+.*\.pt|.*_expert_.*\.pt")
 _OFFLOADED_NAME = "offloaded_tensors"
-_STAGE3_KEY = "fp32_flat_groups"
-_STAGE12_KEY = "single_partition_of_fp32_groups"
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
@@ -163,6 +161,11 @@ def base_optimizer_path(stage: int | None) -> tuple[str, str]:
     return "optimizer_state_dict", "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
 
 
+def masters_key(stage: int | None) -> str:
+    """Return the key, among an optimizer file's states, of the masters of every flat group."""
+    return "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+
+
 def zero_stage(optimizer: Node) -> int:
     """Return the ZeRO stage that an optimizer's state records."""
     node = optimizer.get("zero_stage")
@@ -182,7 +185,7 @@ def _optimizer_of(archive: TorchArchive) -> Node:
 def _stage(optimizer: Node) -> int:
     """The ZeRO stage, which must fit the keys."""
     stage = zero_stage(optimizer)
-    expected = _STAGE3_KEY if stage == 3 else _STAGE12_KEY
+    expected = masters_key(stage)
     if expected not in optimizer.mapping():
         raise unsupported(optimizer.file, f"a stage {stage} checkpoint without {expected!r} (elastic, or too old)")
     return stage
@@ -310,7 +313,7 @@ def _states(
 def _flat_tensors(archive: TorchArchive, stage: int, group: int, n_groups: int) -> Iterator[tuple[str, TensorEntry]]:
     """Yield the flat tensors of one group in one rank's file, by kind."""
     optimizer = _optimizer_of(archive)
-    masters = optimizer.get(_STAGE3_KEY if stage == 3 else _STAGE12_KEY).elements()
+    masters = optimizer.get(masters_key(stage)).elements()
     if len(masters) != n_groups:
         raise optimizer.error(f"{len(masters)} flat groups, the model file lists {n_groups}")
     yield FP32, located(archive, masters[group])

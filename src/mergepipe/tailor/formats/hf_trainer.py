@@ -199,7 +199,7 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
     steps: list[AdamStep] = []
     missing: list[str] = []
     try:
-        names = _numbering(folder, config, model, optimizer)
+        names = numbered_parameters(folder, config, model, optimizer)
         for number, name in enumerate(names):
             entry = optimizer.get("state").find(number)
             if entry is not None:
@@ -252,7 +252,7 @@ def rank_count(store: Store, folder: Location) -> int:
     return sum(fnmatchcase(entry.name, "rng_state_*.pth") for entry in store.list(folder)) or 1
 
 
-def _numbering(
+def numbered_parameters(
     folder: Location, config: Mapping[str, JsonValue], model: Checkpoint, optimizer: Node
 ) -> tuple[str, ...]:
     """The parameter behind each number of the optimizer, checked against the groups and the weights."""
