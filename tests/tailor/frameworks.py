@@ -27,6 +27,7 @@ SAVED_STEPS = (2, 4)
 AFTER = (5, 6)
 LAST_PARTIAL = 6
 WORLD_SIZE = int(os.environ.get("MERGEPIPE_TEST_RANKS", "2"))
+N_LAYERS = int(os.environ.get("MERGEPIPE_TEST_LAYERS", "3"))
 ONE_RANK = ("hf", "hf-fp16")
 RATE = 1e-2
 
@@ -51,8 +52,9 @@ def tiny_model(kind: str) -> Any:
     torch.manual_seed(1)
     transformers: Any = import_module("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=37, hidden_size=15, head_dim=4, intermediate_size=21, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=kind.endswith("-tied"), pad_token_id=0,
+        vocab_size=37, hidden_size=15, head_dim=4, intermediate_size=21, num_hidden_layers=N_LAYERS,
+        num_attention_heads=3, num_key_value_heads=1, max_position_embeddings=32,
+        tie_word_embeddings=kind.endswith("-tied"), pad_token_id=0,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 

@@ -54,9 +54,9 @@ UNITS = "layers even, norm"
 Truth = Mapping[str, Any]
 
 
-def run(*arguments: object, ranks: int = 2, is_universal: bool = False, fails: bool = False) -> str:
+def run(*arguments: object, ranks: int = 2, layers: int = 3, is_universal: bool = False, fails: bool = False) -> str:
     """Run `frameworks.py`, or another script, with the interpreter for training; return what it prints."""
-    environment = os.environ | SETTINGS | {"MERGEPIPE_TEST_RANKS": str(ranks)}
+    environment = os.environ | SETTINGS | {"MERGEPIPE_TEST_RANKS": str(ranks), "MERGEPIPE_TEST_LAYERS": str(layers)}
     environment |= {"MERGEPIPE_TEST_UNIVERSAL": "1"} if is_universal else {}
     finished = subprocess.run(
         [str(PYTHON), *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=900, check=False
@@ -68,9 +68,11 @@ def run(*arguments: object, ranks: int = 2, is_universal: bool = False, fails: b
 SCRIPT = HERE / "frameworks.py"
 
 
-def resume(kind: str, out: Path, *steps: int, ranks: int = 2, is_universal: bool = False) -> list[Truth]:
+def resume(
+    kind: str, out: Path, *steps: int, ranks: int = 2, layers: int = 3, is_universal: bool = False
+) -> list[Truth]:
     """What the framework loads from each checkpoint, the losses of its next steps, and the states after them."""
-    run(SCRIPT, "resume", kind, out, *steps, ranks=ranks, is_universal=is_universal)
+    run(SCRIPT, "resume", kind, out, *steps, ranks=ranks, layers=layers, is_universal=is_universal)
     return [dict(np.load(out / f"resumed-{step}.npz")) for step in steps]
 
 
@@ -210,6 +212,42 @@ def test_composite__resumes_with_the_values_of_its_sources(
     wrong, compared = misplaced(mix, old, original, kind)
     assert (wrong, compared >= 87) == ([], True)
     assert not np.array_equal(mix["loss/0"], original["loss/0"])
+
+
+TURNED = [(OLD, 2), (NEW, 0), (OLD, 1)]
+DEEPER = [(NEW, 0), (OLD, 2), (NEW, 1), (OLD, 2), (OLD, 2)]
+STACKS = [
+    *((kind, TURNED) for kind in ("hf", "zero1-bf16", "zero2", "zero3", "zero2-layers", "zero3-layers", "dcp")),
+    *((kind, DEEPER) for kind in ("hf", "zero1-bf16", "zero2", "zero2-tied", "zero3", "zero3-bf16", "zero2-fp16")),
+    *((kind, DEEPER) for kind in ("hf-zero2", "hf-zero3", "dcp", "dcp-tied", "dcp-flat")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "stack"), STACKS, ids=[f"{kind}-{len(stack)}" for kind, stack in STACKS])
+def test_composite__of_layers_in_other_positions_resumes_with_the_values_of_its_sources(
+    trained: Callable[[str], tuple[Path, Truth, Truth]],
+    copied: Callable[[str], Path],
+    kind: str,
+    stack: list[tuple[int, int]],
+) -> None:
+    """The framework builds a model with as many layers as were stacked, and trains on."""
+    out = copied(kind)
+    entries = [f"{{sources: [{{model: {folder(kind, s)}, layer_range: [{i}, {i + 1}]}}]}}" for s, i in stack]
+    text = f"merge_method: passthrough\nbase_model: {folder(kind, NEW)}\nslices: [{', '.join(entries)}]\n"
+    compose_as(kind, out, OTHER, text)
+    (loaded,) = resume(kind, out, OTHER, layers=len(stack))
+    _, old, new = trained(kind)
+    keys = [*filter(is_state, loaded)]
+    wrong = []
+    for key in keys:
+        layer = re.search(r"layers\.(\d+)\.", key)
+        step, number = stack[int(layer[1])] if layer else (NEW, 0)
+        before = re.sub(r"layers\.\d+\.", f"layers.{number}.", key)
+        wrong += [] if np.array_equal(loaded[key], (old if step == OLD else new)[before]) else [key]
+    assert (wrong, len(keys) >= 87) == ([], True)
+    losses = [value for key, value in loaded.items() if key.startswith("loss/")]
+    assert losses
+    assert all(np.isfinite(loss).all() for loss in losses)
 
 
 @pytest.mark.parametrize(

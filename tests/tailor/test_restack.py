@@ -1,16 +1,27 @@
-"""Slices put layers in the order of the recipe: in other positions, twice, in another number, with their optimizer state."""
+"""Slices put layers and their optimizer state in the order of the recipe: in other positions, or another number."""
 
 from __future__ import annotations
 
 import json
 import zipfile
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from composing import FORMATS, FULL, SHARED_STEPS, Pair, Write, checkpoint_at, make_pair, stored_values, wrong_values
 
-from support.training_trees import KnownStates, decoder_shapes, write_dcp
+from mergepipe import MergePipeError
+from support.training_trees import (
+    KnownStates,
+    decay_groups,
+    decoder_shapes,
+    write_dcp,
+    write_fsdp,
+    write_zero3,
+)
 
 Slice = tuple[str, int, int]
 TURNED: list[Slice] = [("old", 2, 3), ("new", 1, 2), ("new", 0, 1)]
@@ -69,9 +80,15 @@ def misplaced(pair: Pair, stack: list[Slice], *, shared_steps: bool) -> list[str
     return wrong
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+WRITERS: dict[str, Write] = FORMATS | {
+    "fsdp-full": partial(write_fsdp, full=True),
+    "fsdp-sharded": partial(write_fsdp, full=False),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
 def test_compose__puts_layers_in_the_order_of_the_slices(tmp_path: Path, kind: str) -> None:
-    pair = make_pair(tmp_path, configured(FORMATS[kind]))
+    pair = make_pair(tmp_path, configured(WRITERS[kind]))
     before = pair.sources()
     report = pair.compose(slices(TWICE))
     assert misplaced(pair, TWICE, shared_steps=kind in SHARED_STEPS) == []
@@ -118,59 +135,69 @@ def test_compose__turns_lists_of_the_configuration_with_the_layers(tmp_path: Pat
     assert json.loads((pair.out / "config.json").read_text())["layer_types"] == kinds[::-1]
 
 
-def plain_of_groups(known: KnownStates) -> dict[str, object]:
-    """What a loop of one's own saves beside tensors: options of groups, which name their parameters."""
+def saved_by_torch(folder: Path, known: KnownStates, *, by_parameter: bool) -> None:
+    """A loop's own state, saved by torch: options of groups or, with `flatten_optimizer_state_dict`, of parameters."""
+    torch = pytest.importorskip("torch")
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    def tensor(name: str, kind: str) -> object:
+        return torch.from_numpy(known.arrays[name, kind].copy())
+
+    states = {
+        name: {"exp_avg": tensor(name, "exp_avg"), "exp_avg_sq": tensor(name, "exp_avg_sq")} for name in known.shapes
+    }
+    for state in states.values():
+        state["step"] = torch.tensor(float(known.step))
     norms = [name for name in known.shapes if "norm" in name]
     others = [name for name in known.shapes if "norm" not in name]
-    return {"optim.param_groups.0.params": others, "optim.param_groups.1.params": norms, "step": known.step}
+    optimizer: dict[str, object] = {"state": states, "param_groups": [{"lr": 0.1, "params": others}, {"params": norms}]}
+    if by_parameter:
+        flat = {f"state.{name}.{kind}": value for name, state in states.items() for kind, value in state.items()}
+        rates = {f"param_groups.{name}.lr": number for number, name in enumerate(known.shapes)}
+        optimizer = {**flat, **rates}
+    model = {name: tensor(name, "fp32") for name in known.shapes}
+    state = {"model": model, "optim": optimizer, "step": known.step}
+    with pytest.warns(UserWarning, match="single process"):
+        save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
-def plain_of_parameters(known: KnownStates) -> dict[str, object]:
-    """What `flatten_optimizer_state_dict` makes of the options of groups: those of each parameter."""
-    return {f"optim.param_groups.{name}.lr": number for number, name in enumerate(known.shapes)}
+def loaded_by_torch(folder: Path, out: Path) -> dict[str, Any]:
+    """The state dict of a DCP directory as torch puts it together."""
+    torch = pytest.importorskip("torch")
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(folder, out)
+    loaded: dict[str, Any] = torch.load(out, weights_only=True)
+    return loaded
 
 
-def loaded_by_torch(folder: Path) -> dict[str, object]:
-    """The state dict of a DCP directory as torch puts it together, with flattened keys."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    state: dict[str, object] = {}
-    planner = _EmptyStateDictLoadPlanner(allow_partial_load=True)
-    planner.flatten_state_dict = False
-    _load_state_dict(state, FileSystemReader(folder), planner=planner, no_dist=True)
-    return state
-
-
-def test_compose__stacks_what_dcp_keeps_beside_tensors(tmp_path: Path) -> None:
-    pair = make_pair(tmp_path, lambda folder, known: write_dcp(folder, known, 2, plain=plain_of_groups(known)))
-    pair.compose(slices(DEEPER))
-    state = loaded_by_torch(pair.out)
-    assert state["step"] == pair.new.step
-    for group, is_norm in ((0, False), (1, True)):
-        wanted = [name for name in decoder_shapes(5) if ("norm" in name) == is_norm]
-        assert state[f"optim.param_groups.{group}.params"] == wanted
-
-
-def test_compose__gives_options_of_parameters_to_every_position_of_a_layer(tmp_path: Path) -> None:
-    pair = make_pair(tmp_path, lambda folder, known: write_dcp(folder, known, 2, plain=plain_of_parameters(known)))
+@pytest.mark.parametrize("by_parameter", [False, True], ids=["groups", "parameters"])
+def test_compose__stacks_what_torch_saves_of_a_loop_of_ones_own(tmp_path: Path, *, by_parameter: bool) -> None:
+    pair = make_pair(tmp_path, lambda folder, known: saved_by_torch(folder, known, by_parameter=by_parameter))
     pair.compose(slices(DEEPER))
     assert misplaced(pair, DEEPER, shared_steps=False) == []
-    state = loaded_by_torch(pair.out)
-    options = plain_of_parameters(pair.new)
-    for name in decoder_shapes(5):
-        _, origin = origin_of(name, DEEPER)
-        assert state[f"optim.param_groups.{name}.lr"] == options[f"optim.param_groups.{origin}.lr"]
+    state = loaded_by_torch(pair.out, tmp_path / "state.pt")
+    names = [*decoder_shapes(5)]
+    assert (state["step"], [*state["model"]]) == (pair.new.step, names)
+    if by_parameter:
+        rates = {name: number for number, name in enumerate(pair.new.shapes)}
+        wanted = {f"param_groups.{name}.lr": rates[origin_of(name, DEEPER)[1]] for name in names}
+        assert {key: value for key, value in state["optim"].items() if key.endswith(".lr")} == wanted
+    else:
+        others, norms = state["optim"]["param_groups"]
+        assert others == {"lr": 0.1, "params": [name for name in names if "norm" not in name]}
+        assert norms == {"params": [name for name in names if "norm" in name]}
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("dcp-notes", "holds notes.model.layers.0.self_attn.k_proj.weight for each parameter"),
+        ("dcp-notes", "k_proj.weight for each parameter"),
         ("zero2-regrouped", "has groups of single layers, as that of layer 0"),
         ("zero3-regrouped", "has groups of single layers, as that of layer 0"),
-        ("verl", "is of format"),
+        ("verl", "is of format verl-fsdp"),
+        ("fsdp-full", "is of format accelerate-fsdp"),
+        ("fsdp-sharded", "is of format accelerate-fsdp"),
         ("uncounted", "3, which is their number before"),
     ],
 )
@@ -180,15 +207,42 @@ def test_compose__refuses_other_numbers_of_layers_by_name(tmp_path: Path, kind: 
         "dcp-notes": lambda folder, known: write_dcp(folder, known, 2, plain=notes),
         "uncounted": configured(FORMATS["hf"], {"model_type": "llama", "tie_word_embeddings": False}),
     }
-    pair = make_pair(tmp_path, others[kind] if kind in others else FORMATS[kind])
+    pair = make_pair(tmp_path, others[kind] if kind in others else WRITERS[kind])
     error = pair.refused(slices(DEEPER))
     assert (words in str(error), len(error.problems)) == (True, 1)
 
 
-def test_compose__exports_layers_in_other_positions_and_refuses_other_numbers(tmp_path: Path) -> None:
+def test_compose__exports_layers_in_other_positions_and_another_number_in_two_steps(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, FORMATS["zero2"])
-    from dataclasses import replace
-
     universal = replace(FULL, export="universal")
     pair.compose(slices(TURNED), universal)
     assert misplaced(pair, TURNED, shared_steps=True) == []
+    deeper = tmp_path / "deeper"
+    with pytest.raises(MergePipeError, match="compose it first, and export the composite"):
+        pair.compose(slices(DEEPER), universal, out=deeper)
+    pair.compose(slices(DEEPER), out=deeper)
+    exported = replace(pair, folder=tmp_path / "exported")
+    exported.folder.mkdir()
+    exported.compose("default: ../deeper\n", universal)
+    assert misplaced(exported, DEEPER, shared_steps=True) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("model.layers.1.self_attn.mask", "is frozen or a buffer, and ZeRO-3 keeps it apart"),
+        ("rope.frequencies", ""),
+    ],
+)
+def test_compose__refuses_to_move_layers_without_all_that_is_theirs(tmp_path: Path, part: str, words: str) -> None:
+    buffers = {part: np.ones(3, np.float32)}
+
+    def write(folder: Path, known: KnownStates) -> None:
+        write_zero3(folder, known, decay_groups(known.shapes), 2, buffers=buffers)
+
+    pair = make_pair(tmp_path, write)
+    if words:
+        assert words in str(pair.refused(slices(TURNED)))
+    else:
+        pair.compose(slices(DEEPER))
+        assert misplaced(pair, DEEPER, shared_steps=True) == []

@@ -47,7 +47,8 @@ def check(
 def compose(recipe: RecipePath, out: OutPath, *, options: ComposeOptions, on_progress: OnProgress) -> Displayed:
     """Compose a training checkpoint into OUT, as RECIPE says.
 
-    OUT appears when it is complete and has been compared with its sources, or not at all.
+    Slices of a recipe put layers, with their optimizer state, in other positions or in another number. OUT appears when
+    it is complete and has been compared with its sources, or not at all.
     """
     refuse_swapped(recipe, out, RECIPE_ENDINGS)
     return api.compose(recipe, out, options=options, on_progress=on_progress)
