@@ -25,7 +25,7 @@ Reading models
 Merges that are not written
     merged_tensors, load_model, merge_into
 Looking after snapshots
-    list_snapshots, show, lineage, diff, verify, repair, replay, push, gc
+    list_snapshots, show, lineage, diff, verify, repair, replay, without, push, gc
 The catalog
     catalog_stats, rebuild_catalog, Catalog
 Training checkpoints
@@ -63,6 +63,7 @@ _HOMES = {
     "jobs.snapshots": ("catalog_stats", "gc", "lineage", "list_snapshots", "rebuild_catalog", "show"),
     "jobs.sweep": ("sweep",),
     "jobs.verify": ("verify",),
+    "jobs.without": ("without",),
     "operators.custom": ("operator",),
     "options": (
         "AnalyzeOptions", "ApplyLoraOptions", "CheckOptions", "ExtractLoraOptions", "MergeLoraOptions", "MergeOptions",
@@ -74,6 +75,7 @@ _HOMES = {
         "AnalyzeReport", "CheckReport", "Explanation", "ExtractLoraReport", "GcReport", "MergeLoraReport",
         "MergeReport", "PackReport", "PartReport", "PartsStatus", "Progress", "PushReport", "RepairReport",
         "SearchReport", "SnapshotDiff", "SnapshotReport", "SweepReport", "UnpackReport", "VerifyReport",
+        "WithoutReport",
     ),
 }  # fmt: skip
 """Modules of the public names. Type checkers see them in `__init__.pyi`, which `make reference` writes."""

@@ -1203,6 +1203,57 @@ class SnapshotReport(Displayed):
         return str(self.path) if self.is_present else f"{self.path} (gone)"
 
 
+@dataclass(frozen=True, slots=True)
+class RemadeSnapshot:
+    """A snapshot `sid` at `path` that is made again at `out`, as `new_sid` (None until then), and the bytes of that.
+
+    Under a budget `expert_bytes` is what it may read of the experts.
+    """
+
+    sid: str
+    path: Path
+    out: Path
+    base_bytes: int = 0
+    expert_bytes: int = 0
+    output_bytes: int = 0
+    new_sid: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotRemade:
+    """A snapshot that holds a model and cannot be made again without it, and why."""
+
+    sid: str
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class WithoutReport(Displayed):
+    """Snapshots made again without a model, parents first, and those that cannot be."""
+
+    expert: str = shown("without")
+    remade: tuple[RemadeSnapshot, ...]
+    not_remade: tuple[NotRemade, ...] = ()
+    is_dry_run: bool
+
+    @property
+    @told()
+    def lines(self) -> list[Fact]:
+        """A line for each snapshot, and the bytes of all."""
+        verb = "would make" if self.is_dry_run else "made"
+        lines = []
+        for item in self.remade:
+            bytes_read = f"base {format_bytes(item.base_bytes)}, experts {format_bytes(item.expert_bytes)}"
+            lines.append(
+                (verb, f"{item.out} from {item.path} (reads {bytes_read}; writes {format_bytes(item.output_bytes)})")
+            )
+        lines += [("cannot make", f"{item.path}: {item.reason}") for item in self.not_remade]
+        lines.append(("reads", format_bytes(sum(item.base_bytes + item.expert_bytes for item in self.remade))))
+        lines.append(("writes", format_bytes(sum(item.output_bytes for item in self.remade))))
+        return lines
+
+
 # --- verification, repair, garbage ---
 
 

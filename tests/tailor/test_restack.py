@@ -62,8 +62,11 @@ def configured(write: Write, config: dict[str, object] = CONFIG) -> Write:
     return write_both
 
 
-def misplaced(pair: Pair, stack: list[Slice], *, shared_steps: bool) -> list[str]:
-    """States and step counters of the composite that are not those of the layer that the slices put there."""
+def misplaced(pair: Pair, stack: list[Slice], *, shared_steps: bool | None) -> list[str]:
+    """States and step counters of the composite that are not those of the layer that the slices put there.
+
+    Shared counters are the newest; with None they are not looked at.
+    """
     made = checkpoint_at(pair.out)
     known = {"old": pair.old, "new": pair.new}
     steps = {name: counter.value for counter in made.steps for name in counter.parameters}
@@ -76,7 +79,7 @@ def misplaced(pair: Pair, stack: list[Slice], *, shared_steps: bool) -> list[str
         wanted = known[source].arrays[origin, "fp32" if kind in ("weight", "export") else kind]
         wrong += [] if np.array_equal(stored_values(state), wanted) else [f"{kind} of {name}"]
         wanted_step = pair.new.step if shared_steps else known[source].step
-        wrong += [] if steps[name] == wanted_step else [f"step of {name}"]
+        wrong += [] if shared_steps is None or steps[name] == wanted_step else [f"step of {name}"]
     return wrong
 
 
@@ -109,6 +112,41 @@ def test_compose__stacks_more_or_fewer_layers_than_there_were(tmp_path: Path, ki
     if kind.startswith("hf"):
         assert json.loads((pair.out / "config.json").read_text())["num_hidden_layers"] == len(layers_of(stack))
     assert pair.sources() == before
+
+
+def test_compose__cuts_parameter_groups_into_flat_groups_by_the_size_that_stage_3_has(tmp_path: Path) -> None:
+    """A part of 60 elements ends a flat group: three of weights with decay, of two ranks, and one of norms."""
+    decayed, norms = decay_groups(decoder_shapes())
+    groups = [decayed[:4], decayed[4:9], decayed[9:], norms]
+
+    def write(folder: Path, known: KnownStates) -> None:
+        sizes = {"zero_optimization": {"stage": 3, "sub_group_size": 60}}
+        write_zero3(folder, known, groups, 2, members=[[0, 1, 2], [3]], config=sizes)
+
+    pair = make_pair(tmp_path, write)
+    pair.compose(slices(DEEPER))
+    assert misplaced(pair, DEEPER, shared_steps=None) == []
+    deeper, norms = decay_groups(decoder_shapes(5))
+    made = checkpoint_at(pair.out)
+    assert [list(group) for group in made.flat_groups] == [deeper[:4], deeper[4:9], deeper[9:13], deeper[13:], norms]
+    steps = {"old": pair.old.step, "new": pair.new.step}
+    for counter in made.steps:
+        assert counter.value == max(steps[origin_of(name, DEEPER)[0]] for name in counter.parameters)
+
+
+@pytest.mark.parametrize("size", [61, None])
+def test_compose__refuses_flat_groups_that_are_not_cut_as_the_configuration_says(
+    tmp_path: Path, size: int | None
+) -> None:
+    decayed, norms = decay_groups(decoder_shapes())
+    groups = [decayed[:3], decayed[3:], norms]
+    config = {} if size is None else {"zero_optimization": {"sub_group_size": size}}
+
+    def write(folder: Path, known: KnownStates) -> None:
+        write_zero3(folder, known, groups, 2, members=[[0, 1], [2]], config=config)
+
+    error = make_pair(tmp_path, write).refused(slices(DEEPER))
+    assert "has flat groups that are not cut by a sub_group_size" in str(error)
 
 
 def test_compose__stacks_again_what_it_has_stacked(tmp_path: Path) -> None:

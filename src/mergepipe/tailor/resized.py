@@ -61,10 +61,11 @@ def plan_resized(store: Store, assignment: Assignment) -> CompositionPlan:
     changes = SkeletonChanges(store, skeleton)
     take_state(changes, assignment)
     follow_layers(changes, assignment)
-    steps = choose_steps(assignment)
+    groups = _flat_groups(store, skeleton, assignment.layers) if skeleton.format == ZERO_FORMAT else ()
+    steps = choose_steps(assignment, [group.names for group in groups] or None)
     for choice in steps:
         changes.step_in_pickles(choice)
-    result = _Result(changes, assignment, assignment.layers, steps)
+    result = _Result(changes, assignment, assignment.layers, groups, steps)
     made = {plan.name: plan for plan in _LAYOUTS[skeleton.format](result)}
     old_files = {file for state in skeleton.states.values() for piece in state.pieces for file in piece.files}
     for name, copied in changes.files.items():
@@ -78,13 +79,26 @@ def _refusal(path: Location, message: str, hint: str = _STACK_WEIGHTS) -> MergeP
     return unsupported(path, f"{message}: a model with other layers is not made of it", hint)
 
 
+@dataclass(frozen=True, slots=True)
+class _FlatGroup:
+    """A flat group of ZeRO: its parameters in order.
+
+    `like` is the number of a group of the skeleton whose states have the same form, `options` that of its options.
+    """
+
+    names: tuple[str, ...]
+    like: int
+    options: int
+
+
 @dataclass(frozen=True)
 class _Result:
-    """The composite to lay out: changes of the skeleton's files, and where every state comes from."""
+    """The composite to lay out: changes of the skeleton's files, where every state comes from, and its flat groups."""
 
     changes: SkeletonChanges
     assignment: Assignment
     layers: LayerCount
+    groups: tuple[_FlatGroup, ...]
     steps: tuple[StepChoice, ...]
 
     @property
@@ -179,47 +193,84 @@ _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 _SUB_GROUP_ELEMENTS = 1_000_000_000  # DeepSpeed's default
 
 
+def _flat_groups(store: Store, skeleton: TrainingCheckpoint, layers: LayerCount) -> tuple[_FlatGroup, ...]:
+    """Compute the flat groups that the framework makes of the model's parameters; stage 3 cuts them by their size.
+
+    Raises:
+        UnsupportedError: the skeleton's groups are not what is known to be made.
+    """
+    files = list_zero_files(store, skeleton.root)
+    if files is None:
+        raise _refusal(skeleton.path, "is a partial checkpoint of a run with ZeRO")
+    if skeleton.stage != 3:
+        return tuple(
+            _FlatGroup(_restacked_group(skeleton, names, layers), number, number)
+            for number, names in enumerate(skeleton.flat_groups)
+        )
+    optimizer_files, _ = files
+    optimizer_file = root_of(read_torch_zip(store, optimizer_files[min(optimizer_files)]))
+    limit = _sub_group_elements(optimizer_file)
+    groups: list[_FlatGroup] = []
+    cuts_before: list[tuple[str, ...]] = []
+    for number, options in enumerate(optimizer_file.at(base_optimizer_path(3)).get("param_groups").elements()):
+        members = [node.integer() for node in options.get("params").elements()]
+        joined = [name for index in members for name in skeleton.flat_groups[index]]
+        cuts_before += _cut(skeleton.parameters, joined, skeleton.world_size, limit)
+        shapes = {name: skeleton.parameters[origin] for name, origin in restacked_names(joined, layers)}
+        for names in _cut(shapes, _restacked_group(skeleton, joined, layers), skeleton.world_size, limit):
+            groups.append(_FlatGroup(names, members[0], number))
+    if tuple(cuts_before) != skeleton.flat_groups:
+        raise _refusal(skeleton.path, f"has flat groups that are not cut by a sub_group_size of {limit:g}")
+    return tuple(groups)
+
+
+def _restacked_group(skeleton: TrainingCheckpoint, names: Sequence[str], layers: LayerCount) -> tuple[str, ...]:
+    """Return a group's parameters in the result; it must hold all layers, one after another, or none."""
+    held = {skeleton.units.unit_of(name) for name in names if in_layers(name, layers)}
+    if held and len(held) < layers.before:
+        raise _refusal(skeleton.path, f"has groups of single layers, as that of {min(held)}")
+    in_order = replace(layers, origins=tuple(range(layers.before)))
+    if [name for name, _ in restacked_names(names, in_order)] != list(names):
+        raise _refusal(skeleton.path, "has groups in which layers do not follow one another")
+    return tuple(name for name, _ in restacked_names(names, layers))
+
+
+def _sub_group_elements(optimizer_file: Node) -> float:
+    """Return `sub_group_size` of the configuration that the checkpoint was saved with."""
+    stated: object = optimizer_file.mapping().get("ds_config")
+    for key in ("zero_optimization", "sub_group_size"):
+        stated = stated.get(key) if isinstance(stated, dict) else None
+    return stated if isinstance(stated, int | float) else _SUB_GROUP_ELEMENTS
+
+
+def _cut(
+    shapes: Mapping[str, tuple[int, ...]], names: Sequence[str], n_ranks: int, limit: float
+) -> Iterator[tuple[str, ...]]:
+    """Cut a group of parameters: a flat group ends as soon as a rank's part of it has `limit` elements."""
+    group: list[str] = []
+    n_elements = 0
+    for name in names:
+        group.append(name)
+        n_elements += -(-element_count(shapes[name]) // n_ranks)
+        if n_elements >= limit:
+            yield tuple(group)
+            group = []
+            n_elements = 0
+    if group:
+        yield tuple(group)
+
+
 def _zero_files(result: _Result) -> Iterator[FilePlan]:
     files = list_zero_files(result.store, result.skeleton.root)
     if files is None:
-        raise _refusal(result.skeleton.path, "is a partial checkpoint of a run with ZeRO")
+        raise AssertionError("its flat groups were read")
     optimizer_files, model_files = files
-    _check_flat_groups(result, optimizer_files[min(optimizer_files)])
     if EXPORT in result.skeleton.kinds:
         yield from result.weight_files(EXPORT)
     for file in model_files.values():
         yield _model_file(result, file)
     for rank, file in optimizer_files.items():
         yield _rank_file(result, file, rank)
-
-
-def _check_flat_groups(result: _Result, first: Location) -> None:
-    """Refuse flat groups that the framework would make otherwise for a model with other layers."""
-    skeleton, layers = result.skeleton, result.layers
-    in_order = replace(layers, origins=tuple(range(layers.before)))
-    for group in skeleton.flat_groups:
-        held = {skeleton.units.unit_of(name) for name in group if in_layers(name, layers)}
-        if held and len(held) < layers.before:
-            raise _refusal(skeleton.path, f"has groups of single layers, as that of {min(held)}")
-        if tuple(name for name, _ in restacked_names(group, in_order)) != group:
-            raise _refusal(skeleton.path, "has groups in which layers do not follow one another")
-    if skeleton.stage == 3:
-        _check_sub_groups(result, root_of(read_torch_zip(result.store, first)))
-
-
-def _check_sub_groups(result: _Result, optimizer_file: Node) -> None:
-    """Refuse groups of parameters that stage 3 cuts, or would cut, into several flat groups."""
-    skeleton, model = result.skeleton, result.model
-    options = optimizer_file.at(base_optimizer_path(3)).get("param_groups").elements()
-    cut = [group for group in options if len(group.get("params").elements()) != 1]
-    zero = optimizer_file.mapping().get("ds_config")
-    config = zero.get("zero_optimization") if isinstance(zero, dict) else None
-    stated = config.get("sub_group_size") if isinstance(config, dict) else None
-    most_elements = stated if isinstance(stated, int | float) else _SUB_GROUP_ELEMENTS
-    for group in model.flat_groups:
-        n_elements = sum(-(-element_count(model.parameters[name]) // skeleton.world_size) for name in group)
-        if cut or n_elements >= most_elements:
-            raise _refusal(skeleton.path, f"has groups of parameters above its sub_group_size of {most_elements:g}")
 
 
 def _model_file(result: _Result, file: Location) -> FilePlan:
@@ -246,7 +297,7 @@ def _model_file(result: _Result, file: Location) -> FilePlan:
     if buffers is not None:
         names = [node.text() for node in buffers.elements()]
         root.mapping()["buffer_names"] = [name for name, _ in restacked_names(names, result.layers)]
-    shapes = [{name: torch_size(model.parameters[name]) for name in group} for group in model.flat_groups]
+    shapes = [{name: torch_size(model.parameters[name]) for name in group.names} for group in result.groups]
     root.mapping()["param_shapes"] = shapes
     return plan_rewritten(result.name_of(file), archive, root.value, new.members)
 
@@ -287,20 +338,34 @@ def _rank_file(result: _Result, file: Location, rank: int) -> FilePlan:
     states = root.at(base_optimizer_path(stage)).get("state")
     masters = [node.tensor() for node in optimizer.get(masters_key(stage)).elements()]
     flats: list[object] = []
-    for number, group in enumerate(result.model.flat_groups):
-        partition = _partition(result, group, rank)
-        flats.append(_flat(result, new, FP32, masters[number].dtype, partition, is_trimmed=True))
-        entry = states.find(number)
+    entries: dict[object, object] = {}
+    for number, group in enumerate(result.groups):
+        partition = _partition(result, group.names, rank)
+        flats.append(_flat(result, new, FP32, masters[group.like].dtype, partition, is_trimmed=True))
+        entry = states.find(group.like)
         if entry is not None:
-            for kind, node in list(entry.named_items()):
-                value = node.value
-                if kind == "step":
-                    entry.mapping()[kind] = _step_value(new, value, result.step_of[group[0]])
-                elif isinstance(value, PickledTensor) and value.shape:
-                    entry.mapping()[kind] = _flat(result, new, kind, value.dtype, partition)
-        _describe_partition(optimizer, number, partition, len(group))
+            choice = result.step_of.get(group.names[0])
+            entries[number] = {kind: _entry(result, new, node, kind, partition, choice) for kind, node in entry.items()}
+        if stage != 3:
+            _describe_partition(optimizer, number, partition, len(group.names))
     optimizer.mapping()[masters_key(stage)] = flats
+    base = root.at(base_optimizer_path(stage))
+    base.mapping()["state"] = entries
+    for number, options in enumerate(base.get("param_groups").elements() if stage == 3 else ()):
+        options.mapping()["params"] = [n for n, group in enumerate(result.groups) if group.options == number]
     return plan_rewritten(result.name_of(file), archive, root.value, new.members)
+
+
+def _entry(
+    result: _Result, new: NewTensors, node: Node, kind: object, partition: _Partition, choice: StepChoice | None
+) -> object:
+    """Make one state of a flat group in the form of the skeleton's."""
+    value = node.value
+    if kind == "step" and choice is not None:
+        return _step_value(new, value, choice)
+    if isinstance(value, PickledTensor) and value.shape:
+        return _flat(result, new, str(kind), value.dtype, partition)
+    return value
 
 
 def _flat(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from click.exceptions import Exit
 
 import mergepipe
-from mergepipe.cli.app import OutPath, SnapshotHere, SnapshotName, Without, command
+from mergepipe.cli.app import OutDirectory, OutPath, SnapshotHere, SnapshotName, Without, command
 from mergepipe.cli.printing import PrintOptions, ReportOptions, columns_text, print_report, report_json
 from mergepipe.cli.progress import OnProgress
 from mergepipe.core.display import Displayed, Table, printable, printable_lines, text_of
@@ -256,6 +256,32 @@ def replay(
     Publishes the same bytes, or fails and names the input that is missing or has changed.
     """
     return mergepipe.replay(snapshot, out, force=force, options=options, on_progress=on_progress)
+
+
+@command(
+    "mergepipe without models/math merged/ -o without-math/ --dry-run",
+    "mergepipe without models/math merged/ -o without-math/",
+)
+def without(
+    expert: Annotated[str, Argument("EXPERT", "The model to leave out, as `mergepipe ls --with` takes it.")],
+    snapshots: Annotated[
+        list[str], Argument("SNAPSHOT...", "Snapshots that hold it: their directories, or sids of the catalog.")
+    ],
+    *,
+    out: OutDirectory,
+    dry_run: Annotated[bool, Flag("Say what would be read and written, and make nothing.")] = False,
+    force: Annotated[bool, FORCE] = False,
+    options: RunOptions,
+    on_progress: OnProgress,
+) -> Displayed:
+    """Make snapshots again without a model, with all that was made from them, parents first.
+
+    Follows the lineage in the catalog. Each snapshot gets a folder in DIR, and keeps its recipe, seed and budget, but
+    for the entries of EXPERT. What cannot be made again is listed with the reason.
+    """
+    return mergepipe.without(
+        expert, snapshots, out, dry_run=dry_run, force=force, options=options, on_progress=on_progress
+    )
 
 
 @command("mergepipe push merged/ org/name --create", "mergepipe push merged/ s3://bucket/merged")
