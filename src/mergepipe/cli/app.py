@@ -432,7 +432,7 @@ They import nothing but click and the standard library until a command runs.
 _RARE_COMMANDS = {
     "merging": ("moe", "status"),
     "budgets": ("sweep", "search"),
-    "snapshots": ("show", "lineage", "diff", "repair", "replay"),
+    "snapshots": ("show", "lineage", "diff", "repair", "replay", "without"),
     "maintenance": ("catalog",),
 }
 """The other commands of these modules: `--help` names them, `--help-all` describes them."""

@@ -226,16 +226,13 @@ def _left_out(manifest: Manifest, models: set[str]) -> Manifest:
     if not models:
         return manifest
     records = tuple(record for record in manifest.inputs if record.model not in models)
-    base = next((record for record in manifest.inputs if record.model in models and record.role == BASE_ROLE), None)
-    if base is not None:
-        raise _cannot(base.model, "is its base")
     if all(record.role == BASE_ROLE for record in records):
         raise _cannot("the recipe", "nothing but the base would be left")
     documents = parse_documents(Location.local(Path.cwd() / "recipe"), manifest.recipe)
     roots = [_pruned(source.root, models, "the recipe") for source in documents]
     named = next((text for root in roots for text in _texts(root) if text in models), None)
     if named is not None:
-        raise _cannot(named, "is named by more than its entries, as a tokenizer's source is")
+        raise _cannot(named, "is its base, or is named by more than its entries, as a tokenizer's source is")
     return replace(manifest, recipe=_as_text(roots), inputs=records)
 
 

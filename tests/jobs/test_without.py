@@ -1,0 +1,193 @@
+"""Snapshots are made again without a model, with what was made from them, parents first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import mergepipe
+from mergepipe import MergePipeError
+from support.command_line import Runner
+
+Array = npt.NDArray[np.float32]
+NAMES = ("a.weight", "b.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A base and three experts of it in a folder, by name."""
+
+    root: Path
+    tensors: Mapping[str, Mapping[str, Array]]
+
+    def merge(self, out: str, recipe: str, **options: object) -> Path:
+        path = self.root / f"{out}.yml"
+        path.write_text(recipe, encoding="utf-8")
+        mergepipe.merge(path, self.root / out, **options)
+        return self.root / out
+
+    def mean(self, **weights: float) -> dict[str, Array]:
+        """Weighted means in float64, as `linear` makes them."""
+        total = sum(weights.values())
+        means = {}
+        for name in NAMES:
+            terms = (weight * self.tensors[model][name].astype(np.float64) for model, weight in weights.items())
+            means[name] = (sum(terms) / total).astype(np.float32)
+        return means
+
+
+def linear(**weights: float) -> str:
+    entries = "".join(f"- {{model: {model}, parameters: {{weight: {weight}}}}}\n" for model, weight in weights.items())
+    return f"merge_method: linear\nmodels:\n{entries}dtype: float32\n"
+
+
+@pytest.fixture(name="models")
+def write_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Models:
+    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
+    random = np.random.default_rng(1)
+    base = {name: random.standard_normal((48, 64)).astype(np.float32) for name in NAMES}
+    tensors = {"base": base}
+    for model in ("math", "code", "chat"):
+        changes = {name: 0.1 * random.standard_normal((48, 64)).astype(np.float32) for name in NAMES}
+        tensors[model] = {name: base[name] + changes[name] for name in NAMES}
+    for model, content in tensors.items():
+        (tmp_path / model).mkdir()
+        save_file(content, tmp_path / model / "model.safetensors")
+        (tmp_path / model / "config.json").write_text("{}")
+    return Models(tmp_path, tensors)
+
+
+def values(folder: Path) -> dict[str, Array]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_close(made: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
+    assert made.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(made[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_without__makes_a_snapshot_and_what_was_made_from_it_again_parents_first(models: Models) -> None:
+    root = models.root
+    models.merge("first", linear(base=1, math=1, code=2))
+    models.merge("second", linear(first=1, chat=3))
+    models.merge("unrelated", linear(base=1, chat=1))
+    before = {name: values(root / name) for name in ("first", "second")}
+    report = mergepipe.without(root / "math", root / "first", root / "again")
+    assert [(item.path.name, item.out) for item in report.remade] == [
+        ("first", root / "again" / "first"), ("second", root / "again" / "second"),
+    ]  # fmt: skip
+    assert report.not_remade == ()
+    first = models.mean(base=1, code=2)
+    assert_close(values(root / "again" / "first"), first)
+    again = Models(root, {**models.tensors, "first": first})
+    assert_close(values(root / "again" / "second"), again.mean(first=1, chat=3))
+    for name, tensors in before.items():
+        assert_close(values(root / name), tensors)
+    nodes = mergepipe.lineage(root / "again" / "second")
+    assert not any("math" in node.model for node in nodes)
+    assert str(root / "again" / "first") in [node.model for node in nodes]
+    assert mergepipe.replay(root / "again" / "second", root / "replayed").sid == report.remade[1].new_sid
+
+
+def test_without__of_a_descendant_makes_its_parents_that_hold_the_model_too(models: Models) -> None:
+    root = models.root
+    models.merge("first", linear(base=1, math=1, code=2))
+    models.merge("second", linear(first=1, chat=3))
+    report = mergepipe.without("math", [root / "second"], root / "again")
+    assert [item.path.name for item in report.remade] == ["first", "second"]
+
+
+def test_without__states_bytes_and_writes_nothing_in_a_dry_run(models: Models) -> None:
+    root = models.root
+    models.merge("first", linear(base=1, math=1, code=2))
+    report = mergepipe.without(root / "math", root / "first", root / "again", dry_run=True)
+    (item,) = report.remade
+    nbytes = sum(value.nbytes for value in models.tensors["base"].values())
+    assert (item.base_bytes, item.expert_bytes, item.new_sid) == (nbytes, nbytes, None)
+    assert item.output_bytes >= nbytes
+    assert not (root / "again").exists()
+
+
+def test_without__keeps_seed_and_budget(models: Models) -> None:
+    root = models.root
+    experts = "".join(f"- {{model: {m}, parameters: {{weight: 1, density: 0.5}}}}\n" for m in ("math", "code", "chat"))
+    recipe = f"merge_method: dare_linear\nbase_model: base\nmodels:\n{experts}dtype: float32\n"
+    models.merge("first", recipe, budget="95%", seed=7)
+    mergepipe.without("math", root / "first", root / "again")
+    without = recipe.replace("- {model: math, parameters: {weight: 1, density: 0.5}}\n", "")
+    budget_bytes = mergepipe.show(root / "first").expert_bytes
+    made = mergepipe.show(root / "again" / "first")
+    assert made.seed == 7
+    assert 0 < made.expert_bytes <= budget_bytes * 1.1
+    assert made.plan_digest is not None
+    assert "math" not in made.recipe
+    assert mergepipe.show(models.merge("full", without, seed=7)).plan_digest is None
+
+
+TWO = "merge_method: {}\nbase_model: {}\nmodels:\n- {{model: math, parameters: {{weight: 1}}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (TWO.format("task_arithmetic", "base"), "nothing but the base would be left"),
+        (
+            "merge_method: task_arithmetic\nbase_model: math\nmodels: [{model: code, parameters: {weight: 1}}]\n",
+            "is its base",
+        ),
+        (
+            "merge_method: slerp\nbase_model: code\nmodels: [{model: code}, {model: math}]\nparameters: {t: 0.3}\n",
+            "nothing but the base",
+        ),
+    ],
+)
+def test_without__lists_what_cannot_be_made_again_and_what_was_made_from_it(
+    models: Models, recipe: str, reason: str
+) -> None:
+    root = models.root
+    models.merge("first", recipe)
+    models.merge("second", linear(first=1, chat=3))
+    models.merge("other", linear(base=1, math=1, code=2))
+    report = mergepipe.without("math", [root / "first", root / "other"], root / "again")
+    assert [item.path.name for item in report.remade] == ["other"]
+    assert [item.path.name for item in report.not_remade] == ["first", "second"]
+    assert reason in report.not_remade[0].reason
+    assert "cannot be made again itself" in report.not_remade[1].reason
+    assert sorted(path.name for path in (root / "again").iterdir()) == ["other"]
+
+
+def test_without__says_which_input_is_gone_or_changed(models: Models) -> None:
+    root = models.root
+    models.merge("first", linear(base=1, math=1, code=2))
+    (root / "code").rename(root / "moved")
+    report = mergepipe.without("math", root / "first", root / "again")
+    assert (report.remade, len(report.not_remade)) == ((), 1)
+    assert "the input code does not exist any more" in report.not_remade[0].reason
+
+
+def test_without__needs_a_snapshot_that_holds_the_model_and_a_free_place(models: Models) -> None:
+    root = models.root
+    models.merge("first", linear(base=1, code=2))
+    with pytest.raises(MergePipeError, match="holds nothing of 'math'"):
+        mergepipe.without("math", root / "first", root / "again")
+    models.merge("second", linear(base=1, math=1, code=2))
+    (root / "again" / "second").mkdir(parents=True)
+    (root / "again" / "second" / "mine").write_text("")
+    with pytest.raises(MergePipeError, match="second"):
+        mergepipe.without("math", root / "second", root / "again")
+    assert [path.name for path in (root / "again" / "second").iterdir()] == ["mine"]
+
+
+def test_without__prints_what_it_would_do(models: Models, run: Runner) -> None:
+    root = models.root
+    models.merge("first", linear(base=1, math=1, code=2))
+    result = run("without", "math", root / "first", "-o", root / "again", "--dry-run")
+    assert result.exit_code == 0
+    assert f"would make  {root / 'again' / 'first'} from {root / 'first'}" in result.stdout
