@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +161,38 @@ def test_without__lists_what_cannot_be_made_again_and_what_was_made_from_it(
     assert reason in report.not_remade[0].reason
     assert "cannot be made again itself" in report.not_remade[1].reason
     assert sorted(path.name for path in (root / "again").iterdir()) == ["other"]
+
+
+def test_lineage__finds_what_was_made_from_a_model_by_a_copy_of_it(models: Models) -> None:
+    root = models.root
+    models.merge("first", linear(base=1, math=1, code=2))
+    models.merge("second", linear(first=1, chat=3))
+    for model in ("math", "chat"):
+        shutil.copytree(root / model, root / "elsewhere" / f"copied-{model}")
+        shutil.rmtree(root / model)
+    copy = root / "elsewhere" / "copied-math"
+    assert [Path(node.path).name for node in mergepipe.lineage(copy, down=True)[1:]] == ["first", "second"]
+    held = [report.path.name for report in mergepipe.list_snapshots(contained=root / "elsewhere" / "copied-chat")]
+    assert held == ["second"]
+    assert [item.path.name for item in mergepipe.without(copy, root / "first", root / "x", dry_run=True).remade] == [
+        "first",
+    ]  # fmt: skip
+    changed = load_file(copy / "model.safetensors")
+    changed["b.weight"] = changed["b.weight"] + 1
+    save_file(changed, copy / "model.safetensors")
+    with pytest.raises(MergePipeError):
+        mergepipe.lineage(copy, down=True)
+
+
+def test_merge__knows_what_its_inputs_are_without_reading_more(models: Models) -> None:
+    report = mergepipe.merge({"merge_method": "linear", "models": [
+        {"model": str(models.root / name), "parameters": {"weight": 1}} for name in ("base", "math", "math")
+    ]}, models.root / "out")  # fmt: skip
+    inputs = mergepipe.show(models.root / "out").inputs
+    assert inputs[0].content_id != inputs[1].content_id == inputs[2].content_id
+    assert None not in {source.content_id for source in inputs}
+    nbytes = sum(value.nbytes for value in models.tensors["base"].values())
+    assert (report.base_bytes, report.expert_bytes, report.analysis_bytes) == (nbytes, nbytes, 0)
 
 
 def test_without__says_which_input_is_gone_or_changed(models: Models) -> None:

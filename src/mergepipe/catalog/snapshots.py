@@ -204,12 +204,12 @@ def trace(rows: Sequence[SnapshotRow], root: SnapshotRow, *, down: bool) -> tupl
     return tuple(nodes)
 
 
-def trace_model(rows: Sequence[SnapshotRow], reference: str) -> tuple[LineageNode, ...]:
+def trace_model(rows: Sequence[SnapshotRow], reference: str, content_id: str | None = None) -> tuple[LineageNode, ...]:
     """Return all that is made from a model, as `trace` does of a snapshot; nothing where no snapshot is.
 
-    `reference` names the model as `containing` takes it: by its content digest, copies of it are found too.
+    `reference` and `content_id` name the model as `containing` takes it.
     """
-    marked = [_marked(row, reference) for row in rows]
+    marked = [_marked(row, reference, content_id) for row in rows]
     made = [row for row in marked if any(source.sid == reference for source in row.inputs)]
     if not made:
         return ()
@@ -218,19 +218,21 @@ def trace_model(rows: Sequence[SnapshotRow], reference: str) -> tuple[LineageNod
     return (replace(first, role="model", model=reference, path=reference, sid=None, operator=None), *others)
 
 
-def _marked(row: SnapshotRow, reference: str) -> SnapshotRow:
+def _marked(row: SnapshotRow, reference: str, content_id: str | None) -> SnapshotRow:
     """Return a row in which the inputs that a reference names have it as their sid."""
-    inputs = (replace(source, sid=reference) if is_named(source, reference) else source for source in row.inputs)
+    inputs = (
+        replace(source, sid=reference) if is_named(source, reference, content_id) else source for source in row.inputs
+    )
     return replace(row, inputs=tuple(inputs))
 
 
-def containing(rows: Sequence[SnapshotRow], reference: str) -> tuple[SnapshotRow, ...]:
+def containing(rows: Sequence[SnapshotRow], reference: str, content_id: str | None = None) -> tuple[SnapshotRow, ...]:
     """Keep the snapshots that a model is in: as an input of their own, or of snapshots they are made from.
 
     `reference` is a path (of a model or of a file in it), a name, an `hf://` address, or the first digits of a commit,
-    a content digest or a sid.
+    a content digest or a sid. Inputs with its `content_id` are the model, too, wherever they are.
     """
-    holding = {row.sid for row in rows if any(is_named(source, reference) for source in row.inputs)}
+    holding = {row.sid for row in rows if any(is_named(source, reference, content_id) for source in row.inputs)}
     inherited = holding
     while inherited:
         inherited = {row.sid for row in rows if any(source.sid in inherited for source in row.inputs)} - holding
@@ -238,8 +240,10 @@ def containing(rows: Sequence[SnapshotRow], reference: str) -> tuple[SnapshotRow
     return tuple(row for row in rows if row.sid in holding)
 
 
-def is_named(source: Input, reference: str) -> bool:
-    """Whether a reference, as `containing` takes it, names an input."""
+def is_named(source: Input, reference: str, content_id: str | None = None) -> bool:
+    """Whether a reference or a content id, as `containing` takes them, names an input."""
+    if content_id is not None and source.content_id == content_id:
+        return True
     places = (source.path, *source.path.split("+"))  # of a model with an adapter each by itself
     if reference.startswith("hf://"):
         return any(place == reference or place.startswith((f"{reference}@", f"{reference}/")) for place in places)

@@ -140,13 +140,13 @@ def _id_of(checkpoint: Checkpoint, contents: Iterable[bytes]) -> str:
 class PassingContentId:
     """The content id of a checkpoint of stored tensors, taken from their bytes as they pass by, in any order.
 
-    Safe to use from many threads, as long as no byte is shown twice at the same time.
+    Safe to use from many threads; bytes may pass by several times.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._samples = [(sample, bytearray(sample.stop - sample.first)) for sample in samples(checkpoint)]
-        self._left = [sample.stop - sample.first for sample, _ in self._samples]
+        self._unseen = [bytearray(b"\x01" * (sample.stop - sample.first)) for sample, _ in self._samples]
         self._by_name: dict[str, list[int]] = {}
         for i, (sample, _) in enumerate(self._samples):
             self._by_name.setdefault(sample.tensor.name, []).append(i)
@@ -158,19 +158,76 @@ class PassingContentId:
             low, high = max(first, sample.first), min(first + len(content), sample.stop)
             if low < high:
                 sampled[low - sample.first : high - sample.first] = content[low - first : high - first].tobytes()
-                self._left[i] -= high - low
+                self._unseen[i][low - sample.first : high - sample.first] = bytes(high - low)
 
     @property
     def missing_files(self) -> set[Location]:
         """Return the files whose samples were not among the bytes read so far."""
-        seen = zip(self._samples, self._left, strict=True)
-        return {entry.file for (sample, _), left in seen if left for entry in sample.tensor.stored}
+        seen = zip(self._samples, self._unseen, strict=True)
+        return {entry.file for (sample, _), unseen in seen if any(unseen) for entry in sample.tensor.stored}
+
+    @property
+    def tensors(self) -> tuple[Readable, ...]:
+        """Return the tensors that are sampled."""
+        return tuple({id(sample.tensor): sample.tensor for sample, _ in self._samples}.values())
 
     def value(self, files: Mapping[Location, RangeFile]) -> str:
         """The id; samples that did not pass by are read from `files`."""
-        seen = zip(self._samples, self._left, strict=True)
-        contents = (_bytes_of(sample, files) if left else bytes(sampled) for (sample, sampled), left in seen)
+        seen = zip(self._samples, self._unseen, strict=True)
+        contents = (_bytes_of(sample, files) if any(unseen) else bytes(sampled) for (sample, sampled), unseen in seen)
         return _id_of(self._checkpoint, contents)
+
+
+class _WatchedFile:
+    """A file whose bytes are shown to content ids as they are read."""
+
+    def __init__(self, file: RangeFile, sampled: Sequence[tuple[TensorEntry, PassingContentId]]) -> None:
+        self._file = file
+        self._sampled = sampled
+        self.location = file.location
+        self.size_bytes = file.size_bytes
+        self.alignment = file.alignment
+        self.version = file.version
+        self.close = file.close
+
+    def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
+        nbytes = self._file.read_into(offset, buffer, purpose)
+        for entry, identity in self._sampled:
+            start = max(offset, entry.offset)
+            stop = min(offset + nbytes, entry.offset + entry.nbytes)
+            if start < stop:
+                content = np.frombuffer(buffer[start - offset : stop - offset], np.uint8)
+                identity.show(entry.name, start - entry.offset, content)
+        return nbytes
+
+
+class WatchedContentIds:
+    """Content ids of checkpoints, from what is read of their files anyway; of some it is not enough."""
+
+    def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
+        self._known = [checkpoint.content_id for checkpoint in checkpoints]
+        self._passing = [PassingContentId(checkpoint) for checkpoint in checkpoints]
+
+    def watch(self, files: Mapping[Location, RangeFile]) -> Mapping[Location, RangeFile]:
+        """Return the files, which show what is read of them."""
+        sampled: dict[Location, list[tuple[TensorEntry, PassingContentId]]] = {}
+        for identity in self._passing:
+            for tensor in identity.tensors:
+                if isinstance(tensor, TensorEntry):
+                    sampled.setdefault(tensor.file, []).append((tensor, identity))
+        return {
+            place: _WatchedFile(file, sampled[place]) if place in sampled else file for place, file in files.items()
+        }
+
+    def values(self) -> dict[int, str]:
+        """Return the ids of the checkpoints whose samples all were read, by their places."""
+        ids = {}
+        for place, (known, identity) in enumerate(zip(self._known, self._passing, strict=True)):
+            if known is not None:
+                ids[place] = known
+            elif identity.tensors and not identity.missing_files:
+                ids[place] = identity.value({})
+        return ids
 
 
 def samples(checkpoint: Checkpoint) -> Iterator[Sample]:

@@ -80,8 +80,8 @@ def make_part(
         ShardWriter(directory, part_output.shards, store.ledger, progress, survival_of) as writer,
     ):
         pipeline = Pipeline(
-            tasks, files, store, layout.sizes, layout.pool_bytes, partial(_append, writer, tasks), options.threads,
-            observer.on_progress, directory,
+            tasks, observer.watch(files), store, layout.sizes, layout.pool_bytes, partial(_append, writer, tasks),
+            options.threads, observer.on_progress, directory,
         )  # fmt: skip
         _run(work, tasks, starts, layout, pipeline, roundings)
         writer.finish()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import mergepipe
 from mergepipe.checkpoints.adapters import is_untrained
+from mergepipe.checkpoints.content_id import WatchedContentIds
 from mergepipe.checkpoints.contract import GGUF_SUFFIX, files_of
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import BF16, F32
@@ -269,8 +270,12 @@ class MergeRun:
     def _make_tensors(
         self, directory: Path, durable: DurableProgress, made: MadeParts | None
     ) -> tuple[tuple[TensorDigest, ...], Mapping[int, str]]:
-        """Write the weight files, reporting what is `durable`; return their digests, and the experts' content ids."""
-        observer = Observer(partial(self._tick, "merge"))
+        """Write the weight files, reporting what is `durable`; return their digests, and the models' content ids.
+
+        A merge in full learns the ids from what it reads; where that does not hold all samples there is none.
+        """
+        watched = WatchedContentIds(self._inputs.checkpoints if self._plan is None else ())
+        observer = Observer(partial(self._tick, "merge"), watch=watched.watch)
         work = merge_work(self._inputs, self._output, self._plan, self._seed, self._store, self._link)
         if made is not None:
             digests = made.take(work, directory, observer).digests
@@ -279,7 +284,7 @@ class MergeRun:
             digests = make_part(work, part, directory, self._store, engine, observer, durable).digests
         self._tick("publish")
         check_unchanged(self._store, [checkpoint for _, _, checkpoint in self._inputs.leaves()])
-        return digests, work.content_ids
+        return digests, {**watched.values(), **work.content_ids}
 
     def _not_finite(self, digests: Sequence[TensorDigest]) -> tuple[str, ...]:
         """Tell of infinities and NaN in the output, if there are any."""

@@ -88,7 +88,7 @@ def list_snapshots(
     touches = None if touched is None else _Touches(rows, touched, None if contained is None else str(contained))
     since = since.date() if isinstance(since, datetime) else since
     if contained is not None:
-        rows = containing(rows, str(contained))
+        rows = containing(rows, str(contained), content_id_at(contained))
     rows = tuple(
         row for row in rows if operator in (None, row.operator) and (since is None or row.created.date() >= since)
     )
@@ -109,6 +109,7 @@ class _Touches:
         self._rows = {row.sid: row for row in reversed(rows)}
         self._pattern = pattern
         self._reference = reference
+        self._content_id = None if reference is None else content_id_at(reference)
         self._uses: dict[Path, tuple[TensorUse, ...]] = {}
 
     def of(self, row: SnapshotRow) -> tuple[TensorUse, ...]:
@@ -135,7 +136,7 @@ class _Touches:
 
         def counts(expert: int, tensor: str) -> bool:
             source = experts[expert]
-            if self._reference is None or is_named(source, self._reference):
+            if self._reference is None or is_named(source, self._reference, self._content_id):
                 return True
             return tensor in {use.name for use in self._of_input(source)}
 
@@ -201,7 +202,7 @@ def lineage(snapshot: str | Path, *, down: bool = False, home: str | Path | None
     with contextlib.suppress(NotFoundError):
         return catalog.lineage(str(snapshot), down=down)
     if down:
-        made = trace_model(catalog.snapshots(), str(snapshot))
+        made = trace_model(catalog.snapshots(), str(snapshot), content_id_at(snapshot))
         if made:
             return made
     place = find_elsewhere(snapshot)
@@ -218,6 +219,22 @@ def lineage(snapshot: str | Path, *, down: bool = False, home: str | Path | None
     except NotFoundError:
         message = "a snapshot that is not in the catalog"
         raise NotFoundError.of("snapshot.not-found", snapshot, message, hint) from None
+
+
+def content_id_at(reference: str | Path) -> str | None:
+    """Return the content id of a model on this machine, which its copies share; None where there is none to read."""
+    from mergepipe.checkpoints.content_id import content_id
+    from mergepipe.checkpoints.directory import open_checkpoint
+    from mergepipe.checkpoints.open_files import open_files
+
+    store = Stores()
+    with contextlib.suppress(MergePipeError):
+        place = Location.of(reference)
+        if place.is_local and store.stat(place) is not None:
+            checkpoint = open_checkpoint(store, place)
+            with open_files(store, {file.location for file in checkpoint.files}, (checkpoint,)) as files:
+                return content_id(checkpoint, files)
+    return None
 
 
 def catalog_stats(*, home: str | Path | None = None) -> CatalogStats:

@@ -16,7 +16,7 @@ from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, Unsuppo
 from mergepipe.jobs.merge_run import MergeRun, intermediate_writer
 from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.jobs.replay import open_recorded, shard_bytes_of
-from mergepipe.jobs.snapshots import find_snapshot_path, read_manifest_value, with_inputs_found
+from mergepipe.jobs.snapshots import content_id_at, find_snapshot_path, read_manifest_value, with_inputs_found
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions, home_of
 from mergepipe.planning.budget import ByteBudget, Policy
 from mergepipe.planning.plan import READS_ALL, Plan
@@ -65,10 +65,11 @@ def without(
     made = OutputOptions.of(options, fields)
     folder = Location.of(out).local_path
     rows = Catalog(home_of(made.home)).snapshots()
-    held = _held(rows, str(expert), several(snapshots), home_of(made.home))
+    left_out = _Expert(str(expert), content_id_at(expert))
+    held = _held(rows, left_out, several(snapshots), home_of(made.home))
     work = _Work(made, folder, on_progress)
     for row in held:
-        work.consider(row, str(expert))
+        work.consider(row, left_out)
     if not dry_run:
         for job in work.jobs:
             check_target(job.out, [], force=made.force)
@@ -78,21 +79,29 @@ def without(
     return WithoutReport(expert=str(expert), remade=remade, not_remade=tuple(work.refused), is_dry_run=dry_run)
 
 
+@dataclass(frozen=True, slots=True)
+class _Expert:
+    """The model to leave out, and the content id of what is at that place."""
+
+    name: str
+    content_id: str | None
+
+
 def _held(
-    rows: Sequence[SnapshotRow], expert: str, snapshots: Sequence[str | Path], home: Path
+    rows: Sequence[SnapshotRow], expert: _Expert, snapshots: Sequence[str | Path], home: Path
 ) -> tuple[SnapshotRow, ...]:
     """Return the snapshots to make again, parents first.
 
     They hold the model, and are requested, made from one that is, or what a requested one was made from.
     """
-    holding = {row.sid: row for row in reversed(containing(rows, expert))}
+    holding = {row.sid: row for row in reversed(containing(rows, expert.name, expert.content_id))}
     requested = set()
     for snapshot in snapshots:
         path = find_snapshot_path(snapshot, home)
         sid = read_manifest_value(Stores(), Location.local(path)).sid
         if sid not in holding:
-            hint = f"`mergepipe ls --with {expert}` lists those that do"
-            raise NotFoundError.of("snapshot.not-found", snapshot, f"holds nothing of '{expert}'", hint)
+            hint = f"`mergepipe ls --with {expert.name}` lists those that do"
+            raise NotFoundError.of("snapshot.not-found", snapshot, f"holds nothing of '{expert.name}'", hint)
         requested.add(sid)
     parents = {sid: {source.sid for source in row.inputs} & holding.keys() for sid, row in holding.items()}
     wanted = _closure(requested, parents)
@@ -144,7 +153,7 @@ class _Work:
         self._folder = folder
         self._on_progress = on_progress
 
-    def consider(self, row: SnapshotRow, expert: str) -> None:
+    def consider(self, row: SnapshotRow, expert: _Expert) -> None:
         """Plan to make a snapshot again, or note why that cannot be; inputs of before stand for those to be made."""
         store = Stores()
         try:
@@ -166,7 +175,7 @@ class _Work:
         )
         self.jobs.append(replace(job, report=report))
 
-    def _job(self, store: Stores, row: SnapshotRow, expert: str) -> _Job:
+    def _job(self, store: Stores, row: SnapshotRow, expert: _Expert) -> _Job:
         place = Location.local(row.path)
         manifest = with_inputs_found(read_manifest_value(store, place), store, home_of(self._options.home))
         if manifest.sid != row.sid:
@@ -182,7 +191,7 @@ class _Work:
                 raise NotFoundError.of("snapshot.not-found", record.model, "cannot be made again itself")
             if number is not None:
                 made[record.model] = number
-            elif is_named(source, expert):
+            elif is_named(source, expert.name, expert.content_id):
                 left_out.add(record.model)
         names = {job.out.name for job in self.jobs}
         name = row.path.name if row.path.name not in names else f"{row.path.name}-{row.sid[:_SHORT_SID]}"

@@ -128,7 +128,7 @@ def lineage(
 ) -> None:
     """Show the inputs of a snapshot, or what was made from it, through all generations.
 
-    Copies of a model are found by the first digits of its content digest, where a merge recorded one.
+    Copies of a model on this machine are found, too: a merge in full records content ids of what it reads.
     """
     nodes = mergepipe.lineage(snapshot, down=down, home=home)
     if printing.as_json:
