@@ -48,7 +48,7 @@ KINDS: dict[str, type[Options]] = {
     "merged_tensors": MergeOptions, "load_model": MergeOptions, "merge_into": MergeOptions,
     "apply_lora": ApplyLoraOptions, "merge_lora": MergeLoraOptions, "extract_lora": ExtractLoraOptions,
     "unpack": UnpackOptions, "verify": VerifyOptions, "repair": RunOptions, "replay": OutputOptions,
-    "push": PushOptions, "plan": PlanOptions,
+    "without": OutputOptions, "push": PushOptions, "plan": PlanOptions,
 }  # fmt: skip
 """The options whose fields are keywords of a call, too."""
 CALLS = {name for name in mergepipe.__all__ if inspect.isfunction(getattr(mergepipe, name))}

@@ -217,6 +217,33 @@ def test_without__needs_a_snapshot_that_holds_the_model_and_a_free_place(models:
     assert [path.name for path in (root / "again" / "second").iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("out", ["s3://bucket/again", "hf://org/again", "again.safetensors"])
+def test_without__writes_into_a_folder_of_this_machine(models: Models, out: str) -> None:
+    models.merge("first", linear(base=1, math=1, code=2))
+    with pytest.raises(MergePipeError) as caught:
+        mergepipe.without("math", models.root / "first", out)
+    assert caught.value.code == "output.place"
+
+
+def test_without__takes_experts_that_are_packed_or_files(models: Models) -> None:
+    """The model that is left out may be a pack or a file; what stays is read as the recipe has it."""
+    root = models.root
+    mergepipe.pack(root / "base", [root / "math", root / "code"], root / "packs")
+    shutil.copy(root / "chat" / "model.safetensors", root / "chat.safetensors")
+    weights = {"packs/math": 1.0, "packs/code": 1.0, "chat.safetensors": 1.0}
+    entries = "".join(f"- {{model: {name}, parameters: {{weight: {w}}}}}\n" for name, w in weights.items())
+    models.merge("first", f"merge_method: task_arithmetic\nbase_model: base\nmodels:\n{entries}dtype: float32\n")
+    full = values(root / "first")
+    for expert in ("math", "chat"):
+        name = {"math": "packs/math", "chat": "chat.safetensors"}[expert]
+        mergepipe.without(root / name, root / "first", root / f"without-{expert}")
+        made = values(root / f"without-{expert}" / "first")
+        base = models.tensors["base"]
+        wanted = {n: full[n] - (models.tensors[expert][n] - base[n]) for n in NAMES}
+        for tensor in NAMES:
+            np.testing.assert_allclose(made[tensor], wanted[tensor], rtol=1e-5, atol=1e-5)
+
+
 def test_without__prints_what_it_would_do(models: Models, run: Runner) -> None:
     root = models.root
     models.merge("first", linear(base=1, math=1, code=2))

@@ -16,7 +16,7 @@ from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, Unsuppo
 from mergepipe.jobs.merge_run import MergeRun, intermediate_writer
 from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.jobs.replay import open_recorded, shard_bytes_of
-from mergepipe.jobs.snapshots import content_id_at, find_snapshot_path, read_manifest_value, with_inputs_found
+from mergepipe.jobs.snapshots import content_id_at, find_snapshot, read_manifest_value, with_inputs_found
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions, home_of
 from mergepipe.planning.budget import ByteBudget, Policy
 from mergepipe.planning.plan import READS_ALL, Plan
@@ -32,6 +32,7 @@ from mergepipe.snapshots.manifest import BASE_ROLE, InputRecord, Manifest
 from mergepipe.snapshots.staging import check_target
 from mergepipe.storage.contract import BESIDE
 from mergepipe.storage.location import Location
+from mergepipe.storage.output_places import folder_place
 from mergepipe.storage.stores import Stores
 
 _MODEL_KEYS = ("model", "source_model")
@@ -63,7 +64,7 @@ def without(
         options: `OutputOptions`: threads, memory and the catalog, and `force`.
     """
     made = OutputOptions.of(options, fields)
-    folder = Location.of(out).local_path
+    folder = folder_place(out, hint="name a folder: each snapshot gets one in it").local_path
     rows = Catalog(home_of(made.home)).snapshots()
     left_out = _Expert(str(expert), content_id_at(expert))
     held = _held(rows, left_out, several(snapshots), home_of(made.home))
@@ -97,8 +98,7 @@ def _held(
     holding = {row.sid: row for row in reversed(containing(rows, expert.name, expert.content_id))}
     requested = set()
     for snapshot in snapshots:
-        path = find_snapshot_path(snapshot, home)
-        sid = read_manifest_value(Stores(), Location.local(path)).sid
+        sid = read_manifest_value(Stores(), find_snapshot(snapshot, home)).sid
         if sid not in holding:
             hint = f"`mergepipe ls --with {expert.name}` lists those that do"
             raise NotFoundError.of("snapshot.not-found", snapshot, f"holds nothing of '{expert.name}'", hint)

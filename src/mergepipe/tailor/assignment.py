@@ -179,9 +179,9 @@ def _claim_parameters(
     origins: dict[str, str] = {}
     for take in recipe.takes:
         for choice in take.choices:
-            found, alias = _find(choice, take, source_units, findings)
+            selected, alias = _find(choice, take, source_units, findings)
             conflicting: set[tuple[str, bool]] = set()  # one error for an earlier entry, and one for a tied parameter
-            for name, origin in _placed(take, choice, found, source_units):
+            for name, origin in _placed(take, choice, selected, source_units):
                 origins.setdefault(name, origin)
                 first, first_choice, first_alias = claims.setdefault(name, (take, choice, alias))
                 is_tied = bool(first_alias or alias)
