@@ -215,9 +215,10 @@ class WatchedContentIds:
             for tensor in identity.tensors:
                 if isinstance(tensor, TensorEntry):
                     sampled.setdefault(tensor.file, []).append((tensor, identity))
-        return {
-            place: _WatchedFile(file, sampled[place]) if place in sampled else file for place, file in files.items()
-        }
+        watched = dict(files)
+        for place in sampled.keys() & files.keys():
+            watched[place] = _WatchedFile(files[place], sampled[place])
+        return watched
 
     def values(self) -> dict[int, str]:
         """Return the ids of the checkpoints whose samples all were read, by their places."""

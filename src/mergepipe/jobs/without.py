@@ -103,13 +103,14 @@ def _held(
             hint = f"`mergepipe ls --with {expert.name}` lists those that do"
             raise NotFoundError.of("snapshot.not-found", snapshot, f"holds nothing of '{expert.name}'", hint)
         requested.add(sid)
-    parents = {sid: {source.sid for source in row.inputs} & holding.keys() for sid, row in holding.items()}
-    wanted = _closure(requested, parents)
+    parents: dict[str, set[str]] = {sid: set() for sid in holding}
     children: dict[str, set[str]] = {sid: set() for sid in holding}
-    for sid, above in parents.items():
-        for parent in above:
-            children[str(parent)].add(sid)
-    wanted |= _closure(requested, children)
+    for sid, row in holding.items():
+        for source in row.inputs:
+            if source.sid in holding:
+                parents[sid].add(source.sid)
+                children[source.sid].add(sid)
+    wanted = _closure(requested, parents) | _closure(requested, children)
     ordered: dict[str, SnapshotRow] = {}
     pending = [sid for sid in holding if sid in wanted]
     while pending:
@@ -117,12 +118,14 @@ def _held(
         if not ready:
             message = "snapshots were replaced by ones made from them"
             raise UnsupportedError.of("snapshot.unsupported", ", ".join(pending), message, "make them again one by one")
-        ordered |= {sid: holding[sid] for sid in ready}
-        pending = [sid for sid in pending if sid not in ordered]
+        for sid in ready:
+            ordered[sid] = holding[sid]
+            pending.remove(sid)
     return tuple(ordered.values())
 
 
-def _closure(start: set[str], neighbours: Mapping[str, set[Any]]) -> set[str]:
+def _closure(start: set[str], neighbours: Mapping[str, set[str]]) -> set[str]:
+    """Return all that is reached from some snapshots."""
     reached = set(start)
     pending = list(start)
     while pending:
@@ -239,9 +242,10 @@ def _left_out(manifest: Manifest, models: set[str]) -> Manifest:
         raise _cannot("the recipe", "nothing but the base would be left")
     documents = parse_documents(Location.local(Path.cwd() / "recipe"), manifest.recipe)
     roots = [_pruned(source.root, models, "the recipe") for source in documents]
-    named = next((text for root in roots for text in _texts(root) if text in models), None)
-    if named is not None:
-        raise _cannot(named, "is its base, or is named by more than its entries, as a tokenizer's source is")
+    for root in roots:
+        for text in _texts(root):
+            if text in models:
+                raise _cannot(text, "is its base, or is named by more than its entries, as a tokenizer's source is")
     return replace(manifest, recipe=_as_text(roots), inputs=records)
 
 

@@ -54,6 +54,11 @@ def restacked_names(names: Iterable[str], layers: LayerCount) -> tuple[tuple[str
     return (*before, *stacked, *behind)
 
 
+def names_after(names: Iterable[str], layers: LayerCount) -> tuple[str, ...]:
+    """Return the restacked model's names, in order."""
+    return tuple(name for name, _ in restacked_names(names, layers))
+
+
 def restacked(checkpoint: TrainingCheckpoint, layers: LayerCount) -> TrainingCheckpoint:
     """Describe the checkpoint of the restacked model: its names, shapes, dtypes, flat groups and step counters.
 
@@ -68,24 +73,27 @@ def restacked(checkpoint: TrainingCheckpoint, layers: LayerCount) -> TrainingChe
         for name, before in names
         if (before, kind) in checkpoint.states
     }
-    groups = (restacked_names(group, layers) for group in checkpoint.flat_groups)
+    steps: list[AdamStep] = []
+    for counter in checkpoint.steps:
+        steps += _counters(counter, layers)
     return replace(
         checkpoint,
         units=model_units(parameters, checkpoint.units.tied),
         parameters=MappingProxyType(parameters),
         states=MappingProxyType(states),
-        steps=tuple(step for counter in checkpoint.steps for step in _counters(counter, layers)),
-        flat_groups=tuple(tuple(name for name, _ in group) for group in groups),
+        steps=tuple(steps),
+        flat_groups=tuple(names_after(group, layers) for group in checkpoint.flat_groups),
     )
 
 
 def _counters(counter: AdamStep, layers: LayerCount) -> Iterator[AdamStep]:
     """Yield a parameter's own counter once for each position that the parameter gets, a shared one once."""
-    names = tuple(name for name, _ in restacked_names(counter.parameters, layers))
+    names = names_after(counter.parameters, layers)
     if len(counter.parameters) > 1:
         yield replace(counter, parameters=names)
-    else:
-        yield from (replace(counter, parameters=(name,)) for name in names)
+        return
+    for name in names:
+        yield replace(counter, parameters=(name,))
 
 
 def fits_in_place(checkpoint: TrainingCheckpoint, model: TrainingCheckpoint) -> bool:

@@ -270,7 +270,6 @@ def without(
     *,
     out: OutDirectory,
     dry_run: Annotated[bool, Flag("Say what would be read and written, and make nothing.")] = False,
-    force: Annotated[bool, FORCE] = False,
     options: RunOptions,
     on_progress: OnProgress,
 ) -> Displayed:
@@ -279,9 +278,7 @@ def without(
     Follows the lineage in the catalog. Each snapshot gets a folder in DIR, and keeps its recipe, seed and budget, but
     for the entries of EXPERT. What cannot be made again is listed with the reason.
     """
-    return mergepipe.without(
-        expert, snapshots, out, dry_run=dry_run, force=force, options=options, on_progress=on_progress
-    )
+    return mergepipe.without(expert, snapshots, out, dry_run=dry_run, options=options, on_progress=on_progress)
 
 
 @command("mergepipe push merged/ org/name --create", "mergepipe push merged/ s3://bucket/merged")
