@@ -49,7 +49,8 @@ def _page(results: Results) -> Page:
         f"**The memory of a merge is the cap that you give it, not the size of the models.** Two experts of"
         f" {model_gb} GB and their base are merged in full within {over:.2f} times the cap of `--memory` at"
         f" the most (target {_ALLOWED_OVER_CAP:.2f}: {'met' if over <= _ALLOWED_OVER_CAP else 'not met'});"
-        " the interpreter and the compiled kernels, about 0.1 GiB, are in it."
+        " the interpreter and the compiled kernels are in it, which count"
+        " [under small caps](../guide/troubleshooting.md#it-needs-too-much-memory-or-disk)."
     )
     header = ("operator", "cap MiB", "peak RSS MiB", "RSS over cap", "kernel read GB", "s", "CPU s", "x floor")
     rows = tuple(_row(results, key, entry) for key, entry in results.entries.items())
