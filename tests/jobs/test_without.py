@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
-from mergepipe import MergePipeError
+from mergepipe import MergeOptions, MergePipeError
 from support.command_line import Runner
 
 Array = npt.NDArray[np.float32]
@@ -27,10 +27,10 @@ class Models:
     root: Path
     tensors: Mapping[str, Mapping[str, Array]]
 
-    def merge(self, out: str, recipe: str, **options: object) -> Path:
+    def merge(self, out: str, recipe: str, options: MergeOptions | None = None) -> Path:
         path = self.root / f"{out}.yml"
         path.write_text(recipe, encoding="utf-8")
-        mergepipe.merge(path, self.root / out, **options)
+        mergepipe.merge(path, self.root / out, options=options)
         return self.root / out
 
     def mean(self, **weights: float) -> dict[str, Array]:
@@ -38,8 +38,8 @@ class Models:
         total = sum(weights.values())
         means = {}
         for name in NAMES:
-            terms = (weight * self.tensors[model][name].astype(np.float64) for model, weight in weights.items())
-            means[name] = (sum(terms) / total).astype(np.float32)
+            terms = [weight * self.tensors[model][name].astype(np.float64) for model, weight in weights.items()]
+            means[name] = (np.sum(terms, axis=0) / total).astype(np.float32)
         return means
 
 
@@ -120,7 +120,7 @@ def test_without__keeps_seed_and_budget(models: Models) -> None:
     root = models.root
     experts = "".join(f"- {{model: {m}, parameters: {{weight: 1, density: 0.5}}}}\n" for m in ("math", "code", "chat"))
     recipe = f"merge_method: dare_linear\nbase_model: base\nmodels:\n{experts}dtype: float32\n"
-    models.merge("first", recipe, budget="95%", seed=7)
+    models.merge("first", recipe, MergeOptions(budget="95%", seed=7))
     (item,) = mergepipe.without("math", root / "first", root / "again").remade
     without = recipe.replace("- {model: math, parameters: {weight: 1, density: 0.5}}\n", "")
     made = mergepipe.show(root / "again" / "first")
@@ -128,7 +128,7 @@ def test_without__keeps_seed_and_budget(models: Models) -> None:
     assert 0 < made.expert_bytes <= item.expert_bytes
     assert made.plan_digest is not None
     assert "math" not in made.recipe
-    assert mergepipe.show(models.merge("full", without, seed=7)).plan_digest is None
+    assert mergepipe.show(models.merge("full", without, MergeOptions(seed=7))).plan_digest is None
 
 
 TWO = "merge_method: {}\nbase_model: {}\nmodels:\n- {{model: math, parameters: {{weight: 1}}}}\n"
@@ -193,6 +193,17 @@ def test_merge__knows_what_its_inputs_are_without_reading_more(models: Models) -
     assert None not in {source.content_id for source in inputs}
     nbytes = sum(value.nbytes for value in models.tensors["base"].values())
     assert (report.base_bytes, report.expert_bytes, report.analysis_bytes) == (nbytes, nbytes, 0)
+
+
+def test_without__makes_what_a_folder_holds_now_and_lists_what_is_one_file(models: Models) -> None:
+    root = models.root
+    models.merge("one.safetensors", linear(base=1, math=1, code=2))
+    models.merge("first", linear(base=1, math=1, code=2))
+    models.merge("first", linear(base=1, math=2, code=2), MergeOptions(force=True))
+    report = mergepipe.without("math", [root / "one.safetensors", root / "first"], root / "again")
+    assert [item.out.name for item in report.remade] == ["first"]
+    assert [item.reason.rpartition(": ")[2] for item in report.not_remade] == ["is one file, not a folder"]
+    assert_close(values(root / "again" / "first"), models.mean(base=1, code=2))
 
 
 def test_without__says_which_input_is_gone_or_changed(models: Models) -> None:

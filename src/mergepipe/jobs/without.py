@@ -12,7 +12,7 @@ from mergepipe.catalog.snapshots import SnapshotRow, containing, is_named
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.display import yaml_document
 from mergepipe.core.flags import public_call, several
-from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, unsupported
 from mergepipe.jobs.merge_run import MergeRun, intermediate_writer
 from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.jobs.replay import open_recorded, shard_bytes_of
@@ -117,7 +117,7 @@ def _held(
         ready = [sid for sid in pending if not (parents[sid] & wanted) - ordered.keys()]
         if not ready:
             message = "snapshots were replaced by ones made from them"
-            raise UnsupportedError.of("snapshot.unsupported", ", ".join(pending), message, "make them again one by one")
+            raise unsupported(", ".join(pending), message, "make them again one by one, by merge")
         for sid in ready:
             ordered[sid] = holding[sid]
             pending.remove(sid)
@@ -184,7 +184,7 @@ class _Work:
         if manifest.sid != row.sid:
             raise NotFoundError.of("snapshot.not-found", row.path, "another snapshot is there now")
         if any(file.name.startswith(BESIDE) for file in (*manifest.files, *manifest.sidecars)):
-            raise UnsupportedError.of("snapshot.unsupported", row.path, "is one file, not a folder")
+            raise unsupported(row.path, "is one file, not a folder")
         made: dict[str, int] = {}
         left_out: set[str] = set()
         for source, record in zip(row.inputs, manifest.inputs, strict=True):
