@@ -105,6 +105,24 @@ def test_without__of_a_descendant_makes_its_parents_that_hold_the_model_too(mode
     assert [item.path.name for item in report.remade] == ["first", "second"]
 
 
+def test_without__makes_all_parents_of_a_descendant_again_and_goes_on_where_it_stopped(models: Models) -> None:
+    root = models.root
+    models.merge("first", linear(base=1, math=1, code=2))
+    models.merge("side", linear(base=1, math=3, chat=2))
+    models.merge("last", linear(first=1, side=1))
+    report = mergepipe.without("math", root / "first", root / "again")
+    assert [item.path.name for item in report.remade] == ["first", "side", "last"]
+    assert not any("math" in node.model for node in mergepipe.lineage(root / "again" / "last"))
+    first, side = models.mean(base=1, code=2), models.mean(base=1, chat=2)
+    assert_close(values(root / "again" / "last"), {name: (first[name] + side[name]) / 2 for name in NAMES})
+    made = {path: path.stat().st_ino for path in (root / "again").rglob("*")}
+    shutil.rmtree(root / "again" / "last")
+    again = mergepipe.without("math", root / "first", root / "again")
+    assert [item.new_sid for item in again.remade] == [item.new_sid for item in report.remade]
+    kept = [path for path in made if "last" not in path.parts]
+    assert all(path.stat().st_ino == made[path] for path in kept)
+
+
 def test_without__states_bytes_and_writes_nothing_in_a_dry_run(models: Models) -> None:
     root = models.root
     models.merge("first", linear(base=1, math=1, code=2))

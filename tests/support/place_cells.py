@@ -137,6 +137,13 @@ class Work:
                 return ["unpack", subject, "--base", base, "--out", out]
             case "replay":
                 return ["replay", subject, out]
+            case "without":
+                both = json.loads(recipe(base, subject))
+                both["models"].append({"model": str(root / "other"), "parameters": {"weight": 0.5}})
+                (self.folder / "both.yml").write_text(json.dumps(both))
+                merged = str(self.folder / "merged")
+                expect(run_command(["merge", str(self.folder / "both.yml"), merged]))
+                return ["without", subject, merged, "-o", out]
             case "verify" | "repair" | "show" | "lineage":
                 return [verb, subject]
             case "explain":

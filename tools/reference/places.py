@@ -114,6 +114,12 @@ VERBS: Final = (
         _SNAPSHOTS,
         {**_MERGED_TO, "gguf": Refusal("output.place", "it gives the bytes that were recorded")},
     ),
+    Verb(
+        "without",
+        "an expert of a snapshot that this machine made",
+        outputs={**_PAGE, "safetensors": _NO_FILE, "gguf": _NO_FILE},
+        absent_outputs=_NO_FORCE,
+    ),
     Verb("analyze", "an expert", outputs=_PAGE, absent_outputs=_NO_PAGE),
     Verb(
         "pack",

@@ -28,7 +28,7 @@ from mergepipe.runs.merge_settings import merge_settings
 from mergepipe.runs.model_card import BaseModelIds
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.runs.work import output_of
-from mergepipe.snapshots.manifest import BASE_ROLE, InputRecord, Manifest
+from mergepipe.snapshots.manifest import BASE_ROLE, MANIFEST_NAME, InputRecord, Manifest
 from mergepipe.snapshots.staging import check_target
 from mergepipe.storage.contract import BESIDE
 from mergepipe.storage.location import Location
@@ -73,7 +73,8 @@ def without(
         work.consider(row, left_out)
     if not dry_run:
         for job in work.jobs:
-            check_target(job.out, [], force=made.force)
+            if not (job.out / MANIFEST_NAME).exists():
+                check_target(job.out, [], force=made.force)
         for number in range(len(work.jobs)):
             work.make(number)
     remade = tuple(job.report for job in work.jobs)
@@ -93,7 +94,7 @@ def _held(
 ) -> tuple[SnapshotRow, ...]:
     """Return the snapshots to make again, parents first.
 
-    They hold the model, and are requested, made from one that is, or what a requested one was made from.
+    They hold the model, and are requested, made from one that is, or what such a one was made from.
     """
     holding = {row.sid: row for row in reversed(containing(rows, expert.name, expert.content_id))}
     requested = set()
@@ -110,7 +111,7 @@ def _held(
             if source.sid in holding:
                 parents[sid].add(source.sid)
                 children[source.sid].add(sid)
-    wanted = _closure(requested, parents) | _closure(requested, children)
+    wanted = _closure(_closure(requested, children), parents)
     ordered: dict[str, SnapshotRow] = {}
     pending = [sid for sid in holding if sid in wanted]
     while pending:
@@ -202,11 +203,16 @@ class _Work:
         return _Job(_left_out(manifest, left_out), place, self._folder / name, made, report)
 
     def make(self, number: int) -> None:
-        """Make one snapshot again, after those that it is made from."""
+        """Make one snapshot again, after those that it is made from; one that an earlier call made is taken."""
         job = self.jobs[number]
         manifest = job.manifest
         for model, parent in job.inputs_made.items():
             manifest = _moved(manifest, model, self.jobs[parent].out.absolute())
+        if (job.out / MANIFEST_NAME).exists():
+            there = read_manifest_value(Stores(), Location.local(job.out))
+            if (there.recipe, there.seed) == (manifest.recipe, manifest.seed):
+                self.jobs[number] = replace(job, report=replace(job.report, new_sid=there.sid))
+                return
         settings = merge_settings(self._options.common(MergeOptions), job.out, self._on_progress)
         options = replace(settings.options, seed=manifest.seed, shard_bytes=shard_bytes_of(manifest, job.place))
         settings = replace(settings, options=options, base_model_ids=BaseModelIds.recorded(manifest))
