@@ -22,7 +22,8 @@ DEEPSPEED := deepspeed==0.19.8
 PYTEST := $(BIN)/python -m pytest
 FRAMEWORK_PYTEST := MERGEPIPE_TRAIN_PYTHON=$(abspath $(TRAIN_VENV))/bin/python $(PYTEST) -n 2 -m slow
 
-# One proof of each kind: composites resumed by the Trainer, by ZeRO-2 and by ZeRO-3 on two ranks, partial saves put together,
+# One proof of each kind: composites resumed by the Trainer, by ZeRO-2 and by ZeRO-3 on two ranks, with more layers, partial
+# saves put together,
 # merges with components loaded by their libraries.
 RESUMES := tests/tailor/test_frameworks.py::test_composite__
 SAVES := tests/tailor/test_frameworks.py::test_partial_saving__
@@ -30,6 +31,7 @@ FRAMEWORK_SMOKE := \
 	"$(RESUMES)resumes_with_the_values_of_its_sources[hf]" \
 	"$(RESUMES)resumes_with_the_values_of_its_sources[zero2]" \
 	"$(RESUMES)resumes_with_the_values_of_its_sources[zero3]" \
+	"$(RESUMES)of_layers_in_other_positions_resumes_with_the_values_of_its_sources[zero2-5]" \
 	"$(RESUMES)of_partial_checkpoints_resumes_at_their_step[hf]" \
 	"$(SAVES)composes_to_what_the_engine_held_at_each_units_step[hf-zero2]" \
 	tests/checkpoints/test_component_frameworks.py

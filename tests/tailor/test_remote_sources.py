@@ -94,6 +94,29 @@ def test_compose__takes_units_from_a_bucket(tmp_path: Path, sources: BucketServe
     assert made == wanted
 
 
+@pytest.mark.parametrize("kind", ["hf", "zero2", "zero3", "dcp"])
+def test_compose__stacks_layers_of_a_bucket_as_those_of_folders(
+    tmp_path: Path, sources: BucketServer, kind: str
+) -> None:
+    text = (
+        "merge_method: passthrough\nbase_model: {0}/at-9\nslices:\n"
+        "- sources: [{{model: {0}/at-9, layer_range: [0, 2]}}]\n- sources: [{{model: {0}/at-7, layer_range: [0, 3]}}]\n"
+    )
+    made = {}
+    for step in (7, 9):
+        folder = tmp_path / f"at-{step}"
+        FORMATS[kind](folder, known_states(decoder_shapes(), seed=step, step=step))
+        if (folder / "config.json").exists():
+            config = '{"model_type": "llama", "num_hidden_layers": 3, "tie_word_embeddings": false}'
+            (folder / "config.json").write_text(config)
+        put(sources, f"stacked-{kind}/at-{step}", folder)
+    for name, place in (("remote", f"s3://bucket/stacked-{kind}"), ("local", str(tmp_path))):
+        (tmp_path / f"{name}.yml").write_text(text.format(place))
+        tailor.compose(tmp_path / f"{name}.yml", tmp_path / name, self_check="full")
+        made[name] = {key: file for key, file in files_below(tmp_path / name).items() if key != "mergepipe.json"}
+    assert made["remote"] == made["local"] != {}
+
+
 def test_export__of_the_hub_records_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FORMATS["hf-zero2"](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
     with hub_server() as server:
