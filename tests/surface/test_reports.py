@@ -61,6 +61,8 @@ SESSION = (
     "verify out",
     "verify out --deep 100%",
     f"replay budgeted again {ENGINE}",
+    f"without {EXPERTS.split()[0]} budgeted -o remade --dry-run {ENGINE}",
+    f"without {EXPERTS.split()[0]} budgeted -o remade {ENGINE}",
     f"pack {BASE} {EXPERTS} -o packed --threads 2",
     f"merge packed.yml merged-of-packed --budget 60% {BLOCKS} {ENGINE}",
     "verify packed/expert-1",
