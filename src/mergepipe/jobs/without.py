@@ -66,7 +66,10 @@ def without(
     made = OutputOptions.of(options, fields)
     folder = folder_place(out, hint="name a folder: each snapshot gets one in it").local_path
     rows = Catalog(home_of(made.home)).snapshots()
-    left_out = _Expert(str(expert), content_id_at(expert))
+    name = str(expert)
+    if name.startswith("hf://") and "@" in name:  # a merge records the commit that a branch was at
+        name = str(Stores().pin(Location.of(name)))
+    left_out = _Expert(name, content_id_at(expert))
     held = _held(rows, left_out, several(snapshots), home_of(made.home))
     work = _Work(made, folder, on_progress)
     for row in held:
