@@ -40,8 +40,12 @@ RULES: dict[str, tuple[str, Mapping[str, object], int, Mapping[str, object]]] = 
     "karcher": ("karcher", {}, 3, {}),
     "model_stock": ("model_stock", {}, 3, {}),
     "sce": ("sce", {}, 3, {}),
+    "sce of some elements": ("sce", {}, 3, {"select_topk": 0.3}),
+    "consensus": ("consensus", {"weight": 0.5}, 3, {}),
+    "ram": ("ram", {}, 3, {}),
+    "sar": ("sar", WEIGHT, 3, {"density": 0.5}),
 }
-OF_ANY_LENGTH = ("linear", "sum", "ties", "breadcrumbs", "magmax", "fisher", "geometric median")
+OF_ANY_LENGTH = ("linear", "sum", "ties", "breadcrumbs", "magmax", "fisher", "geometric median", "consensus")
 
 
 def write_models(folder: Path, exponent: int) -> Path:
@@ -77,6 +81,28 @@ def test_merge__of_scaled_models_is_scaled_or_reports_infinities(tmp_path: Path,
             assert "infinities or NaN in 1 of 1 tensor" in notices
         else:
             np.testing.assert_array_equal(scaled, expected)
+
+
+def test_sce__selects_the_same_elements_of_models_whose_variances_float32_does_not_hold(tmp_path: Path) -> None:
+    ordinary, _ = merged(write_models(tmp_path / "ordinary", 0), "sce of some elements")
+    selected = ordinary != load_file(tmp_path / "ordinary" / "base" / "model.safetensors")["l.weight"]
+    assert 0.2 < selected.mean() < 0.4
+    for exponent in (-60, -93):
+        folder = write_models(tmp_path / str(exponent), exponent)
+        scaled, _ = merged(folder, "sce of some elements")
+        base = load_file(folder / "base" / "model.safetensors")["l.weight"]
+        np.testing.assert_array_equal(scaled != base, selected)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "breadcrumbs"])  # drops the largest of each model
+def test_merge__reports_what_is_not_a_number_in_one_model(tmp_path: Path, rule: str) -> None:
+    folder = write_models(tmp_path / "models", 0)
+    tensors = load_file(folder / "0" / "model.safetensors")
+    tensors["l.weight"][3, 4] = np.nan
+    write_model(folder / "0", tensors)
+    values, notices = merged(folder, rule)
+    assert np.isnan(values[3, 4])
+    assert "infinities or NaN in 1 of 1 tensor" in notices
 
 
 def test_multislerp__of_tensors_shorter_than_eps_is_their_average(tmp_path: Path) -> None:

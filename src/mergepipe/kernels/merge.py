@@ -19,6 +19,11 @@ _COPIED = (KEEP_LARGE, KEEP_MARKED, KEEP_BAND)  # what is kept of these is writt
 NEAREST = np.float32(1e-6)
 
 _PIECE = 512
+# Orders of variances that float32 does not hold: shifted bits of float64, from those of 2^-382 and of 2^120 on.
+_SUBNORMAL_BELOW, _SUBNORMAL_SHIFT = 2.0**-126, 37
+_SUBNORMAL_START = (1023 - 382) << (52 - _SUBNORMAL_SHIFT)
+_CROWDED_FROM, _CROWDED_SHIFT = 2.0**120, 34
+_CROWDED_START = ((1023 + 120) << (52 - _CROWDED_SHIFT)) - ((127 + 120) << 23)
 MARK_ELEMENTS, MARK_BYTES = 128, 16  # one bit each
 _LANES = 16
 
@@ -194,6 +199,7 @@ def variance_tile(
 ) -> None:
     """Compute the population variance of `n_experts` deltas: the first `n_deltas` rows, and zeros for the others.
 
+    Very small and very large variances are written as other numbers of the same order; see `_in_float32`.
     `moments_2N` (float64, two rows of a tile) is overwritten.
     """
     if n_deltas == n_experts == 2:
@@ -219,7 +225,7 @@ def variance_tile(
         _divide(square, m, n_experts)
         piece = variances[start : start + m]
         for i in range(m):
-            piece[i] = np.float32(square[i])
+            piece[i] = _in_float32(square[i])
 
 
 @kernel
@@ -229,7 +235,22 @@ def _variance_of_two(first: Floats, second: Floats, n: int, variances: Floats) -
         x, y = np.float64(first[i]), np.float64(second[i])
         mean = (x + y) * 0.5
         deviation_x, deviation_y = x - mean, y - mean
-        variances[i] = np.float32((deviation_x * deviation_x + deviation_y * deviation_y) * 0.5)
+        variances[i] = _in_float32((deviation_x * deviation_x + deviation_y * deviation_y) * 0.5)
+
+
+@kernel
+def _in_float32(variance: float) -> np.float32:
+    """Round to float32; below its normal numbers, and from 2^120 on, return numbers in the same order instead.
+
+    Rounding would make zeros or infinities of the variances of deltas below 1e-22 or above 1e19, which are then equal.
+    These keep 15 or 18 bits of their mantissas.
+    """
+    bits = np.float64(variance).view(np.int64)
+    small = np.int32((bits >> _SUBNORMAL_SHIFT) - _SUBNORMAL_START).view(np.float32)
+    large = np.int32((bits >> _CROWDED_SHIFT) - _CROWDED_START).view(np.float32)
+    score = np.float32(variance)
+    score = small if 0.0 < variance < _SUBNORMAL_BELOW else score
+    return large if _CROWDED_FROM <= variance < np.inf else score
 
 
 @kernel

@@ -80,9 +80,9 @@ def add_overlaps(block: RawBlock, epsilon: np.float32, row_elements: int, sums_A
             shared = 0
             alone = 0
             for i in range(m):
-                shared += 1 if abs(delta[i]) > epsilon and changes[i] > one else 0
+                shared += 1 if not abs(delta[i]) <= epsilon and changes[i] > one else 0
             for i in range(m):
-                alone += 1 if abs(delta[i]) > epsilon and changes[i] == one else 0
+                alone += 1 if not abs(delta[i]) <= epsilon and changes[i] == one else 0
             sums_AK[atom, 2 * block.present_E[e]] += shared
             sums_AK[atom, 2 * block.present_E[e] + 1] += alone
         start += m
@@ -90,13 +90,13 @@ def add_overlaps(block: RawBlock, epsilon: np.float32, row_elements: int, sums_A
 
 @kernel
 def count_changes(deltas_EN: Floats, n_deltas: int, n: int, epsilon: np.float32, changes: Floats) -> None:
-    """Count the deltas of each of `n` elements that are larger than `epsilon`."""
+    """Count the deltas of each of `n` elements that are larger than `epsilon`, or NaN."""
     zero, one = np.float32(0.0), np.float32(1.0)
     for i in range(n):
         changes[i] = zero
     for e in range(n_deltas):
         for i in range(n):
-            changes[i] += one if abs(deltas_EN[e, i]) > epsilon else zero
+            changes[i] += zero if abs(deltas_EN[e, i]) <= epsilon else one
 
 
 @kernel
@@ -238,7 +238,10 @@ def importance_scores(block: RawBlock, row_elements: int, weight_R: Floats, scor
 
 @kernel
 def merge_overlapping(block: RawBlock, epsilon: np.float32, own_scales_E: Floats) -> None:
-    """Write `M_0 +` the single delta larger than `epsilon` times its expert's scale, or the mean of several."""
+    """Write `M_0 +` the single delta larger than `epsilon` times its expert's scale, or the mean of several.
+
+    A delta that is NaN is one of the larger ones.
+    """
     n_present, n = len(block.present_E), block.n_elements
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
@@ -256,7 +259,7 @@ def merge_overlapping(block: RawBlock, epsilon: np.float32, own_scales_E: Floats
             for i in range(m):
                 shared = delta[i] / changes[i]
                 share = shared if changes[i] > one else expert_scale * delta[i]
-                total[i] += share if abs(delta[i]) > epsilon else zero
+                total[i] += zero if abs(delta[i]) <= epsilon else share
         for i in range(m):
             merged = frame_FN[0, i] + total[i]
             total[i] = frame_FN[0, i] if changes[i] == zero else merged
@@ -372,7 +375,7 @@ def merge_weighted(block: RawBlock, weighed: Weighed, normalizes: bool, scale: f
 def resolve_tile(
     frame_FN: Floats, weighed: Weighed, epsilon: np.float32, n: int, weights: Doubles, best: Doubles, resolved: Floats
 ) -> None:
-    """Write of each element the delta above `epsilon` whose weight is largest, the first of equal ones; else 0."""
+    """Write of each element the delta above `epsilon`, or NaN, of largest weight, the first of equal ones; else 0."""
     for i in range(n):
         best[i] = -1.0
     for i in range(n):
@@ -382,7 +385,7 @@ def resolve_tile(
             delta = frame_FN[weighed.delta_K[k] + 1]
             weights_tile(frame_FN, weighed.weight_K[k], weighed.factor_K[k], n, weights)
             for i in range(n):
-                wins = abs(delta[i]) > epsilon and weights[i] > best[i]
+                wins = not abs(delta[i]) <= epsilon and weights[i] > best[i]
                 best[i] = weights[i] if wins else best[i]
                 resolved[i] = delta[i] if wins else resolved[i]
 
@@ -445,7 +448,8 @@ def merge_resolved(block: RawBlock, weighed: Weighed, epsilon: np.float32, cuts_
 def merge_agreed(block: RawBlock, factor_E: Floats, threshold_E: Floats, least: int, scale: np.float32) -> None:
     """Write `M_0 + scale` times the weighted sum of deltas where at least `least` experts are near enough to it.
 
-    That is one whose |delta| is at least its threshold times the distance of its delta from the sum.
+    That is one whose |delta| is at least its threshold times the distance of its delta from the sum. A sum that is
+    infinite or NaN, which no expert is near to, is written as it is.
     """
     n_present = len(block.present_E)
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
@@ -467,5 +471,7 @@ def merge_agreed(block: RawBlock, factor_E: Floats, threshold_E: Floats, least: 
                 near[i] += one if abs(delta[i]) >= threshold_E[e] * abs(total[i] - delta[i]) else zero
         for i in range(m):
             merged = frame_FN[0, i] + scale * total[i]
-            total[i] = merged if near[i] >= least and total[i] != zero else frame_FN[0, i]
+            is_finite = total[i] - total[i] == zero
+            is_agreed = near[i] >= least and total[i] != zero
+            total[i] = merged if is_agreed or not is_finite else frame_FN[0, i]
         encode_result(block, start, m, total)
