@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe import tailor
+from mergepipe.errors import OutputError
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PackReport, PartReport
@@ -162,7 +163,11 @@ def check_finished(command: Command) -> bool:
     for path in command.results.glob(".*"):  # of a process that was killed while it removed it; not just made
         for each in (path, *path.rglob("*")):
             os.utime(each, (time.time() - 60,) * 2)
-    mergepipe.gc([command.results], home=command.root / "no-home")
+    if command.old is None:
+        with contextlib.suppress(OutputError):  # which says that the output exists
+            command.run()
+    else:
+        mergepipe.gc([command.results], home=command.root / "no-home")
     assert list(command.results.glob(".*")) == []
     return went_on
 

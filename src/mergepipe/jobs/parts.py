@@ -27,7 +27,7 @@ from mergepipe.snapshots.manifest import FILE_SUFFIXES
 from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.parts import Account, Claimant, PartsPlace
 from mergepipe.snapshots.parts_places import job_at, parts_place, remove_left_parts
-from mergepipe.snapshots.staging import check_free_space, check_target
+from mergepipe.snapshots.staging import check_free_space, check_target, remove_left_staging
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.owners import is_alive
@@ -154,6 +154,8 @@ def make_part_of(
 
     if is_there():
         remove_left_parts(out, plan.digest)
+        if isinstance(out, Path):
+            remove_left_staging(out)
         return report(is_published=True)
     planned = open_output(plan, settings.options.shard_bytes, store)
     settings.base_model_ids.check_names(planned.inputs.source_models)

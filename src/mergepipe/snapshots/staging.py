@@ -80,6 +80,7 @@ def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -
             _check_replaceable(record)  # of a file that is gone
         return
     if not force:
+        remove_left_staging(out)
         hint = "choose another name"
         if force is not None and _is_replaceable(out):
             hint = f"{hint}, or replace it with --force"
@@ -421,6 +422,17 @@ def remove_dead(directory: Path) -> bool:
             _bring_back(directory, directory.parent / output)
         _remove_all(directory)
         return not directory.exists()
+
+
+def remove_left_staging(out: Path) -> None:
+    """Remove what a process that was killed after it had published an output left beside it.
+
+    A staging directory with files of an output stays: the same command with `--force` may resume there.
+    """
+    directory = staging_directory(out.absolute())
+    content = directory / CONTENT_NAME
+    if not _is_there(content) or is_empty_folder(content):
+        remove_dead(directory)
 
 
 def _may_be_removed(directory: Path) -> bool:
