@@ -9,14 +9,18 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mergepipe
 from mergepipe.checkpoints.safetensors import MAX_HEADER_BYTES
 from mergepipe.core.strict_json import MOST_MADE_BYTES, made_bytes, object_members, parse_object
-from mergepipe.errors import CorruptError
+from mergepipe.errors import CorruptError, OutputError
 from mergepipe.storage.contract import CARD_BYTES, WEIGHT_INDEX_BYTES
+from support.model_folders import recipe_of, write_model
+from support.refusals import refuses
 from support.safetensors_bytes import file_bytes
 
 GROWTH_BYTES = 256 << 20
@@ -183,3 +187,21 @@ def test_parse_object__refuses_values_that_take_too_much_memory() -> None:
     raw = b'{"log_history":[' + b",".join([b"{}"] * (MOST_MADE_BYTES // 128)) + b"]}"
     with pytest.raises(CorruptError, match="its values take more than 805 MB of memory"):
         parse_object(raw, where="trainer_state.json", code="checkpoint.damaged")
+
+
+MADE_BYTES_OF_AN_OBJECT = 128
+
+
+def test_verify_and_force__read_no_values_that_take_too_much_memory(tmp_path: Path) -> None:
+    """What somebody has put into a published output is refused before it is parsed."""
+    shape = {"w": np.ones((64, 64), np.float32), "v": np.ones((64, 64), np.float32)}
+    models = [write_model(tmp_path / name, shape) for name in ("one", "other")]
+    recipe = recipe_of("linear", {model: {"weight": 0.5} for model in models})
+    mergepipe.merge(recipe, tmp_path / "out", shard_bytes=20_000, catalog=False)
+    objects = b",".join([b"{}"] * (MOST_MADE_BYTES // MADE_BYTES_OF_AN_OBJECT))
+    (tmp_path / "out" / "model.safetensors.index.json").write_bytes(b'{"weight_map":[' + objects + b"]}")
+    report = mergepipe.verify(tmp_path / "out", catalog=False)
+    assert any("its values take more than" in damage.message for damage in report.damages if damage.kind == "index")
+    (tmp_path / "out" / "mergepipe.json").write_bytes(b'{"files":[' + objects + b"]}")
+    with refuses(OutputError, "output.not-ours"):
+        mergepipe.merge(recipe, tmp_path / "out", force=True, catalog=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +204,22 @@ def test_read_yaml__counts_every_node(folder: Path, monkeypatch: pytest.MonkeyPa
     code, _ = refusal(folder, "[" + "1," * 100 + "]")  # and the list itself
     assert code == "recipe.syntax"
     assert read(folder, "[" + "1," * 99 + "]").root == [1] * 99
+
+
+@pytest.mark.parametrize(
+    "repeat",
+    [
+        lambda times: f"b: [{'*a, ' * times}]",
+        lambda times: "\n".join(f"k{number}: {{? *a : 1}}" for number in range(times)),
+    ],
+    ids=["values", "keys"],
+)
+def test_read_yaml__counts_a_text_wherever_it_is_repeated(folder: Path, repeat: Callable[[int], str]) -> None:
+    text = f"a: &a {'x' * 500_000}\n"
+    code, message = refusal(folder, text + repeat(20))
+    assert code == "recipe.syntax"
+    assert "characters of long texts, aliases expanded" in message
+    assert read(folder, text + repeat(10))
 
 
 # --- a recipe as a mapping is the recipe in a file

@@ -53,6 +53,7 @@ from mergepipe.storage.stores import Stores
 
 MIN_PREFIX_DIGITS: Final = 4
 _HINT: Final = "run `mergepipe catalog rebuild`"
+_REMOVED: Final = "it is removed: name the folder of its snapshot, if `mergepipe ls` does not list it"
 _SNAPSHOTS, _DIGESTS = "snapshots", "digests"  # the folders
 _FORMAT_NAME = "mergepipe-catalog"
 _VERSION: Final = 7
@@ -353,7 +354,7 @@ def rebuild(home: Path, roots: Sequence[Path]) -> RebuildReport:
             try:
                 _read(record_format, record)
             except CorruptError as error:
-                unreadable += error.problems
+                unreadable += (replace(problem, hint=_REMOVED) for problem in error.problems)
                 _remove(record)
     recorded: list[SnapshotRow] = []
     missing: list[Path] = []

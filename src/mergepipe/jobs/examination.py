@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -14,6 +13,7 @@ from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, DTypeKind
 from mergepipe.core.display import shortened
+from mergepipe.core.strict_json import parse_object
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
 from mergepipe.jobs.snapshots import read_manifest_value
 from mergepipe.recipes.output_config import shape_contradictions
@@ -158,14 +158,11 @@ def _small_damages(store: Store, directory: Location, manifest: Manifest) -> Ite
 
 def _index_trouble(store: Store, path: Location, manifest: Manifest, name: str) -> str:
     try:
-        content = json.loads(store.read_small(path, MANIFEST_BYTES))
+        content = parse_object(store.read_small(path, MANIFEST_BYTES), where=path, code="checkpoint.damaged")
     except MergePipeError as error:
         return error.problems[0].message
-    except (ValueError, RecursionError):
-        return "is not JSON"
-    recorded = content.get("weight_map") if isinstance(content, dict) else None
     tensors = ((tensor.name, tensor.file) for tensor in manifest.tensors if index_name(tensor.file) == name)
-    return "" if recorded == index_map(tensors) else "does not say where the manifest's tensors are"
+    return "" if content.get("weight_map") == index_map(tensors) else "does not say where the manifest's tensors are"
 
 
 def _strangers(store: Store, directory: Location, manifest: Manifest) -> Iterator[str]:

@@ -17,6 +17,7 @@ from mergepipe.storage.contract import RECIPE_BYTES, Store, is_folder
 from mergepipe.storage.location import Location
 
 MAX_NODES = 100_000
+CHARACTERS_OF_A_NODE = 100  # of a longer text each as many count as a value, at every place where it is repeated
 MAX_DEPTH = 64
 MAX_DOCUMENTS = 100
 MAX_NUMBER_CHARACTERS = 64
@@ -247,7 +248,9 @@ class _BoundedLoader(yaml.SafeLoader):
 def _too_big(name: str, line: int, *, deep: bool) -> RecipeError:
     if deep:
         return _refusal("recipe.syntax", f"{name}:{line}", f"nested deeper than {MAX_DEPTH} levels")
-    return _refusal("recipe.syntax", f"{name}:{line}", f"more than {MAX_NODES} values, aliases expanded")
+    most_characters = MAX_NODES * CHARACTERS_OF_A_NODE
+    message = f"more than {MAX_NODES} values, or {most_characters} characters of long texts, aliases expanded"
+    return _refusal("recipe.syntax", f"{name}:{line}", message)
 
 
 def _compose(name: str, text: str) -> tuple[_BoundedLoader, list[yaml.Node]]:
@@ -284,6 +287,11 @@ def _syntax_error(name: str, text: str, error: yaml.MarkedYAMLError) -> RecipeEr
     return _refusal("recipe.syntax", where, f"not YAML: {shortened(reason, 200)} (column {mark.column + 1})")
 
 
+def _text_nodes(node: yaml.Node) -> int:
+    """Return how many values the text of a node counts as, beyond one."""
+    return len(node.value) // CHARACTERS_OF_A_NODE if isinstance(node, yaml.ScalarNode) else 0
+
+
 class _Builder:
     """Builds values from a node graph. Aliases are expanded, so the count below includes every repetition."""
 
@@ -296,7 +304,7 @@ class _Builder:
         self._merge_depth = 0
 
     def build(self, node: yaml.Node, key_path: KeyPath, line: int) -> Value:
-        self._nodes += 1
+        self._nodes += 1 + _text_nodes(node)
         if len(key_path) >= MAX_DEPTH or self._nodes > MAX_NODES:
             raise _too_big(self._name, line, deep=len(key_path) >= MAX_DEPTH)
         self.lines[key_path] = line
@@ -355,6 +363,9 @@ class _Builder:
         where = f"{self._name}:{_line(node)}"
         if not isinstance(node, yaml.ScalarNode):
             raise _refusal("recipe.syntax", where, "a key must be a name, not a list or a mapping")
+        self._nodes += _text_nodes(node)
+        if self._nodes > MAX_NODES:
+            raise _too_big(self._name, _line(node), deep=False)
         return self._clean(node)
 
     def _scalar(self, node: yaml.ScalarNode) -> Value:

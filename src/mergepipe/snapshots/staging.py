@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import stat
@@ -17,6 +16,7 @@ from typing import Final
 
 from mergepipe.checkpoints.directory import require_text_path
 from mergepipe.core.outcome import note_committed
+from mergepipe.core.strict_json import parse_object
 from mergepipe.core.units import first_names, format_bytes
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
 from mergepipe.snapshots.manifest import MANIFEST_NAME, record_folder
@@ -164,10 +164,8 @@ def _files_in(directory: Path) -> Iterator[str]:
 def _recorded_files(path: Path) -> Iterator[str]:
     """The files that a manifest (of a snapshot, a composite or a delta) lists; none if it is damaged."""
     try:
-        content = json.loads(owned.read_file(path, MANIFEST_BYTES))
-    except (OSError, MergePipeError, ValueError, RecursionError):
-        return
-    if not isinstance(content, dict):
+        content = parse_object(owned.read_file(path, MANIFEST_BYTES), where=path, code="manifest.damaged")
+    except (OSError, MergePipeError):
         return
     for key in ("files", "sidecars"):
         listed = content.get(key)
