@@ -16,6 +16,7 @@ from mergepipe import tailor
 from mergepipe.errors import MergePipeError
 from support.architectures import MLA, MOE, NARROW, TEXT, saved, tensors_of
 from support.model_folders import write_model
+from support.training_trees import decay_groups, known_states, write_zero12
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -126,6 +127,52 @@ def test_merge__says_nothing_of_types_that_are_not_known(
     for number, config in enumerate((remote, unknown)):
         base = write_model(tmp_path / f"base {number}", tensors, config)
         assert not words(merged(base, tmp_path / f"out {number}", strict=True))
+
+
+@pytest.mark.parametrize("kind", ["unheard of", "of a repository", "known"])
+def test_merge__of_slices_of_an_unknown_type_is_compared_with_its_base(
+    llama: tuple[dict[str, Any], dict[str, Any]], kind: str, tmp_path: Path
+) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "unheard of": {"model_type": "unheard_of", "architectures": ["UnheardOfForCausalLM"]},
+        "of a repository": {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}},
+        "known": {},
+    }
+    config = {**llama[1], **changes[kind]}
+    base = write_model(tmp_path / "base", llama[0], config)
+    other_names = {name: tensor for name, tensor in llama[0].items() if name != MERGED}
+    other_names["model.layers.1.self_attn.q_proj.scale"] = np.ones(4, np.float32)
+    other = write_model(tmp_path / "other", other_names, config)
+    layers = [(base, [0, 2]), (other, [1, 2])]
+    slices = [{"sources": [{"model": str(model), "layer_range": taken}]} for model, taken in layers]
+    recipe = {"merge_method": "passthrough", "slices": slices}
+    told = " ".join(words(mergepipe.merge(recipe, tmp_path / "out", catalog=False)))
+    name = "'model.layers.2.self_attn.q_proj"
+    if kind == "known":
+        assert f"lacks 1 weight, which loading draws at random: {name}.weight'" in told
+        assert f"loading ignores 1 tensor of the output: {name}.scale'" in told
+    else:
+        assert f"lacks 1 weight, which the base has: {name}.weight'" in told
+        assert f"1 tensor that the base has not: {name}.scale'" in told
+    with pytest.raises(MergePipeError, match="lacks 1 weight"):
+        mergepipe.merge(recipe, tmp_path / "refused", catalog=False, strict=True)
+
+
+@pytest.mark.parametrize("fault", ["", "removed", "renamed", "head"])
+def test_compose__names_weights_that_the_architecture_has_and_the_composite_not(
+    llama: tuple[dict[str, Any], dict[str, Any]], fault: str, tmp_path: Path
+) -> None:
+    tensors, wanted = damaged(llama[0], fault) if fault else (llama[0], [])
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for step in (3, 5):
+        known = known_states(shapes, seed=step, step=step)
+        write_zero12(tmp_path / f"at-{step}", known, decay_groups(shapes), 2)
+        (tmp_path / f"at-{step}" / "config.json").write_text(json.dumps(llama[1]))
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text("default: at-5\ntake: [{from: at-3, units: [layers even]}]\n")
+    told = " ".join(tailor.compose(recipe, tmp_path / "out").plan.notices)
+    assert all(word in told for word in wanted), told
+    assert bool(told) == bool(fault), told
 
 
 @pytest.mark.parametrize("fault", ["", "removed", "renamed", "head"])

@@ -10,7 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -33,26 +33,36 @@ _LEFT_OUT = re.compile(
     r"inv_freq|position_ids|masked_bias|attn(ention)?\.bias$|num_batches_tracked|relative_position_index"
     r"|(^|\.)(mtp|nextn|eh_proj|enorm|hnorm|shared_head)\b"
 )
+_NOTHING = re.compile(r"(?!)")
 _LEAST_SHARE = 0.5  # of the required weights: with fewer it is another layout, which is not known
 _N_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class NameProblems:
-    """Weights that a model lacks, and tensors that no weight of its architecture is called."""
+    """Weights that a model lacks, and tensors that no weight of its architecture is called.
+
+    `is_like_base`: the architecture is not known, and the base is what the model is compared with.
+    """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    is_like_base: bool = False
 
     def texts(self) -> list[str]:
         """Say both, with the first names."""
         texts = []
         if self.missing:
             weights = plural(len(self.missing), "weight")
-            texts.append(f"the output lacks {weights}, which loading draws at random: {_first_names(self.missing)}")
+            reason = "which the base has" if self.is_like_base else "which loading draws at random"
+            texts.append(f"the output lacks {weights}, {reason}: {_first_names(self.missing)}")
         if self.unexpected:
             tensors = plural(len(self.unexpected), "tensor")
-            texts.append(f"loading ignores {tensors} of the output: {_first_names(self.unexpected)}")
+            names = _first_names(self.unexpected)
+            if self.is_like_base:
+                texts.append(f"the output has {tensors} that the base has not: {names}")
+            else:
+                texts.append(f"loading ignores {tensors} of the output: {names}")
         return texts
 
 
@@ -61,18 +71,33 @@ def _first_names(names: Collection[str]) -> str:
     return named + (", ..." if len(names) > _N_NAMED else "")
 
 
-def name_problems(config: Mapping[str, JsonValue], tensors: Iterable[str]) -> NameProblems | None:
+def name_problems(
+    config: Mapping[str, JsonValue], tensors: Iterable[str], base: Iterable[str] = ()
+) -> NameProblems | None:
     """Compare the names of a model's tensors with those of the class in its configuration.
 
-    None where the class is not known, is a repository's own, or holds quantised weights, and where most of its weights
-    have other names, so that the layout is not known.
+    Where the class is not known, or a repository's own, and where most of its weights have other names, so that the
+    layout is not known, they are compared with the names of the `base` that it is made from. None without one, and
+    where weights are quantised.
     """
-    if config.get("auto_map") or config.get("quantization_config"):
-        return None
-    names = _names_of(config)
-    if names is None:
+    if config.get("quantization_config"):
         return None
     by_stem = _by_stem(tensors)
+    problems = _problems_of_class(config, by_stem)
+    like = None if problems is not None else names_like(_by_stem(base))
+    if like is None:
+        return problems
+    compared = like.compared(by_stem, is_tied=True)
+    return None if compared is None else replace(compared, is_like_base=True)
+
+
+def _problems_of_class(
+    config: Mapping[str, JsonValue], by_stem: Mapping[str, Mapping[str, str]]
+) -> NameProblems | None:
+    """Compare names with those of a class of the table; None where it has none, or another layout."""
+    names = None if config.get("auto_map") else _names_of(config)
+    if names is None:
+        return None
     is_tied = _is_tied(config)
     problems = names.compared(by_stem, is_tied=is_tied)
     if problems == NameProblems() or not names.transforms:
@@ -248,6 +273,18 @@ class ClassNames:
             if is_inside or container_of(stem) in self.containers:
                 unexpected += [name for name in names.values() if not self.ignored.search(name)]
         return unexpected
+
+
+def names_like(by_stem: Mapping[str, Mapping[str, str]]) -> ClassNames | None:
+    """Return the weights of models with the names of this one: all are needed that all its layers have."""
+    layers: dict[str, set[str]] = defaultdict(set)
+    for stem, names in by_stem.items():
+        layers[stem.partition("*")[0]] |= names.keys()
+    kinds = {
+        stem: REQUIRED if names.keys() == layers[stem.partition("*")[0]] or "*" not in stem else OPTIONAL
+        for stem, names in by_stem.items()
+    }
+    return ClassNames(kinds, "", _NOTHING, {}, (), containers=frozenset(map(container_of, kinds))) if kinds else None
 
 
 def container_of(stem: str) -> str:

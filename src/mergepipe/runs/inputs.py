@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -486,7 +486,7 @@ def _opened(
     config = TokenizerFiles(base, store).document(CONFIG_NAME)
     unlike = [
         notice_at("recipe.unclear", f"'{models[0].text}'", text, changes_result=True)
-        for text in _name_notices(recipe, config, resolution)
+        for text in _name_notices(recipe, config, resolution, base)
     ]
     tokenizer, of_tokenizer = choose_tokenizer(recipe, base, resolution.tasks, store)
     of_models = (*coded, *idle, *ignored, *unlike, *of_tokenizer)
@@ -496,13 +496,15 @@ def _opened(
     return Inputs(recipe, checkpoints, resolution, alignment, parts, notices, tokenizer=tokenizer)
 
 
-def _name_notices(recipe: Recipe, config: dict[str, JsonValue], resolution: Resolution) -> list[str]:
+def _name_notices(recipe: Recipe, config: dict[str, JsonValue], resolution: Resolution, base: Checkpoint) -> list[str]:
     """List notices about weights that the output's architecture has and the output not, and the other way round."""
+    base_names: Collection[str] = base.tensors
     if recipe.mixture is not None:
         from mergepipe.recipes.mixture import mixture_config
 
         config = parse_config(mixture_config(config, recipe.mixture, recipe.path.name), recipe.path)
-    problems = name_problems(config, [task.name for task in resolution.tasks])
+        base_names = ()  # whose architecture is another one
+    problems = name_problems(config, [task.name for task in resolution.tasks], base_names)
     return [] if problems is None else problems.texts()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from blake3 import blake3
 
 import mergepipe
+from mergepipe.checkpoints.architecture_names import name_problems
 from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, SIDECAR_NAMES
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.display import Displayed, Fact, Table, told, yaml_document
@@ -193,8 +194,8 @@ def compose(
     assignment = assign(recipe, opened)
     plan = _plan(store, assignment, is_universal=options.export is not None)
     adapter = find_adapter(assignment.skeleton)
-    if adapter is not None:
-        plan = replace(plan, notices=(*plan.notices, f"the checkpoints hold {adapter.text}"))
+    facts = _name_notices(store, assignment.skeleton) if adapter is None else [f"the checkpoints hold {adapter.text}"]
+    plan = replace(plan, notices=(*plan.notices, *facts))
     if out is None:
         return CompositionReport(plan, None, None, time.perf_counter() - started)
 
@@ -219,6 +220,14 @@ def _plan(store: Store, assignment: Assignment, *, is_universal: bool) -> Compos
     if is_universal:
         return plan_universal(store, assignment)
     return plan_composition(store, assignment) if assignment.resized is None else plan_resized(store, assignment)
+
+
+def _name_notices(store: Store, skeleton: TrainingCheckpoint) -> list[str]:
+    """List how the weights of a composite, which are those of its structure, differ from its architecture's."""
+    config = read_config(store, skeleton.lender or skeleton.path)
+    names = {name for name, _ in skeleton.states} | skeleton.weight_shapes.keys() | skeleton.units.tied.keys()
+    problems = name_problems(config, names)
+    return [] if problems is None else problems.texts()
 
 
 @dataclass(frozen=True, slots=True)
