@@ -10,8 +10,9 @@ import pytest
 
 import mergepipe
 from mergepipe import apply_lora
-from mergepipe.errors import MismatchError, RecipeError
-from support.architectures import TEXT, saved, tensors_of
+from mergepipe.errors import MergePipeError, MismatchError, RecipeError
+from support.architecture_sweep import Subject, check_values
+from support.architectures import TEXT, adapted, saved, tensors_of
 from support.model_folders import write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and PEFT
@@ -31,13 +32,13 @@ def folder(tmp_path: Path) -> Path:
         "target_modules": ["q_proj", "up_proj", "lm_head"], "modules_to_save": ["norm"],
         "rank_pattern": {"layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"self_attn.q_proj": 16},
     }  # fmt: skip
-    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options))
+    made = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options))
     draw = torch.Generator().manual_seed(1)
-    for parameter in adapted.parameters():
+    for parameter in made.parameters():
         if parameter.requires_grad:
             parameter.data = 0.1 * torch.randn(parameter.shape, generator=draw)
-    adapted.save_pretrained(tmp_path / "adapter")
-    wanted = adapted.merge_and_unload().state_dict()
+    made.save_pretrained(tmp_path / "adapter")
+    wanted = made.merge_and_unload().state_dict()
     torch.save({in_files(name): value for name, value in wanted.items()}, tmp_path / "wanted.pt")
     config = json.loads((tmp_path / "trained" / "config.json").read_text())
     config |= {"model_type": "unheard_of", "architectures": ["UnheardOfForCausalLM"]}
@@ -87,3 +88,21 @@ def test_apply_lora__refuses_a_renaming_without_two_names(folder: Path, text: st
 def test_apply_lora__refuses_a_renaming_that_makes_two_names_one(folder: Path) -> None:
     with pytest.raises(MismatchError, match="both become"):
         apply_lora(folder / "base", [folder / "adapter"], folder / "out", catalog=False, adapter_names=["0=1"])
+
+
+@pytest.mark.parametrize(("name", "model_type"), [("HrmTextForCausalLM", "hrm_text")])
+def test_an_adapter_of_weights_that_loading_makes__is_applied_to_the_base_as_it_is_loaded(
+    name: str, model_type: str, tmp_path: Path
+) -> None:
+    subject = Subject(name, model_type, tmp_path)
+    made = adapted(subject.model(subject.base))
+    made.save_pretrained(tmp_path / "adapter")
+    wanted = dict(made.merge_and_unload().state_dict())
+    with pytest.raises(
+        MergePipeError,
+        match=r"loading makes it of other tensors .* save_pretrained\(\.\.\., save_original_format=False\)",
+    ):
+        mergepipe.apply_lora(subject.base, [tmp_path / "adapter"], tmp_path / "refused", catalog=False)
+    _, as_loaded = subject.layouts(subject.base, subject.state)
+    mergepipe.apply_lora(as_loaded, [tmp_path / "adapter"], tmp_path / "out", catalog=False)
+    check_values(subject.loaded(tmp_path / "out"), wanted, 1e-5)

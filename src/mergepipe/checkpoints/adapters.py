@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -22,6 +22,7 @@ from mergepipe.checkpoints.adapted_tensors import (
     SavedTensor,
     StackedDelta,
 )
+from mergepipe.checkpoints.architecture_names import is_made_by_loading
 from mergepipe.checkpoints.architectures import Architecture, architecture_of, other_spelling
 from mergepipe.checkpoints.config_files import TIED_KEY
 from mergepipe.checkpoints.contract import (
@@ -68,11 +69,16 @@ def _mismatch(where: object, message: str, hint: str = "") -> MergePipeError:
 
 
 def base_names(
-    wanted: Sequence[str], base: Collection[str], where: object, optional: Collection[str] = ()
+    wanted: Sequence[str],
+    base: Collection[str],
+    where: object,
+    optional: Collection[str] = (),
+    is_made_by_loading: Callable[[str], bool] = lambda _: False,
 ) -> dict[str, str]:
     """Map each wanted name to the base's: the same name, or by the prefix change common to all others of its part.
 
-    Names of `optional` that have no counterpart are left out.
+    Names of `optional` that have no counterpart are left out. `is_made_by_loading` tells why
+    others have none.
     """
     renamed = {name: name for name in wanted if name in base}
     changed_names = [name for name in wanted if name not in base]
@@ -93,8 +99,14 @@ def base_names(
             )
             raise _mismatch(where, message, hint)
         elif name not in optional:
-            candidates = [base_name for base_name in base if base_name.rpartition(".")[2] == name.rpartition(".")[2]]
             message = f"{shown(name)} has no counterpart in the base"
+            if is_made_by_loading(name):
+                hint = (
+                    "loading makes it of other tensors of the files: apply the adapter to the base as it is loaded, "
+                    "which save_pretrained(..., save_original_format=False) writes"
+                )
+                raise _mismatch(where, message, hint)
+            candidates = [base_name for base_name in base if base_name.rpartition(".")[2] == name.rpartition(".")[2]]
             similar = did_you_mean(name, candidates[:_MOST_CANDIDATES])
             raise _mismatch(where, message, f"{similar} {_RENAME_HINT}".strip())
     return renamed
@@ -440,7 +452,10 @@ class _Opener:
         wanted = list(dict.fromkeys([*wanted, *biases]))
         in_files = {name: self._name_in_files(name) for name in wanted}
         optional_in_files = [in_files[name] for name in optional]
-        of_base = base_names([*dict.fromkeys(in_files.values())], self._base.tensors, self._path, optional_in_files)
+        of_base = base_names(
+            [*dict.fromkeys(in_files.values())], self._base.tensors, self._path, optional_in_files,
+            lambda name: is_made_by_loading(self._files.document(CONFIG_NAME), name),
+        )  # fmt: skip
         names = {name: of_base[other] for name, other in in_files.items() if other in of_base}
         self.left_over += [name for name in wanted if name not in names and name not in biases]
         for name, entry in adapter.full.items():

@@ -91,6 +91,14 @@ def name_problems(
     return None if compared is None else replace(compared, is_like_base=True)
 
 
+def is_made_by_loading(config: Mapping[str, JsonValue], name: str) -> bool:
+    """Whether loading a model of this class makes a weight by joining or splitting tensors of its files."""
+    names = _names_of(config)
+    transforms = () if names is None else names.transforms
+    targets = (target for transform in transforms if transform.converts for target in transform.targets)
+    return any(target.replace(r"\1", "") in name for target in targets)
+
+
 def _problems_of_class(
     config: Mapping[str, JsonValue], by_stem: Mapping[str, Mapping[str, str]]
 ) -> NameProblems | None:
