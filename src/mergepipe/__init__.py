@@ -19,7 +19,7 @@ Merging on many machines
     run_part, parts_status
 Packing experts
     pack, unpack
-    apply_lora, merge_lora, extract_lora
+    apply_lora, check_lora, merge_lora, extract_lora
 Reading models
     load_file, LoadedTensors
 Merges that are not written
@@ -47,6 +47,7 @@ _HOMES = {
     "cli.progress": ("progress_bar",),
     "errors": ("MergePipeError", "MergePipeWarning"),
     "jobs.analyze": ("analyze",),
+    "jobs.check_lora": ("check_lora",),
     "jobs.diff": ("diff",),
     "jobs.explain": ("explain",),
     "jobs.extract_lora": ("extract_lora",),
@@ -66,15 +67,15 @@ _HOMES = {
     "jobs.without": ("without",),
     "operators.custom": ("operator",),
     "options": (
-        "AnalyzeOptions", "ApplyLoraOptions", "CheckOptions", "ExtractLoraOptions", "MergeLoraOptions", "MergeOptions",
-        "OutputOptions", "PackOptions", "PlanOptions", "PushOptions", "RunOptions", "SearchOptions", "SweepOptions",
-        "UnpackOptions", "VerifyOptions",
+        "AnalyzeOptions", "ApplyLoraOptions", "CheckLoraOptions", "CheckOptions", "ExtractLoraOptions",
+        "MergeLoraOptions", "MergeOptions", "OutputOptions", "PackOptions", "PlanOptions", "PushOptions", "RunOptions",
+        "SearchOptions", "SweepOptions", "UnpackOptions", "VerifyOptions",
     ),
     "planning.plan": ("Plan", "store_plan"),
     "reports": (
-        "AnalyzeReport", "CheckReport", "Explanation", "ExtractLoraReport", "GcReport", "MergeLoraReport",
-        "MergeReport", "PackReport", "PartReport", "PartsStatus", "Progress", "PushReport", "RepairReport",
-        "SearchReport", "SnapshotDiff", "SnapshotReport", "SweepReport", "UnpackReport", "VerifyReport",
+        "AnalyzeReport", "CheckLoraReport", "CheckReport", "Explanation", "ExtractLoraReport", "GcReport",
+        "MergeLoraReport", "MergeReport", "PackReport", "PartReport", "PartsStatus", "Progress", "PushReport",
+        "RepairReport", "SearchReport", "SnapshotDiff", "SnapshotReport", "SweepReport", "UnpackReport", "VerifyReport",
         "WithoutReport",
     ),
 }  # fmt: skip

@@ -144,6 +144,11 @@ WEIGHTS = Flag(
     read=_read_number,
     check=_check_finite,
 )
+RENAME = Flag(
+    "Read OLD in the adapter's names, one or more parts between dots, as NEW. May be given several times.",
+    name="--rename",
+    metavar="OLD=NEW",
+)
 LARGEST_RANK = Flag("Largest rank of a module.", metavar="R", check=positive)
 
 
@@ -482,12 +487,7 @@ class ApplyLoraOptions(OutputOptions):
     allow_unapplied: tuple[str, ...] = option(
         (), "Leave out modules with this name that BASE lacks. May be given several times.", metavar="GLOB"
     )
-    adapter_names: tuple[str, ...] = option(
-        (),
-        "Read OLD in the adapter's names, one or more parts between dots, as NEW. May be given several times.",
-        name="--rename",
-        metavar="OLD=NEW",
-    )
+    adapter_names: tuple[str, ...] = option((), RENAME)
     tokenizer_of: str | None = option(
         None,
         "The tokenizer and chat template that OUT gets.",
@@ -496,6 +496,14 @@ class ApplyLoraOptions(OutputOptions):
         default="the one next to ADAPTER, if it fits",
         choices=("base", "adapter"),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckLoraOptions(Options):
+    """Options of `check_lora`."""
+
+    adapter_names: tuple[str, ...] = option((), RENAME)
+    threads: int | None = option(None, THREADS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from enum import StrEnum
 from math import asin, hypot, pi
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -688,6 +689,166 @@ class MergeLoraReport(Displayed):
         if worst is None or worst.kept_energy == 1:
             return kept
         return f"{kept}, at least {format_percent(worst.kept_energy)} ({worst.module})"
+
+
+# --- an adapter checked against a base, or against a model that is said to have it ---
+
+
+class Verdict(StrEnum):
+    """What a check of an adapter finds of one tensor."""
+
+    FITS = "fits"  # without a merged model: it would be applied
+    NOTHING = "changes nothing"  # its delta is zero
+    NO_MODULE = "not in the base"
+    NOT_FINITE = "infinities or NaN"
+    APPLIED = "applied"
+    PARTLY = "partly applied"
+    SCALED = "at another scale"
+    MISPLACED = "another change"  # that of another module, or its own one transposed
+    ABSENT = "not applied"
+    CHANGED = "neither base nor applied"
+    MISSING = "not in the model"
+    UNKNOWN = "cannot be told"
+
+
+_TOLD_BY_NOTHING = (Verdict.UNKNOWN, Verdict.NOTHING, Verdict.NO_MODULE)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedTensor:
+    """A tensor that an adapter changes, or that differs though it does not.
+
+    `rank` and `scale` are those of the adapter's factors. `found_scale` is the multiple of the change that the model
+    has, 1 where it is applied. `rounded_share` is the share of the changed elements that rounding to the model's dtype
+    gives back to the base.
+    """
+
+    name: str
+    kind: str
+    verdict: Verdict
+    rank: int | None = None
+    scale: float | None = None
+    found_scale: float | None = None
+    rounded_share: float | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class CheckedKind(Displayed):
+    """All tensors of one kind, such as `q_proj`, with one verdict."""
+
+    kind: str = shown("kind")
+    tensors: int = shown("tensors")
+    verdict: str = shown("verdict")
+    ranks: tuple[int, ...] = shown("rank", once=True)
+    scales: tuple[float, ...] = shown("scale", lambda row: _span_text(row.scales), once=True)
+    found_scales: tuple[float, ...] = shown("times", lambda row: _span_text(row.found_scales), once=True)
+    rounded_share: float | None = shown("rounded away")
+    details: tuple[str, ...] = shown("for instance", lambda row: row.details[0], once=True)
+
+    @classmethod
+    def of(cls, kind: str, verdict: Verdict, tensors: Sequence[CheckedTensor]) -> CheckedKind:
+        """Sum up tensors of one kind and verdict."""
+        shares = [tensor.rounded_share for tensor in tensors if tensor.rounded_share is not None]
+        return cls(
+            kind=kind,
+            tensors=len(tensors),
+            verdict=verdict.value,
+            ranks=tuple(sorted({tensor.rank for tensor in tensors if tensor.rank is not None})),
+            scales=tuple(sorted({tensor.scale for tensor in tensors if tensor.scale is not None})),
+            found_scales=tuple(sorted({t.found_scale for t in tensors if t.found_scale is not None})),
+            rounded_share=sum(shares) / len(shares) if shares else None,
+            details=tuple(dict.fromkeys(tensor.detail for tensor in tensors if tensor.detail)),
+        )
+
+
+def _span_text(values: Sequence[float]) -> str:
+    """Write the least and the largest of some numbers."""
+    texts = dict.fromkeys(f"{value:.3g}" for value in values)
+    return " to ".join([*texts][:: max(len(texts) - 1, 1)])
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class CheckLoraReport(Displayed):
+    """An adapter checked: against a base alone, or against the model that is said to be the two.
+
+    `tensors` are those that the adapter changes, `others` those that differ from the base though it does not;
+    `unchanged_tensors` counts the rest. `is_applied` is None where nothing can be told; without a model it says whether
+    `apply_lora` would apply all of the adapter.
+    """
+
+    COMPUTED: ClassVar = ("is_applied", "verdict")
+
+    @property
+    @told("verdict")
+    def verdict(self) -> str:
+        """The answer in one line."""
+        counts = Counter(tensor.verdict for tensor in self.tensors)
+        total = len(self.tensors)
+        best = Verdict.FITS if self.model is None else Verdict.APPLIED
+        if self.model is None and not self.is_applied:
+            return f"{'does not fit' if len(counts) > 1 else 'nothing to apply'}: {_counts_text(counts)}"
+        if self.is_applied is None:
+            return f"cannot be told: {_counts_text(counts)}"
+        if self.is_applied:
+            rest = Counter({verdict: count for verdict, count in counts.items() if verdict != best})
+            more = f"; {_counts_text(rest)}" if rest else ""
+            return f"{best}: {counts[best]} of {plural(total, 'tensor')}{more}"
+        others = f"; {plural(len(self.others), 'tensor')} beside them {_do(len(self.others))} not equal the base"
+        if len(self.others) > self.unchanged_tensors:
+            return f"made of another base: {_counts_text(counts)}{others}"
+        name = "not applied" if not counts[best] else "not as the adapter says"
+        return f"{name}: {_counts_text(counts)}{others if self.others else ''}"
+
+    base: Location = shown("base")
+    adapter: Location = shown("adapter")
+    model: Location | None = shown("model")
+    trained_on: str = shown("trained on")
+    tensors: tuple[CheckedTensor, ...]
+    others: tuple[CheckedTensor, ...]
+    unchanged_tensors: int = shown("beside them", lambda report: report.beside_text)
+    extra_tensors: tuple[str, ...] = shown("not in the base", lambda r: shorten_names(r.extra_tensors), once=True)
+    read_bytes: int = shown("read")
+    seconds: float = shown("time")
+    notices: tuple[str, ...] = shown("notice")
+
+    @property
+    @told()
+    def kinds(self) -> tuple[CheckedKind, ...]:
+        """The tensors by kind and verdict; those that the adapter does not change come last."""
+        groups: dict[tuple[str, Verdict], list[CheckedTensor]] = {}
+        for tensor in (*self.tensors, *self.others):
+            groups.setdefault((tensor.kind, tensor.verdict), []).append(tensor)
+        return tuple(CheckedKind.of(kind, verdict, tensors) for (kind, verdict), tensors in groups.items())
+
+    @property
+    def beside_text(self) -> str:
+        """How many tensors the adapter leaves alone are as in the base; empty without a model."""
+        if self.model is None:
+            return ""
+        return (
+            f"{self.unchanged_tensors} of {plural(self.unchanged_tensors + len(self.others), 'tensor')} as in the base"
+        )
+
+    @property
+    def is_applied(self) -> bool | None:
+        """Whether all that can be told is as it should be; None where nothing can be told."""
+        best = Verdict.FITS if self.model is None else Verdict.APPLIED
+        verdicts = {tensor.verdict for tensor in self.tensors}
+        if self.model is None and Verdict.NO_MODULE in verdicts and Verdict.NOT_FINITE not in verdicts:
+            return None
+        if self.others or not verdicts <= {best, *_TOLD_BY_NOTHING}:
+            return False
+        return True if best in verdicts else None
+
+
+def _do(count: int) -> str:
+    return "does" if count == 1 else "do"
+
+
+def _counts_text(counts: Counter[Verdict]) -> str:
+    """Write verdicts with their numbers: `28 applied, 28 not applied`."""
+    return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
 
 
 # --- explanations ---

@@ -382,14 +382,14 @@ def is_untrained(store: Store, checkpoint: Checkpoint) -> bool:
     changes = [tensor for tensor in tensors if isinstance(tensor, Adapted | AnyDelta)]
     if not changes or any(isinstance(tensor, SavedTensor | GatheredRows) for tensor in tensors):
         return False
-    return all(_is_nothing(store, tensor) for tensor in changes)
+    return all(changes_nothing(store, tensor) for tensor in changes)
 
 
-def _is_nothing(store: Store, change: Readable) -> bool:
-    """Whether a change is zero because a factor is."""
+def changes_nothing(store: Store, change: Readable) -> bool:
+    """Whether a change that an adapter makes is zero because a factor is."""
     if isinstance(change, Adapted):
-        is_alone = not isinstance(change.weights, Adapted) or _is_nothing(store, change.weights)
-        return is_alone and change.magnitude is None and _is_nothing(store, change.delta)
+        is_alone = not isinstance(change.weights, Adapted) or changes_nothing(store, change.weights)
+        return is_alone and change.magnitude is None and changes_nothing(store, change.delta)
     if isinstance(change, KroneckerDelta):
         return _is_zero(store, change.first) or _is_zero(store, change.second)
     if isinstance(change, LowRankDelta):

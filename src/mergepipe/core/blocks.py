@@ -33,21 +33,25 @@ class DTypeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type: `name` as safetensors spells it, `kernel_code` as the kernels know it (-1: no kernel)."""
+    """One element type: `name` as safetensors spells it, `kernel_code` as the kernels know it (-1: no kernel).
+
+    Rounding to a float dtype changes a value by 2^-`significant_bits` of it at most, subnormal ones excepted.
+    """
 
     name: str
     itemsize: int
     kind: DTypeKind
     kernel_code: int = -1
     recipe_name: str = ""
+    significant_bits: int = 0
 
 
-F64 = DType("F64", 8, DTypeKind.FLOAT, 0, "float64")
-F32 = DType("F32", 4, DTypeKind.FLOAT, 1, "float32")
-F16 = DType("F16", 2, DTypeKind.FLOAT, 2, "float16")
-BF16 = DType("BF16", 2, DTypeKind.FLOAT, 3, "bfloat16")
-F8_E4M3 = DType("F8_E4M3", 1, DTypeKind.FLOAT, 4, "float8_e4m3fn")
-F8_E5M2 = DType("F8_E5M2", 1, DTypeKind.FLOAT, 5, "float8_e5m2")
+F64 = DType("F64", 8, DTypeKind.FLOAT, 0, "float64", 53)
+F32 = DType("F32", 4, DTypeKind.FLOAT, 1, "float32", 24)
+F16 = DType("F16", 2, DTypeKind.FLOAT, 2, "float16", 11)
+BF16 = DType("BF16", 2, DTypeKind.FLOAT, 3, "bfloat16", 8)
+F8_E4M3 = DType("F8_E4M3", 1, DTypeKind.FLOAT, 4, "float8_e4m3fn", 4)
+F8_E5M2 = DType("F8_E5M2", 1, DTypeKind.FLOAT, 5, "float8_e5m2", 3)
 
 _DTYPES = (
     F64,

@@ -110,7 +110,7 @@ def apply_lora(
     if made.tokenizer_of is not None:
         recipe["adapter_tokenizer"] = made.tokenizer_of
     if made.adapter_names:
-        recipe["adapter_names"] = dict(map(_renaming, made.adapter_names))
+        recipe["adapter_names"] = dict(map(renaming, made.adapter_names))
     memory_bytes = made.memory_bytes or min(APPLY_MEMORY_BYTES, default_memory_bytes())
     merging = made.common(MergeOptions, allow_dropped=made.allow_unapplied, memory_bytes=memory_bytes)
     try:
@@ -120,7 +120,7 @@ def apply_lora(
         raise type(error)(*problems) from error
 
 
-def _renaming(text: str) -> tuple[str, str]:
+def renaming(text: str) -> tuple[str, str]:
     """Return the two names in `OLD=NEW`."""
     part, sign, other = text.partition("=")
     if not sign or not part.strip("."):

@@ -1,17 +1,31 @@
-"""Commands on experts: `pack`, `unpack`, and `lora apply`, `merge` and `extract`."""
+"""Commands on experts: `pack`, `unpack`, and `lora apply`, `check`, `merge` and `extract`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
+
+from click.exceptions import Exit
 
 import mergepipe
 from mergepipe.cli.app import EXPERT_PART, OutDirectory, OutOption, Without, command
+from mergepipe.cli.printing import ReportOptions, print_report, report_json
 from mergepipe.cli.progress import OnProgress
 from mergepipe.core.display import Displayed
 from mergepipe.core.flags import Argument, Flag
 from mergepipe.core.outcome import tell_what_is_published
-from mergepipe.errors import RecipeError
-from mergepipe.options import ApplyLoraOptions, ExtractLoraOptions, MergeLoraOptions, PackOptions, UnpackOptions
+from mergepipe.errors import CorruptError, MismatchError, RecipeError
+from mergepipe.options import (
+    ApplyLoraOptions,
+    CheckLoraOptions,
+    ExtractLoraOptions,
+    MergeLoraOptions,
+    PackOptions,
+    UnpackOptions,
+)
+
+NOT_APPLIED_EXIT_CODE = CorruptError.exit_code
+UNKNOWN_EXIT_CODE = MismatchError.exit_code
 
 
 @command(
@@ -99,6 +113,36 @@ def apply_lora(
     lacks is an error.
     """
     return mergepipe.apply_lora(base, adapters, out, options=options, on_progress=on_progress)
+
+
+@command(
+    "mergepipe lora check base/ adapter/ merged/",
+    "mergepipe lora check org/base org/adapter s3://bucket/merged --json",
+    "mergepipe lora check base/ adapter/",
+    name="lora check",
+)
+def check_lora(
+    base: Annotated[str, Argument("BASE", "The base model: a directory, or an address in a bucket or on the Hub.")],
+    adapter: Annotated[str, Argument("ADAPTER", "A LoRA adapter of BASE, as PEFT or MLX saves it.")],
+    model: Annotated[str | None, Argument("MODEL", "The model that is said to be BASE with ADAPTER.")] = None,
+    *,
+    options: CheckLoraOptions,
+    printing: ReportOptions,
+    on_progress: OnProgress,
+) -> None:
+    """Tell whether MODEL is BASE with ADAPTER applied, tensor by tensor.
+
+    Compares what is stored with the exact result, rounded to MODEL's dtype. Without MODEL, checks that ADAPTER fits
+    BASE: names, shapes, ranks, zeros, infinities and NaN. Exit code 0: applied, or fits; 4: not, or not all of it;
+    5: cannot be told, or BASE lacks modules.
+    """
+    report = mergepipe.check_lora(base, adapter, model, options=options, on_progress=on_progress)
+    if printing.as_json:
+        print(report_json(report))
+    else:
+        print_report(report, replace(printing, quiet=printing.quiet and report.is_applied is True))
+    if report.is_applied is not True:
+        raise Exit(UNKNOWN_EXIT_CODE if report.is_applied is None else NOT_APPLIED_EXIT_CODE)
 
 
 @command(
