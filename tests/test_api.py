@@ -26,6 +26,7 @@ from mergepipe.errors import MergePipeError, MergePipeWarning, OutputError, Reci
 from mergepipe.options import (
     AnalyzeOptions,
     ApplyLoraOptions,
+    CheckLoraOptions,
     CheckOptions,
     ExtractLoraOptions,
     MergeLoraOptions,
@@ -46,8 +47,9 @@ KINDS: dict[str, type[Options]] = {
     "check": CheckOptions, "merge": MergeOptions, "analyze": AnalyzeOptions, "run": OutputOptions,
     "run_part": OutputOptions, "sweep": SweepOptions, "search": SearchOptions, "pack": PackOptions,
     "merged_tensors": MergeOptions, "load_model": MergeOptions, "merge_into": MergeOptions,
-    "apply_lora": ApplyLoraOptions, "merge_lora": MergeLoraOptions, "extract_lora": ExtractLoraOptions,
-    "unpack": UnpackOptions, "verify": VerifyOptions, "repair": RunOptions, "replay": OutputOptions,
+    "apply_lora": ApplyLoraOptions, "check_lora": CheckLoraOptions, "merge_lora": MergeLoraOptions,
+    "extract_lora": ExtractLoraOptions, "unpack": UnpackOptions, "verify": VerifyOptions,
+    "repair": RunOptions, "replay": OutputOptions,
     "without": OutputOptions, "push": PushOptions, "plan": PlanOptions,
 }  # fmt: skip
 """The options whose fields are keywords of a call, too."""

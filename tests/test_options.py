@@ -59,6 +59,7 @@ TABLE: list[Row] = [
     ("verify", partial(mergepipe.verify, X), "deep_fraction", [(v, "option.out-of-range") for v in SHARES]),
     ("pack", partial(mergepipe.pack, X, [X], X), "threads", THREADS),
     ("unpack", partial(mergepipe.unpack, X, X), "threads", THREADS),
+    ("check_lora", partial(mergepipe.check_lora, X, X), "threads", THREADS),
     ("extract_lora", partial(mergepipe.extract_lora, X, X, X), "energy",
      [(v, "option.invalid") for v in (0.0, *SHARES)]),
     ("tailor", partial(tailor.compose, X, X), "memory_bytes", SIZES),

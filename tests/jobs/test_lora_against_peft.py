@@ -227,6 +227,59 @@ def test_lora_merge__is_loaded_by_peft_and_is_the_model_with_both(tmp_path: Path
     torch.testing.assert_close(logits(model), logits(loaded(tmp_path / "out")), rtol=1e-4, atol=2e-5)
 
 
+def changes(model: Any, base: Path) -> dict[str, Any]:
+    """What a model with an adapter adds to the weights of its base, in float64."""
+    weights = loaded(base).double().state_dict()
+    merged = model.double().merge_and_unload().state_dict()
+    return {name: (merged[name] - weights[name]).numpy() for name in weights}
+
+
+def distance(tensors: Mapping[str, Any], others: Mapping[str, Any]) -> float:
+    """The norm of the difference, relative to that of `others`."""
+    squares = sum(float(np.sum((tensors[name] - others[name]) ** 2)) for name in others)
+    return float(np.sqrt(squares / sum(float(np.sum(values**2)) for values in others.values())))
+
+
+@pytest.mark.parametrize(
+    ("options", "off"),
+    [
+        ({"use_rslora": True, "r": 16}, 4.66),
+        ({"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"1.*down_proj": 3, "q_proj": 12}}, 0.0),
+        ({"use_dora": True, "r": 16}, None),
+    ],
+    ids=["rslora", "patterns", "dora"],
+)
+def test_lora_merge__is_the_sum_of_the_deltas_where_add_weighted_adapter_is_another(
+    tmp_path: Path, options: Mapping[str, Any], off: float | None
+) -> None:
+    """The figures that the guide states: PEFT scales an rsLoRA again, and leaves the magnitudes of a DoRA out."""
+    base = base_of(tmp_path, "llama")
+    adapters = [tmp_path / "a", tmp_path / "b"]
+    for adapter, alpha in zip(adapters, (16, 8), strict=True):
+        trained(base, adapter, Case("llama", {**options, "lora_alpha": alpha}))
+    first, second = (changes(peft.PeftModel.from_pretrained(loaded(base), adapter), base) for adapter in adapters)
+    total = {name: 0.7 * first[name] + 0.3 * second[name] for name in first}
+    theirs = peft.PeftModel.from_pretrained(loaded(base), adapters[0], adapter_name="a")
+    theirs.load_adapter(adapters[1], "b")
+    theirs.add_weighted_adapter(["a", "b"], [0.7, 0.3], "both", combination_type="cat")
+    theirs.set_adapter("both")
+    error_of_peft = distance(changes(theirs, base), total)
+    if off is None:
+        assert error_of_peft > 0.3
+        with pytest.raises(UnsupportedError, match="is DoRA, whose delta depends on the norms of the base"):
+            mergepipe.merge_lora(adapters, tmp_path / "both", weights=(0.7, 0.3), catalog=False)
+        mergepipe.apply_lora(base, adapters, tmp_path / "out", weights=(0.7, 0.3), catalog=False)
+        weights = loaded(base).double().state_dict()
+        merged = loaded(tmp_path / "out").double().state_dict()
+        mine = {name: (merged[name] - weights[name]).numpy() for name in weights}
+        assert distance(mine, total) < 1e-5
+        return
+    mergepipe.merge_lora(adapters, tmp_path / "both", weights=(0.7, 0.3), catalog=False)
+    mine = changes(peft.PeftModel.from_pretrained(loaded(base), tmp_path / "both"), base)
+    assert distance(mine, total) < 1e-6
+    assert abs(error_of_peft - off) < 0.01
+
+
 @pytest.mark.parametrize(("name", "words"), [("lokr", "LOKR: its delta is a Kronecker product"), ("ia3", "IA3")])
 def test_lora_merge__refuses_what_has_no_factors_of_its_own(tmp_path: Path, name: str, words: str) -> None:
     trained(base_of(tmp_path, "llama"), tmp_path / "a", CASES[name])

@@ -154,6 +154,8 @@ class Work:
                 return ["push", subject, out, *(["--create"] if out.startswith("hf://") else [])]
             case "lora apply":
                 return ["lora", "apply", subject, adapter, "-o", out]
+            case "lora check":
+                return ["lora", "check", base, adapter, subject]
             case "lora merge":
                 return ["lora", "merge", subject, str(root / "second"), "-o", out]
             case "lora extract":

@@ -27,6 +27,9 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "moe": ("moe", "moe.yml", "out"),
     "lora apply, the base": ("lora", "apply", "MODEL", "models/adapter", "-o", "out"),
     "lora apply, the adapter": ("lora", "apply", "models/base", "MODEL", "-o", "out"),
+    "lora check, the base": ("lora", "check", "MODEL", "models/adapter", "models/base"),
+    "lora check, the adapter": ("lora", "check", "models/base", "MODEL"),
+    "lora check, the model": ("lora", "check", "models/base", "models/adapter", "MODEL"),
     "lora merge": ("lora", "merge", "models/adapter", "MODEL", "-o", "out"),
     "lora extract, the base": ("lora", "extract", "MODEL", "models/base", "-o", "out", "--rank", "2"),
     "lora extract, the model": ("lora", "extract", "models/base", "MODEL", "-o", "out", "--rank", "2"),
@@ -203,6 +206,7 @@ REFUSALS: Mapping[str, tuple[Setting, int, str]] = {
 _OF_TRAINER = ("config.json", "model.safetensors", "optimizer.pt", "trainer_state.json")
 NAMES_OF_KINDS = {
     "lora apply, the adapter": ("adapter_config.json", "adapter_model.safetensors"),
+    "lora check, the adapter": ("adapter_config.json", "adapter_model.safetensors"),
     "lora merge": ("adapter_config.json", "adapter_model.safetensors"),
     "unpack": ("mergepipe-store.json",),
     "verify": ("mergepipe.json",),

@@ -70,6 +70,8 @@ SESSION = (
     "moe mixture.yml mixture --threads 2",
     f"lora extract {BASE} family/expert-1 -o lora --rank 4",
     f"lora apply {BASE} lora -o adapted {ENGINE}",
+    f"lora check {BASE} lora adapted",
+    f"lora check {BASE} lora",
     "lora merge lora lora -o lora-cat --weight 0.5 --weight 0.25",
     "lora merge lora lora -o lora-svd --method svd --rank 2",
     "lora merge lora lora -o lora-ties --method ties --density 0.5",

@@ -52,6 +52,7 @@ unpack packed/expert-1 -o unpacked
 pack family/expert-2 --base family/base -o packed
 lora extract family/base family/expert-1 -o adapter --rank 2
 lora apply family/base adapter -o adapted
+lora check family/base adapter adapted
 lora merge adapter adapter -o adapters --method ties --density 0.5
 ls
 show merged

@@ -183,6 +183,7 @@ VERBS: Final = (
         },
         _MERGED_TO,
     ),
+    Verb("lora check", "the model that is said to have the adapter"),
     Verb(
         "lora merge",
         "an adapter",
