@@ -794,11 +794,12 @@ class CheckLoraReport(Displayed):
             rest = Counter({verdict: count for verdict, count in counts.items() if verdict != best})
             more = f"; {_counts_text(rest)}" if rest else ""
             return f"{best}: {counts[best]} of {plural(total, 'tensor')}{more}"
-        others = f"; {plural(len(self.others), 'tensor')} beside them {_do(len(self.others))} not equal the base"
-        if len(self.others) > self.unchanged_tensors:
+        n_others = len(self._differing)
+        others = f"; {plural(n_others, 'tensor')} beside them {_do(n_others)} not equal the base"
+        if n_others > self.unchanged_tensors:
             return f"made of another base: {_counts_text(counts)}{others}"
         name = "not applied" if not counts[best] else "not as the adapter says"
-        return f"{name}: {_counts_text(counts)}{others if self.others else ''}"
+        return f"{name}: {_counts_text(counts)}{others if n_others else ''}"
 
     base: Location = shown("base")
     adapter: Location = shown("adapter")
@@ -822,6 +823,11 @@ class CheckLoraReport(Displayed):
         return tuple(CheckedKind.of(kind, verdict, tensors) for (kind, verdict), tensors in groups.items())
 
     @property
+    def _differing(self) -> list[CheckedTensor]:
+        """The tensors that the adapter does not change, and that are known not to be the base's."""
+        return [tensor for tensor in self.others if tensor.verdict not in _TOLD_BY_NOTHING]
+
+    @property
     def beside_text(self) -> str:
         """How many tensors the adapter leaves alone are as in the base; empty without a model."""
         if self.model is None:
@@ -837,7 +843,7 @@ class CheckLoraReport(Displayed):
         verdicts = {tensor.verdict for tensor in self.tensors}
         if self.model is None and Verdict.NO_MODULE in verdicts and Verdict.NOT_FINITE not in verdicts:
             return None
-        if self.others or not verdicts <= {best, *_TOLD_BY_NOTHING}:
+        if self._differing or not verdicts <= {best, *_TOLD_BY_NOTHING}:
             return False
         return True if best in verdicts else None
 

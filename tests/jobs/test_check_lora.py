@@ -502,3 +502,41 @@ def test_check_lora__is_the_same_whatever_the_threads_and_reads_each_byte_once(t
     stored.append(tmp_path / "adapter" / "adapter_model.safetensors")
     pages = 4096 * 2 * (2 * len(case.base) + 2 * len(MODULES) + 6)
     assert one.read_bytes <= sum(path.stat().st_size for path in stored) + pages
+
+
+def test_check_lora__compares_a_head_that_the_model_stores_beside_the_embedding_it_is_tied_to(tmp_path: Path) -> None:
+    case = case_of(tmp_path, "float32")
+    tied = {**CONFIG, "tie_word_embeddings": True}
+    base = {name: values for name, values in case.base.items() if name != HEAD}
+    write_model(tmp_path / "base", base, tied)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    factors = {name.removeprefix(PREFIX): values for name, values in load_file(path).items()}
+    table = case.base[EMBEDDING] * 2
+    write_adapter(tmp_path / "adapter", {**factors, EMBEDDING: table}, ensure_weight_tying=True)
+    applied = {name: values.astype(np.float32) for name, values in case.applied().items() if name != HEAD}
+
+    def found(heads: Tensors) -> tuple[bool | None, dict[str, str]]:
+        write_model(tmp_path / "model", {**applied, EMBEDDING: table, **heads}, tied)
+        report = mergepipe.check_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "model", threads=1)
+        return report.is_applied, {name: verdict for name, verdict in verdicts(report).items() if verdict != "applied"}
+
+    assert found({}) == (True, {})
+    assert found({HEAD: table}) == (True, {})
+    assert found({HEAD: case.base[EMBEDDING]}) == (False, {HEAD: "not applied"})
+
+
+def test_check_lora__takes_a_wide_model_of_which_only_the_first_rows_are_the_base(tmp_path: Path) -> None:
+    case = case_of(tmp_path, "bfloat16", 0.1)
+    n_rows = (1 << 19) // 64 + 64
+    table = np.random.default_rng(5).standard_normal((n_rows, 64)).astype(BF16)
+    write_model(tmp_path / "base", {**case.base, EMBEDDING: table}, CONFIG)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    factors = {name.removeprefix(PREFIX): values for name, values in load_file(path).items()}
+    rows = np.random.default_rng(6).standard_normal((2, 64)).astype(np.float32)
+    trained = {"model.embed_tokens.token_adapter.trainable_tokens_delta": rows}
+    indices = [n_rows - 3, n_rows - 1]
+    write_adapter(tmp_path / "adapter", {**factors, **trained}, trainable_token_indices=indices)
+    changed = table.astype(np.float32)
+    changed[indices] = rows
+    report = case.report({**case.applied(), EMBEDDING: changed}, DTYPES["float32"])
+    assert (report.is_applied, set(verdicts(report).values())) == (True, {"applied"})

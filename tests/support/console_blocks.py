@@ -66,7 +66,8 @@ class Command:
     @property
     def fails(self) -> bool:
         """Whether the page shows a failure."""
-        return any(line.startswith("error:") or "DAMAGED" in line for line in self.shown)
+        marks = ("DAMAGED", "  not applied: ")
+        return any(line.startswith("error:") or any(mark in line for mark in marks) for line in self.shown)
 
 
 def blocks(page: Path) -> list[Block]:

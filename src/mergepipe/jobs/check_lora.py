@@ -21,6 +21,7 @@ from mergepipe.checkpoints.adapters import (
     tied_head,
     with_own_head,
 )
+from mergepipe.checkpoints.codes import CodedTensor
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.embedding_rows import is_head
 from mergepipe.checkpoints.open_files import check_unchanged, open_files, read_span
@@ -109,13 +110,14 @@ def check_lora(
         report = replace(report, tensors=(*tensors, *left_over))
     else:
         merged = _opened_model(store, model, weights)
+        weights, applied = _with_tied_heads(store, weights, applied, merged)
         in_model = _names_in_model(store, weights, applied, merged)
         paths = files_of((*weights.tensors.values(), *applied.tensors.values(), *merged.tensors.values()))
         is_stabilised = read_adapter(store, adapter_path).config.is_rank_stabilised
-        with open_files(store, paths, (weights, merged)) as files:
+        with open_files(store, paths, (applied, merged)) as files:
             check = _Check(files, weights, applied, merged, in_model, n_threads, is_stabilised)
             check.run(ByteProgress(on_progress, "check", opened.tensor_bytes + merged.tensor_bytes))
-        check_unchanged(store, (weights, merged))
+        check_unchanged(store, (applied, merged))
         used = {*in_model.values()}
         report = replace(
             report,
@@ -197,6 +199,18 @@ def _opened_model(store: Store, model: str | Path, weights: Checkpoint) -> Check
     return merged
 
 
+def _with_tied_heads(
+    store: Store, weights: Checkpoint, applied: Checkpoint, merged: Checkpoint
+) -> tuple[Checkpoint, Checkpoint]:
+    """Add the head that the base ties to its embedding, where the model stores one: it must be that embedding."""
+    tied = tied_head(store, weights, [*filter(is_head, merged.tensors)])
+    copies = {} if tied is None else dict(tied.copies)
+    heads = {head: source for head, source in copies.items() if head in merged.tensors and head not in weights.tensors}
+    before = {**weights.tensors, **{head: weights.tensors[source] for head, source in heads.items()}}
+    after = {**applied.tensors, **{head: applied.tensors[source] for head, source in heads.items()}}
+    return replace(weights, tensors=before), replace(applied, tensors=after)
+
+
 def _names_in_model(store: Store, weights: Checkpoint, applied: Checkpoint, merged: Checkpoint) -> dict[str, str]:
     """Map the base's names to the model's; a head that the model ties to its embedding is that."""
     changed = [name for name, tensor in applied.tensors.items() if tensor is not weights.tensors[name]]
@@ -225,10 +239,6 @@ class _Matrix:
     verdict: Verdict
     found_scale: float | None = None
     detail: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.stored.name
 
 
 class _Check:
@@ -297,10 +307,14 @@ class _Check:
         if DTypeKind.FLOAT not in (change.before.dtype.kind, stored.dtype.kind):
             return _checked(name, Verdict.CHANGED, change)
         grid = grid_of(stored, change.before, self._files)
+        spans = matrices_of(change.after) if change.is_change else (Span(0, change.after.n_elements),)
         matrices = []
-        for span in matrices_of(change.after):
+        for span in spans:
             compared = Comparison(change, stored, grid or stored.stored_dtype, span)
             agreement = measure(self._files, compared)
+            if agreement.n_outside and grid not in (None, stored.dtype):  # its first values alone are on that grid
+                compared = replace(compared, grid=stored.dtype)
+                agreement = measure(self._files, compared)
             if grid is None:
                 detail = f"the model is quantised; its difference is about {agreement.scale:.3g} times the change"
                 matrices.append(_Matrix(change, stored, compared, agreement, Verdict.UNKNOWN, detail=detail))
@@ -309,8 +323,12 @@ class _Check:
         return matrices
 
     def _is_equal(self, tensor: Readable, other: Readable) -> bool:
-        """Whether two stored tensors have the same bytes."""
-        if not isinstance(tensor, TensorEntry) or not isinstance(other, TensorEntry) or tensor.dtype != other.dtype:
+        """Whether two stored tensors have the same bytes, or the same codes and scales."""
+        if isinstance(tensor, CodedTensor) and isinstance(other, CodedTensor) and tensor.scheme == other.scheme:
+            return all(map(self._is_equal, tensor.stored, other.stored))
+        if not isinstance(tensor, TensorEntry) or not isinstance(other, TensorEntry):
+            return False
+        if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
             return False
         for span in BlockGrid(tensor.n_elements, CHUNK_ELEMENTS).spans():
             raw = read_span(tensor, span, self._files, Purpose.ANALYSIS)
