@@ -798,7 +798,8 @@ class CheckLoraReport(Displayed):
         others = f"; {plural(n_others, 'tensor')} beside them {_do(n_others)} not equal the base"
         if n_others > self.unchanged_tensors:
             return f"made of another base: {_counts_text(counts)}{others}"
-        name = "not applied" if not counts[best] else "not as the adapter says"
+        is_absent = not n_others and counts.keys() <= {Verdict.ABSENT, *_TOLD_BY_NOTHING}
+        name = "not applied" if is_absent else "not as the adapter says"
         return f"{name}: {_counts_text(counts)}{others if n_others else ''}"
 
     base: Location = shown("base")

@@ -262,7 +262,7 @@ def test_check_lora__of_another_adapter_finds_neither(tmp_path: Path) -> None:
         tensors[name] = case.base[name] + 0.01 * (up @ down)
     report = case.report(tensors)
     assert verdicts(report) == dict.fromkeys(case.deltas, "neither base nor applied")
-    assert report.verdict == "not applied: 8 neither base nor applied"
+    assert report.verdict == "not as the adapter says: 8 neither base nor applied"
 
 
 def test_check_lora__takes_the_roundings_of_a_merge_in_bfloat16(tmp_path: Path) -> None:

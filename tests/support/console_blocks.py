@@ -66,7 +66,7 @@ class Command:
     @property
     def fails(self) -> bool:
         """Whether the page shows a failure."""
-        marks = ("DAMAGED", "  not applied: ")
+        marks = ("DAMAGED", "  not applied: ", "  not as the adapter says: ")
         return any(line.startswith("error:") or any(mark in line for mark in marks) for line in self.shown)
 
 
