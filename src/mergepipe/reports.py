@@ -691,9 +691,6 @@ class MergeLoraReport(Displayed):
         return f"{kept}, at least {format_percent(worst.kept_energy)} ({worst.module})"
 
 
-# --- an adapter checked against a base, or against a model that is said to have it ---
-
-
 class Verdict(StrEnum):
     """What a check of an adapter finds of one tensor."""
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,15 +118,7 @@ def check_lora(
             check = _Check(files, weights, applied, merged, in_model, n_threads, is_stabilised)
             check.run(ByteProgress(on_progress, "check", opened.tensor_bytes + merged.tensor_bytes))
         check_unchanged(store, (applied, merged))
-        used = {*in_model.values()}
-        report = replace(
-            report,
-            model=merged.path,
-            tensors=(*check.adapted, *left_over),
-            others=tuple(check.others),
-            unchanged_tensors=check.n_unchanged,
-            extra_tensors=tuple(name for name in merged.tensors if name not in used),
-        )
+        report = check.report(report, left_over)
     seconds = time.perf_counter() - started
     return replace(report, read_bytes=store.ledger.usage().total_bytes, seconds=seconds)
 
@@ -142,9 +134,6 @@ def _applied(
         if not partial.tensors:
             raise
         return apply_adapter(weights, partial), (str(error),)
-
-
-# --- an adapter and its base alone ---
 
 
 def _checked_adapter(store: Store, weights: Checkpoint, applied: Checkpoint) -> Iterator[CheckedTensor]:
@@ -181,9 +170,6 @@ def _kind(name: str) -> str:
     words = [word for word in name.removesuffix(".weight").split(".") if not word.isdigit()]
     n_kept = 1 + (words[-1] == "bias") + ("experts" in words[:-1])
     return ".".join(words[-n_kept:])
-
-
-# --- a model that is said to be the two ---
 
 
 def _opened_model(store: Store, model: str | Path, weights: Checkpoint) -> Checkpoint:
@@ -241,26 +227,23 @@ class _Matrix:
     detail: str = ""
 
 
+@dataclass(slots=True)
 class _Check:
     """Compares all tensors of a model with a base and what an adapter makes of it, some at a time.
 
     `adapted` and `others` are what `run` finds; `n_unchanged` counts the tensors that are as in the base, and should.
     """
 
-    def __init__(
-        self, files: Files, weights: Checkpoint, applied: Checkpoint, merged: Checkpoint,
-        in_model: Mapping[str, str], n_threads: int, is_stabilised: bool,
-    ) -> None:  # fmt: skip
-        self._files = files
-        self._weights = weights
-        self._applied = applied
-        self._merged = merged
-        self._in_model = in_model
-        self._n_threads = n_threads
-        self._is_stabilised = is_stabilised
-        self.adapted: list[CheckedTensor] = []
-        self.others: list[CheckedTensor] = []
-        self.n_unchanged = 0
+    _files: Files
+    _weights: Checkpoint
+    _applied: Checkpoint
+    _merged: Checkpoint
+    _in_model: Mapping[str, str]
+    _n_threads: int
+    _is_stabilised: bool
+    adapted: list[CheckedTensor] = field(default_factory=list)
+    others: list[CheckedTensor] = field(default_factory=list)
+    n_unchanged: int = 0
 
     def run(self, progress: ByteProgress) -> None:
         """Measure every tensor, then look for what the ones that disagree hold instead."""
@@ -271,20 +254,32 @@ class _Check:
                 measured[name] = result
                 stored = self._stored(name)
                 progress.add(self._weights.tensors[name].nbytes + (0 if stored is None else stored.nbytes))
-            matrices = [matrix for found in measured.values() if isinstance(found, list) for matrix in found]
+            matrices = [matrix for result in measured.values() if isinstance(result, list) for matrix in result]
             explained = dict(zip(map(id, matrices), pool.map(self._searcher(matrices), matrices), strict=True))
         for name in names:
-            found = measured[name]
-            if isinstance(found, CheckedTensor):
-                row = found
+            result = measured[name]
+            if isinstance(result, CheckedTensor):
+                row = result
             else:
-                row = self._row(name, [explained[id(matrix)] for matrix in found])
+                row = self._row(name, [explained[id(matrix)] for matrix in result])
             if self._change(name).is_change:
                 self.adapted.append(row)
             elif row.verdict is Verdict.APPLIED:
                 self.n_unchanged += 1
             else:
                 self.others.append(row)
+
+    def report(self, report: CheckLoraReport, left_over: Sequence[CheckedTensor]) -> CheckLoraReport:
+        """Add what was found to a report, and the modules that the base lacks."""
+        used = {*self._in_model.values()}
+        return replace(
+            report,
+            model=self._merged.path,
+            tensors=(*self.adapted, *left_over),
+            others=tuple(self.others),
+            unchanged_tensors=self.n_unchanged,
+            extra_tensors=tuple(name for name in self._merged.tensors if name not in used),
+        )
 
     def _change(self, name: str) -> Change:
         return change_of(self._weights.tensors[name], self._applied.tensors[name])
@@ -399,8 +394,6 @@ class _Check:
         slack = error + 2.0**-8 * abs(scale)
         return next((name for name, factor in known.items() if abs(factor - scale) <= slack), "")
 
-    # --- what a matrix that disagrees holds instead ---
-
     def _searcher(self, matrices: Sequence[_Matrix]) -> _Search:
         """Return the search among all changes; none where most other tensors differ too, as those of another base."""
         others = [matrix for matrix in matrices if not matrix.change.is_change]
@@ -421,7 +414,7 @@ class _Check:
         telling = {*verdicts} - {Verdict.UNKNOWN} or {Verdict.UNKNOWN}
         n_moving = sum(matrix.agreement.n_moving for matrix in matrices)
         n_lost = sum(matrix.agreement.n_rounded_away for matrix in matrices)
-        found = {matrix.found_scale for matrix in matrices if matrix.verdict in telling}
+        scales = {matrix.found_scale for matrix in matrices if matrix.verdict in telling}
         details = dict.fromkeys(matrix.detail for matrix in matrices if matrix.verdict in telling and matrix.detail)
         if len(telling) == 1:
             verdict = telling.pop()
@@ -437,7 +430,7 @@ class _Check:
             name,
             verdict,
             change,
-            found_scale=found.pop() if len(found) == 1 else None,
+            found_scale=scales.pop() if len(scales) == 1 else None,
             rounded_share=n_lost / n_moving if n_moving else None,
             detail=detail,
         )
