@@ -403,7 +403,7 @@ def expert_case(root: Path) -> tuple[Tensors, dict[str, NDArray[np.float64]]]:
 
 def single_experts(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Store experts one by one, as transformers 4 does."""
-    made = {}
+    made: dict[str, NDArray[Any]] = {}
     for name, stack in tensors.items():
         module, _, leaf = name.rpartition(".")
         for expert, values in enumerate(stack):
