@@ -19,7 +19,7 @@ Merging on many machines
     run_part, parts_status
 Packing experts
     pack, unpack
-    apply_lora, check_lora, merge_lora, extract_lora
+    apply_lora, check_lora, merge_lora, extract_lora, convert_lora
 Reading models
     load_file, LoadedTensors
 Merges that are not written
@@ -48,6 +48,7 @@ _HOMES = {
     "errors": ("MergePipeError", "MergePipeWarning"),
     "jobs.analyze": ("analyze",),
     "jobs.check_lora": ("check_lora",),
+    "jobs.convert_lora": ("convert_lora",),
     "jobs.diff": ("diff",),
     "jobs.explain": ("explain",),
     "jobs.extract_lora": ("extract_lora",),
@@ -67,13 +68,13 @@ _HOMES = {
     "jobs.without": ("without",),
     "operators.custom": ("operator",),
     "options": (
-        "AnalyzeOptions", "ApplyLoraOptions", "CheckLoraOptions", "CheckOptions", "ExtractLoraOptions",
+        "AnalyzeOptions", "ApplyLoraOptions", "CheckLoraOptions", "CheckOptions", "ConvertLoraOptions", "ExtractLoraOptions",
         "MergeLoraOptions", "MergeOptions", "OutputOptions", "PackOptions", "PlanOptions", "PushOptions", "RunOptions",
         "SearchOptions", "SweepOptions", "UnpackOptions", "VerifyOptions",
     ),
     "planning.plan": ("Plan", "store_plan"),
     "reports": (
-        "AnalyzeReport", "CheckLoraReport", "CheckReport", "Explanation", "ExtractLoraReport", "GcReport",
+        "AnalyzeReport", "CheckLoraReport", "CheckReport", "ConvertLoraReport", "Explanation", "ExtractLoraReport", "GcReport",
         "MergeLoraReport", "MergeReport", "PackReport", "PartReport", "PartsStatus", "Progress", "PushReport",
         "RepairReport", "SearchReport", "SnapshotDiff", "SnapshotReport", "SweepReport", "UnpackReport", "VerifyReport",
         "WithoutReport",

@@ -532,6 +532,33 @@ class MergeLoraOptions(AdapterOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConvertLoraOptions(AdapterOptions):
+    """Options of `convert_lora`. Of the base only headers and the configuration are read."""
+
+    form: str = option(
+        "peft",
+        "The form to write.",
+        name="--to",
+        metavar="FORM",
+        choices=("peft", "vllm", "sglang", "mlx", "kohya", "comfyui", "diffusers", "gguf"),
+    )
+    base: str | Path | None = option(
+        None, "The base of ADAPTER, for names that depend on it.", metavar="BASE", default="the adapter's own names"
+    )
+    experts: str | None = option(
+        None,
+        "Write experts as transformers 5 stacks them, or one by one as before.",
+        metavar="stacked|single",
+        default="as in ADAPTER",
+        choices=("stacked", "single"),
+    )
+    unsloth_experts: bool = option(
+        False,
+        "B of stacked experts has the columns of each expert side by side, as older versions of unsloth saved it.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExtractLoraOptions(AdapterOptions):
     """Options of `extract_lora`. One of `rank` and `energy` is needed; with both, `rank` is the limit."""
 

@@ -855,6 +855,46 @@ def _counts_text(counts: Counter[Verdict]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
 
 
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class ConvertLoraReport(Displayed):
+    """An adapter in another form. `modules` have the names of that form.
+
+    `folded_exactly` are modules whose scale went into the factor B without a change of its dtype, `folded_in_float32`
+    those whose B is float32 for it.
+    """
+
+    adapter: str
+    read_form: str = shown("from")
+    form: str = shown("to")
+    modules: tuple[str, ...] = shown("adapted", lambda report: report.adapted_text)
+    ranks: tuple[int, ...]
+    saved_modules: tuple[str, ...] = shown("saved in full", "{saved_modules}", once=True)
+    folded_exactly: tuple[str, ...] = shown("scale in B", lambda report: report.folded_text)
+    folded_in_float32: tuple[str, ...]
+    read_bytes: int = shown("read")
+    seconds: float = shown("time")
+    adapter_bytes: int = shown("written")
+    sid: str = shown("snapshot")
+    notices: tuple[str, ...] = shown("notice", default=())
+    out: Path | Location = shown("output")
+
+    @property
+    def adapted_text(self) -> str:
+        """How many modules the adapter has, and their least and largest rank."""
+        span = " to ".join(map(str, dict.fromkeys((self.ranks[0], self.ranks[-1])))) if self.ranks else "-"
+        return f"{plural(len(self.modules), 'module')} of rank {span}"
+
+    @property
+    def folded_text(self) -> str:
+        """Of how many modules the scale is part of a factor, and in which dtype; empty of none."""
+        texts = []
+        if self.folded_exactly:
+            texts.append(f"exactly, in the dtype of B, of {plural(len(self.folded_exactly), 'module')}")
+        if self.folded_in_float32:
+            texts.append(f"in float32 of {plural(len(self.folded_in_float32), 'module')}")
+        return "; ".join(texts)
+
+
 # --- explanations ---
 
 

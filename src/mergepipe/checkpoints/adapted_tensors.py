@@ -32,18 +32,28 @@ _RULES: Mapping[str, Callable[..., NDArray[np.float32]]] = {
     "pairs of columns": lambda first, second: first[:, :, None] * second[:, None],
     "pairs of rows": lambda first, second: first[:, None] * second[None],
 }
+COLUMNS_BY_EXPERT = "columns by expert"
+ROWS_IN_PAIRS = "rows in pairs"
+_RULES_BY_COUNT: Mapping[str, Callable[[NDArray[np.float32], int], NDArray[np.float32]]] = {
+    COLUMNS_BY_EXPERT: lambda stored, n_experts: stored.reshape(len(stored), n_experts, -1).swapaxes(1, 2),
+    ROWS_IN_PAIRS: lambda stored, n_heads: stored.reshape(n_heads, -1, 2, stored.shape[1]).swapaxes(1, 2),
+}
+"""Orders of other programs, by the number of experts or heads: the columns of an expert side by side, as older versions
+of unsloth write them, where PEFT has the expert as the fastest index; rows of a head as llama.cpp rotates them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
     """A factor of shape (rows, columns) that is made of stored tensors by a rule, a key of `_RULES`.
 
+    A rule of `_RULES_BY_COUNT` orders one tensor otherwise, by a `count`.
     A LoHa, `(a @ b) * (c @ d)`, is the product of the pairs of columns of a and c with the pairs of rows of b and d.
     """
 
     rule: str
     parts: tuple[Factor, ...]
     shape: tuple[int, int]
+    count: int = 0
 
     @property
     def name(self) -> str:
@@ -205,7 +215,9 @@ def _factors_of(part: LowRankDelta, files: Mapping[Location, RangeFile]) -> _Fac
 def read_finite(factor: Factor, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:
     """Read all of an adapter's tensor in float32, in its shape; refuses infinities and what is no number."""
     if isinstance(factor, Composed):
-        parts = (read_finite(part, files, purpose) for part in factor.parts)
+        parts = [read_finite(part, files, purpose) for part in factor.parts]
+        if factor.rule in _RULES_BY_COUNT:
+            return _RULES_BY_COUNT[factor.rule](parts[0], factor.count).reshape(factor.shape)
         return _RULES[factor.rule](*parts).reshape(factor.shape)
     values = read_matrix(factor, files, purpose)
     _check_finite(factor, values)

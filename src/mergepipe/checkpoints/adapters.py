@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from mergepipe.checkpoints.adapted_tensors import (
     SavedTensor,
     StackedDelta,
 )
+from mergepipe.checkpoints.adapter_forms import read_adapter
 from mergepipe.checkpoints.architecture_names import is_made_by_loading
 from mergepipe.checkpoints.architectures import Architecture, architecture_of, other_spelling
 from mergepipe.checkpoints.config_files import TIED_KEY
@@ -34,6 +36,7 @@ from mergepipe.checkpoints.contract import (
     Readable,
     TensorEntry,
 )
+from mergepipe.checkpoints.diffusion_names import WHOLE, Target, lora_names
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head, is_task_head
 from mergepipe.checkpoints.gathered_rows import GatheredRows, resized, with_rows
 from mergepipe.checkpoints.open_files import decoded
@@ -41,12 +44,12 @@ from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.checkpoints.stacked_experts import Piece, fused_name, inputs_first, pieces_of
 from mergepipe.checkpoints.stored_adapters import (
     BASE_LAYER,
+    DIFFUSERS,
     KOHYA,
     MERGE_HINT,
     AdaptedModule,
     StoredAdapter,
     damaged_adapter,
-    read_adapter,
     unsupported_adapter,
 )
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
@@ -59,6 +62,7 @@ from mergepipe.storage.ranges import PAGE_BYTES
 # --- map an adapter's tensor names to the base's, where the two were saved under different prefixes ---
 
 
+_WEIGHT = ".weight"
 _FEWEST_PARTS = 2  # what is left of a name after its prefix is gone must still say something
 _MOST_CANDIDATES = 500
 _RENAME_HINT = "--rename OLD=NEW reads parts of its names as the base has them"
@@ -165,17 +169,83 @@ def open_adapter(
     allow_unapplied: Sequence[str] = (),
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> Checkpoint:
-    """Open the adapter in the directory `path`; its tensors are named like the `base` tensors they change.
+    """Open the adapter at `path`, a folder or one file; its tensors are named like the `base` tensors they change.
 
     Deltas are computed when they are fetched. Weights that the adapter stores in full (`modules_to_save`, biases) are
     stored tensors. What it does not touch is absent. What the base lacks is an error, unless a pattern of
     `allow_unapplied` has it. Parts of the adapter's names are changed by `names`. No tensor byte is read.
     """
-    adapter = read_adapter(store, path).renamed(names)
-    if adapter.config.kind == KOHYA:
-        message = "its names are Kohya's, which do not identify the tensors of the base"
-        raise unsupported_adapter(path, message, "merge such adapters with `mergepipe lora merge`")
+    adapter = read_adapter(store, path, TokenizerFiles(base, store).document(CONFIG_NAME)).renamed(names)
+    if adapter.config.kind in (KOHYA, DIFFUSERS):
+        return _matched_by_spelling(adapter, base, allow_unapplied)
     return matched_adapter(store, adapter, base, allow_unapplied)
+
+
+def _matched_by_spelling(adapter: StoredAdapter, base: Checkpoint, allow_unapplied: Sequence[str]) -> Checkpoint:
+    """Match the modules of one file, whose names are those of diffusers, of the original model, or flattened."""
+    targets: dict[str, set[Target]] = defaultdict(set)
+    for name, tensor in base.tensors.items():
+        if name.endswith(_WEIGHT) and len(tensor.shape) > 1:
+            for spelling, target in lora_names(name.removesuffix(_WEIGHT)):
+                targets[spelling].add(target)
+    placed: dict[str, list[tuple[tuple[int, int], LowRankDelta]]] = defaultdict(list)
+    left_over = []
+    for module, parts in adapter.modules.items():
+        fitting = sorted(targets.get(module, ()), key=lambda target: (target.module, target.given.index))
+        if not fitting and any(fnmatchcase(module, glob) for glob in allow_unapplied):
+            left_over.append(f"{module}{_WEIGHT}")
+            continue
+        if not fitting:
+            similar = did_you_mean(module, [name for name in targets if name[:5] == module[:5]][:_MOST_CANDIDATES])
+            raise _mismatch(adapter.path, f"{shown(module)} has no counterpart in the base", similar)
+        whole = [target.module for target in fitting if target.given == WHOLE]
+        if len(whole) > 1:
+            message = f"{shown(module)} could be the base's {shown(whole[0])} or {shown(whole[1])}"
+            raise _mismatch(adapter.path, message)
+        for target in fitting:
+            name = f"{target.module}{_WEIGHT}"
+            rows = None if target.given == WHOLE else target.given.rows(parts.shape)
+            delta = LowRankDelta(name, parts.up, parts.down, adapter.config.scale_of(module), rows=rows)
+            placed[name].append((_own_rows(adapter.path, module, target, base.tensors[name].shape, delta), delta))
+    tensors = {
+        name: _of_rows(adapter.path, base.tensors[name], placed[name]) for name in base.tensors if name in placed
+    }
+    n_modules = len(adapter.modules)
+    account = AdapterAccount(n_modules, n_modules - len(left_over), 0, tuple(left_over), adapter.config.base)
+    return Checkpoint(
+        adapter.path, adapter.path, MappingProxyType(tensors), adapter.files, (), CheckpointKind.ADAPTER,
+        adapters=(account,),
+    )  # fmt: skip
+
+
+def _own_rows(
+    path: Location, module: str, target: Target, shape: tuple[int, ...], delta: LowRankDelta
+) -> tuple[int, int]:
+    """Return the rows of a weight of `shape` that a delta changes; refuse one that does not fit."""
+    matrix = shape[0], math.prod(shape[1:])
+    rows = target.own.rows(matrix)
+    if delta.shape != (rows[1] - rows[0], matrix[1]):
+        made, needed = list(delta.shape), [rows[1] - rows[0], *shape[1:]]
+        raise _mismatch(path, f"the factors of {shown(module)} make {made}, the base has {needed}")
+    return rows
+
+
+def _of_rows(path: Location, weights: Readable, deltas: Sequence[tuple[tuple[int, int], LowRankDelta]]) -> AnyDelta:
+    """Return the change of a weight by deltas of some of its rows each."""
+    n_rows = weights.shape[0]
+    first_rows, first = deltas[0]
+    if len(deltas) == 1 and first_rows == (0, n_rows):
+        return first if len(weights.shape) == 2 else StackedDelta(weights.name, weights.shape, (first,))
+    height = math.gcd(n_rows, *(row for rows, _ in deltas for row in rows))
+    parts: list[LowRankDelta | None] = [None] * (n_rows // height)
+    for (start, stop), delta in deltas:
+        given = 0 if delta.rows is None else delta.rows[0]
+        for place in range(start // height, stop // height):
+            if parts[place] is not None:
+                raise _mismatch(path, f"two of its modules change the same rows of {shown(weights.name)}")
+            at = given + place * height - start
+            parts[place] = replace(delta, rows=(at, at + height))
+    return StackedDelta(weights.name, weights.shape, tuple(parts))
 
 
 def matched_adapter(
@@ -285,7 +355,7 @@ def with_own_head(store: Store, weights: Checkpoint, adapter: Location, names: M
 
     In training one of them stayed as it was, though the model stores one tensor for both. Trained tokens change both.
     """
-    stored = read_adapter(store, adapter).renamed(names)
+    stored = read_adapter(store, adapter, TokenizerFiles(weights, store).document(CONFIG_NAME)).renamed(names)
     changed = [*(f"{module}.weight" for module in stored.modules), *stored.full]
     tied = tied_head(store, weights, changed)
     if tied is None or stored.config.keeps_tied:

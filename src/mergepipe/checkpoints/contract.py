@@ -154,12 +154,14 @@ class WeightHeader:
     """What one file of weights says it holds: its tensors by offset, and a BLAKE3-128 (32 hex digits) of that.
 
     Of a shard that torch's Hugging Face writer has saved, `offsets` says where in the whole tensors its own begin.
+    `metadata` are the texts in it that say how its tensors are read.
     """
 
     entries: tuple[TensorEntry, ...]
     size_bytes: int
     digest: str
     offsets: Mapping[str, tuple[int, ...]] | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 Fetch: TypeAlias = Callable[[Span, NDArray[np.uint8], Purpose], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
@@ -270,6 +270,7 @@ class WeightFile:
     source: CheckpointFile
     entries: tuple[TensorEntry, ...]
     offsets: Mapping[str, tuple[int, ...]] | None = None  # of a shard: see `WeightHeader`
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_checkpoint(store: Store, path: Location) -> Checkpoint:
@@ -522,7 +523,7 @@ def read_weight_file(store: Store, root: Location, name: str, status: FileStatus
         _refuse_other(store, path)
         raise
     identity = FileId(name, header.size_bytes, status.version, header.digest)
-    return WeightFile(CheckpointFile(path, identity), header.entries, header.offsets)
+    return WeightFile(CheckpointFile(path, identity), header.entries, header.offsets, header.metadata)
 
 
 def _refuse_other(store: Store, path: Location) -> None:

@@ -33,19 +33,19 @@ from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import write_durably
 
-_ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """GGUF's architecture by `model_type`, of those whose tensors GGUF holds as they are but for their names and rows."""
-_READ: Final = (*dict.fromkeys(_ARCHITECTURES.values()), "qwen3moe")
-_IN_PAIRS: Final = ("llama",)  # the rows of Q and K stand as llama.cpp rotates them: neighbours, not halves of a head
+READ_ARCHITECTURES: Final = (*dict.fromkeys(ARCHITECTURES.values()), "qwen3moe")
+IN_PAIRS: Final = ("llama",)  # the rows of Q and K stand as llama.cpp rotates them: neighbours, not halves of a head
 _MODULES: Final = ("model.embed_tokens", "model.norm", "lm_head")
-_EMBEDDING: Final = "model.embed_tokens.weight"
+EMBEDDING: Final = "model.embed_tokens.weight"
 _LAYER_MODULES: Final = (
     "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
     "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
     "mlp.gate", "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj",
 )  # fmt: skip
 _STACKED: Final = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<matrix>\w+_proj\.weight)")
-_PAIRED: Final = re.compile(r"model\.layers\.\d+\.self_attn\.(?P<role>[qk])_proj\.(weight|bias)")
+PAIRED: Final = re.compile(r"model\.layers\.\d+\.self_attn\.(?P<role>[qk])_proj\.(weight|bias)")
 _SCALED_ROPES: Final = ("LINEAR", "YARN")  # names of gguf's
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 _PLAIN: Final[Mapping[str, DType]] = {"F32": F32, "F16": F16, "BF16": BF16}
@@ -61,7 +61,11 @@ _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?
 _STRING, _ARRAY = 8, 9
 
 
-def _gguf(where: object) -> Any:
+Json = Mapping[str, Any]
+
+
+def gguf_library(where: object) -> Any:
+    """Return the gguf package, which only this module imports."""
     return library("gguf", where, "gguf")
 
 
@@ -86,7 +90,7 @@ class GGUFRows(Scheme):
         if plain is not None:
             values = decoded(raw[0], plain.kernel_code).reshape(-1, self.columns)
         else:
-            gguf = _gguf("")
+            gguf = gguf_library("")
             stored = raw[0].reshape(-1, self.row_bytes)
             values = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[self.type_name])
         if self.head_rows:
@@ -103,12 +107,14 @@ def open_gguf(store: Store, path: Location, status: FileStatus) -> Checkpoint:
         UnsupportedError: `extra.missing`; an architecture whose names are not known, or one of several files.
         CorruptError: `checkpoint.damaged`, it is cut off or contradicts itself.
     """
-    gguf = _gguf(path)
-    header = _Header(store, path)
+    gguf = gguf_library(path)
+    header = Header(store, path)
     facts, infos = header.read()
     architecture = str(facts.get("general.architecture"))
-    if architecture not in _READ:
-        message = f"is of the architecture {shown(architecture)}; of GGUF files {', '.join(_READ)} are read"
+    if architecture not in READ_ARCHITECTURES:
+        message = (
+            f"is of the architecture {shown(architecture)}; of GGUF files {', '.join(READ_ARCHITECTURES)} are read"
+        )
         raise unsupported(path, message, _ADVICE)
     if facts.get("split.count", 1) not in (0, 1):
         hint = "join them with llama-gguf-split"
@@ -120,8 +126,8 @@ def open_gguf(store: Store, path: Location, status: FileStatus) -> Checkpoint:
         raise header.damaged("does not say how many layers and heads there are")
     if counts[0] > len(infos):
         raise header.damaged(f"says that it has {counts[0]} layers, and has {len(infos)} tensors")
-    names = {stored: name for name, stored in _stored_names(gguf, architecture, counts[0])}
-    heads = {"q": counts[1], "k": counts[2]} if architecture in _IN_PAIRS else {}
+    names = {stored: name for name, stored in stored_names(gguf, architecture, counts[0])}
+    heads = {"q": counts[1], "k": counts[2]} if architecture in IN_PAIRS else {}
     tensors: dict[str, Readable] = {}
     schemes: set[str] = set()
     for info in infos:
@@ -144,7 +150,7 @@ def open_gguf(store: Store, path: Location, status: FileStatus) -> Checkpoint:
 _Info = tuple[str, tuple[int, ...], int, int]  # of a tensor: its name, dimensions, type, and offset in the file
 
 
-class _Header:
+class Header:
     """The header of a GGUF file: its facts, and what it says of each tensor. Memory: the header."""
 
     def __init__(self, store: Store, path: Location) -> None:
@@ -184,17 +190,17 @@ class _Header:
         stored, dims, kind, offset = info
         match = _STACKED.fullmatch(name)
         if match is None:
-            yield self._tensor(gguf, name, info, heads)
+            yield self.tensor(gguf, name, info, heads)
             return
         if len(dims) != 3 or not all(dims):
             raise self.damaged(f"{shown(stored)} of {list(reversed(dims))} is not a stack of experts")
         for expert in range(dims[2]):
             of_expert = f"{match['experts']}.{expert}.{match['matrix']}"
-            tensor = self._tensor(gguf, of_expert, (stored, dims[:2], kind, offset), heads)
+            tensor = self.tensor(gguf, of_expert, (stored, dims[:2], kind, offset), heads)
             offset += tensor.nbytes
             yield tensor
 
-    def _tensor(self, gguf: Any, name: str, info: _Info, heads: Mapping[str, int]) -> Readable:
+    def tensor(self, gguf: Any, name: str, info: _Info, heads: Mapping[str, int]) -> Readable:
         """Return what is read of a tensor; `heads` are those of Q and K where their rows are in pairs."""
         granularity = self._store.terms(self.path).granularity_bytes
         shape = tuple(reversed(info[1]))
@@ -211,7 +217,7 @@ class _Header:
         if plain is None and kind not in gguf.quants._type_traits:
             message = f"{shown(name)} is {kind.name}, which gguf {gguf.__name__} does not read"
             raise unsupported(self.path, message, _ADVICE)
-        head_rows = _rows_of_head(name, shape, heads, self.path)
+        head_rows = rows_of_head(name, shape, heads, self.path)
         if plain is not None and not head_rows:
             return TensorEntry(name, plain, shape, self.path, info[3], nbytes, granularity_bytes=granularity)
         if len(shape) == 1:  # a bias: its rows are its elements
@@ -263,9 +269,9 @@ class _Header:
         self._at = end
 
 
-def _rows_of_head(name: str, shape: tuple[int, ...], heads: Mapping[str, int], where: object) -> int:
+def rows_of_head(name: str, shape: tuple[int, ...], heads: Mapping[str, int], where: object) -> int:
     """Return the rows of a head of Q or K by their `heads`, where these are in pairs; 0 of all else."""
-    match = _PAIRED.fullmatch(name)
+    match = PAIRED.fullmatch(name)
     if match is None or not heads:
         return 0
     head_rows, rest = divmod(shape[0], heads[match["role"]])
@@ -275,7 +281,7 @@ def _rows_of_head(name: str, shape: tuple[int, ...], heads: Mapping[str, int], w
     return head_rows
 
 
-def _stored_names(gguf: Any, architecture: str, n_layers: int) -> Iterator[tuple[str, str]]:
+def stored_names(gguf: Any, architecture: str, n_layers: int) -> Iterator[tuple[str, str]]:
     """Pair the names of Hugging Face with those of GGUF, as gguf's own map has them."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     to_stored = gguf.get_tensor_name_map(kind, n_layers)
@@ -300,7 +306,6 @@ _SPLITS: Final[Mapping[object, str]] = {
 _ENCODING: Final = re.compile(r"(?i).*?[-._](F32|F16|BF16|Q8_0|I?Q\d\w*)")
 _FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 _CHUNK_ELEMENTS: Final = 4 << 20
-Json = Mapping[str, Any]
 Read = Callable[[TensorEntry, Span], NDArray[np.uint8]]
 
 
@@ -334,7 +339,7 @@ class GGUFTarget:
             UnsupportedError: gguf is missing, or the architecture, a tensor, the tokenizer or the encoding is unknown.
             CorruptError: the configuration lacks a number, or the tokenizer contradicts itself or the tensors.
         """
-        gguf = _gguf(name)
+        gguf = gguf_library(name)
         match = _ENCODING.fullmatch(name.removesuffix(GGUF_SUFFIX))
         encoding = match[1].upper() if match else ""
         if encoding and encoding not in _FILE_TYPES:
@@ -344,21 +349,21 @@ class GGUFTarget:
             parse_config(small_files[file], file) if file in small_files else {}
             for file in (CONFIG_NAME, "tokenizer.json")
         )
-        architecture = _ARCHITECTURES.get(str(config.get("model_type")), "")
+        architecture = ARCHITECTURES.get(str(config.get("model_type")), "")
         if not architecture:
-            known = ", ".join(_ARCHITECTURES)
+            known = ", ".join(ARCHITECTURES)
             message = f"the model is of the type {shown(config.get('model_type'))}; {known} are written as GGUF"
             raise UnsupportedError.of("model.unsupported", name, message, _CONVERTER)
         target = cls(name, config, tokenizer, small_files, encoding, architecture, {})
         n_layers = min(target._count("num_hidden_layers"), len(tensors))
-        names = dict(_stored_names(gguf, architecture, n_layers))
+        names = dict(stored_names(gguf, architecture, n_layers))
         if unknown := [tensor for tensor in tensors if tensor not in names]:
             message = f"{len(unknown)} tensors have no name in GGUF, {shown(unknown[0])} among them"
             raise UnsupportedError.of("model.unsupported", name, message, _CONVERTER)
         target._add_facts(gguf, gguf.GGUFWriter(None, architecture))
-        for tensor, shape in tensors.items() if architecture in _IN_PAIRS else ():
-            _rows_of_head(tensor, shape, target._heads(), name)
-        target._tokens(gguf, tensors.get(_EMBEDDING, (0,))[0])
+        for tensor, shape in tensors.items() if architecture in IN_PAIRS else ():
+            rows_of_head(tensor, shape, target._heads(), name)
+        target._tokens(gguf, tensors.get(EMBEDDING, (0,))[0])
         return replace(target, names=names)
 
     def write(self, store: Store, model: Path, path: Path) -> Digested:
@@ -366,7 +371,7 @@ class GGUFTarget:
 
         Memory: 4 million elements, in float32, and the vocabulary.
         """
-        gguf, entries = _gguf(self.name), read_header(store, Location.local(model)).entries
+        gguf, entries = gguf_library(self.name), read_header(store, Location.local(model)).entries
         with tempfile.TemporaryDirectory(prefix="mergepipe-gguf-") as folder:
             ids = {key: value for key, value in self.config.items() if key.endswith("_token_id")}
             stated = {key: value for key, value in ids.items() if type(value) is int and value >= 0}
@@ -375,7 +380,7 @@ class GGUFTarget:
                     write_durably(Path(folder) / name, content, Ledger())
             writer = gguf.GGUFWriter(None, self.architecture)
             self._add_facts(gguf, writer)
-            n_rows = next(entry.shape[0] for entry in entries if entry.name == _EMBEDDING)
+            n_rows = next(entry.shape[0] for entry in entries if entry.name == EMBEDDING)
             self._add_vocabulary(gguf, writer, Path(folder), n_rows)
         kinds = [self._kind(gguf, entry) for entry in entries]
         factors = self._rope_factors()
@@ -418,8 +423,8 @@ class GGUFTarget:
     def _rows(self, entry: TensorEntry, read: Read) -> Iterator[NDArray[np.float32]]:
         """Yield a tensor in float32, some rows at a time, those of Q and K in the order of the format."""
         columns = entry.shape[-1] if len(entry.shape) > 1 else 1
-        heads = self._heads() if self.architecture in _IN_PAIRS else {}
-        head_rows = _rows_of_head(entry.name, entry.shape, heads, self.name)
+        heads = self._heads() if self.architecture in IN_PAIRS else {}
+        head_rows = rows_of_head(entry.name, entry.shape, heads, self.name)
         row_step = head_rows or 1
         step = max(1, _CHUNK_ELEMENTS // (columns * row_step)) * row_step * columns
         for first in range(0, entry.n_elements, step):

@@ -19,6 +19,9 @@ FIRST_READ_BYTES = 8 << 10
 PREFIX_BYTES = 8
 METADATA_KEY = "__metadata__"
 _SHARDING_KEY = "DCP_SHARDING_INFO"  # of shards that torch's Hugging Face writer saves
+ADAPTER_METADATA_KEY = "lora_adapter_metadata"  # of LoRA files that diffusers saves: their configuration
+_KEPT_KEYS = (ADAPTER_METADATA_KEY, "format", "encoding", "sparse")
+_MOST_METADATA = 1 << 20
 _MAX_COUNT = 2**63 - 1
 _SUB_BYTE_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 _ENTRY_KEYS = ("dtype", "shape", "data_offsets")
@@ -38,6 +41,7 @@ def parse_header(content: bytes, path: Location, size_bytes: int, granularity: i
     """Check a header, length prefix included, of a file of `size_bytes` that is read in multiples of `granularity`."""
     unsorted: list[TensorEntry] = []
     sharding: str | None = None
+    metadata: dict[str, str] = {}
     members = object_members(content[PREFIX_BYTES:], where=path, code="checkpoint.damaged", nested=METADATA_KEY)
     for outer, name, record in members:
         if outer:
@@ -45,6 +49,8 @@ def parse_header(content: bytes, path: Location, size_bytes: int, granularity: i
                 raise damaged(path, f"{METADATA_KEY} {shown(name)} must be a string, found {shown(record)}")
             if name == _SHARDING_KEY:
                 sharding = record
+            if name in _KEPT_KEYS and len(record) <= _MOST_METADATA:
+                metadata[name] = record
         elif name == METADATA_KEY:
             if record is None:  # as some writers state that there is none
                 continue
@@ -55,7 +61,7 @@ def parse_header(content: bytes, path: Location, size_bytes: int, granularity: i
     entries = tuple(sorted(unsorted, key=lambda e: (e.offset, e.nbytes, e.name)))
     _check_tiling(path, entries, len(content), size_bytes)
     offsets = None if sharding is None else _offsets(path, sharding, entries)
-    return WeightHeader(entries, size_bytes, blake3(content).hexdigest(length=16), offsets)
+    return WeightHeader(entries, size_bytes, blake3(content).hexdigest(length=16), offsets, metadata)
 
 
 def _offsets(path: Location, sharding: str, entries: tuple[TensorEntry, ...]) -> dict[str, tuple[int, ...]]:

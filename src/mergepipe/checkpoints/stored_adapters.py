@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
-import numpy as np
 from blake3 import blake3
 
 from mergepipe.checkpoints.adapted_tensors import Composed, Factor
@@ -19,7 +18,6 @@ from mergepipe.checkpoints.contract import CheckpointFile, TensorEntry
 from mergepipe.checkpoints.directory import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAMES,
-    SAFETENSORS_SUFFIXES,
     hint_of_adapters,
     list_names,
     read_weight_file,
@@ -28,12 +26,11 @@ from mergepipe.checkpoints.directory import (
 )
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.checkpoints.name_patterns import EndPatterns, PatternError
-from mergepipe.checkpoints.open_files import decoded
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFoundError, UnsupportedError
-from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, FileId, Store, is_folder
+from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, FileId, Store
 from mergepipe.storage.location import Location
 
 # --- the configuration of a PEFT adapter: what it scales its products by, or by name why it is no plain LoRA ---
@@ -74,7 +71,9 @@ _VARIANTS = {
 ADALORA = "ADALORA"
 # The options that hold alpha, by kind.
 _ALPHAS = {"LORA": "lora_alpha", ADALORA: "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": ""}
-MLX, KOHYA = "MLX", "Kohya"  # kinds of other programs
+MLX, KOHYA, DIFFUSERS, LLAMA_CPP = "MLX", "Kohya", "diffusers", "GGUF"  # kinds of other programs
+BY_MODULE = (KOHYA, DIFFUSERS, LLAMA_CPP)
+"""Kinds of one file: rank and alpha of each module are known by its whole name."""
 # Ways to begin training that leave the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take
 # something away from them, and the stored adapter does not say what.
 _STARTS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
@@ -98,7 +97,7 @@ class AdapterConfig:
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     keeps_tied: bool = False  # ensure_weight_tying: embedding and head were trained as one
     is_dora: bool = False
-    kind: str = "LORA"  # a key of `_ALPHAS`, or MLX: transposed factors; KOHYA: flattened names, ranks of the tensors
+    kind: str = "LORA"  # a key of `_ALPHAS`, or MLX: transposed factors; or one of `BY_MODULE`
     base: str = ""  # the model that it was trained on, as the configuration names it
     layers: tuple[tuple[int, int], ...] = ()  # layer_replication: the ranges of layers that the model was made of
     names: Mapping[str, str] = field(default_factory=dict)  # of modules under other names: the one in training
@@ -111,7 +110,7 @@ class AdapterConfig:
     def _value(self, stated: Mapping[str, T], module: str, default: T) -> T:
         """Return what is stated of a module: by the first pattern that matches the end of its name at a dot."""
         module = self.names.get(module, module)
-        if self.kind in (KOHYA, ADALORA):
+        if self.kind == ADALORA or self.kind in BY_MODULE:
             return stated.get(module, default)
         try:
             index = _end_patterns(tuple(stated)).first(module)
@@ -290,6 +289,7 @@ def _flag(config: Mapping[str, JsonValue], key: str, path: Location) -> bool:
 
 
 PREFIX = "base_model.model."
+_UNEMBEDDING = re.compile(r"^(?:model\.)?unembed_tokens\.")  # Tinker's name of the output head
 _NAMED = re.compile(r"\.default(?=\.weight$|\.bias$|$)")
 _PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
@@ -299,9 +299,8 @@ _PART = re.compile(
 _MLX_PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 _ADALORA_PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_[ABE])")
 _PARTS_OF_KIND = {MLX: _MLX_PART, ADALORA: _ADALORA_PART}
-_KOHYA_PART = re.compile(r"(?P<module>[^.]+)\.(?P<part>lora_down\.weight|lora_up\.weight|alpha)")
-_ROLES = {
-    "lora_down.weight": "down", "lora_up.weight": "up",
+ROLES = {
+    "lora_down.weight": "down", "lora_up.weight": "up", "lora.down.weight": "down", "lora.up.weight": "up",
     "lora_a": "down", "lora_b": "up", "m": "magnitude",
     "lora_A": "down", "lora_B": "up", "lora_E": "values",
     "lora_A.weight": "down", "lora_embedding_A": "down", "lora_B.weight": "up", "lora_embedding_B": "up",
@@ -421,15 +420,8 @@ def _with_parts(name: str, names: Mapping[str, str]) -> str:
     return dotted.strip(".")
 
 
-def read_adapter(store: Store, path: Location) -> StoredAdapter:
-    """Read the headers and the configuration of the adapter in the directory `path`; no tensor byte.
-
-    A file is one in the names of Kohya's scripts, which keeps its configuration in scalars beside the factors.
-    """
-    if not is_folder(store, path):
-        if path.suffix in SAFETENSORS_SUFFIXES and path.name not in ADAPTER_NAMES:
-            return _read_kohya(store, path)
-        raise unsupported_adapter(path, "is a file, and an adapter is read with its configuration", "give its folder")
+def read_adapter_folder(store: Store, path: Location) -> StoredAdapter:
+    """Read the headers and the configuration of the adapter in the directory `path`; no tensor byte."""
     config, config_file = _read_config(store, path)
     name = next((candidate for candidate in ADAPTER_NAMES if candidate in list_names(store, path)), None)
     if name is None:
@@ -439,6 +431,41 @@ def read_adapter(store: Store, path: Location) -> StoredAdapter:
     return sorted_out(path, config, file.entries, (file.source, config_file))
 
 
+_STACKED_PART = re.compile(
+    r"(?P<layer>.+)\.(?:experts|switch_mlp)\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)"
+    r"\.(?P<part>lora_[AB]\.weight|lora_[ab])"
+)
+_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def _single_experts(path: Location, entries: Sequence[StoredTensor]) -> Iterator[StoredTensor]:
+    """Yield the entries, the factors of stacked experts as those of each expert.
+
+    Tinker and MLX stack the experts of one matrix: A is (E, R, N), B (E, M, R). One that all of them share is stored
+    once. Where a model has no such matrix both are empty.
+    """
+    stacks: dict[tuple[str, str], dict[str, TensorEntry]] = defaultdict(dict)
+    for entry in entries:
+        match = _STACKED_PART.fullmatch(_plain_name(entry.name))
+        if match is None or len(entry.shape) != 3 or not isinstance(entry, TensorEntry):
+            yield entry
+        elif entry.n_elements:
+            stacks[match["layer"], match["matrix"]][match["part"]] = entry
+    for (layer, matrix), parts in stacks.items():
+        n_experts = max(entry.shape[0] for entry in parts.values())
+        if any(entry.shape[0] not in (1, n_experts) for entry in parts.values()):
+            message = f"the factors of {shown(f'{layer}.experts.{matrix}')} are of different numbers of experts"
+            raise damaged_adapter(path, message)
+        for expert in range(n_experts):
+            module = f"{layer}.experts.{expert}.{_MATRICES.get(matrix, matrix)}"
+            for part, entry in parts.items():
+                nbytes = entry.nbytes // entry.shape[0]
+                at = entry.offset + (expert * nbytes if entry.shape[0] > 1 else 0)
+                name = f"{module}.{part}"
+                yield replace(entry, name=name, shape=entry.shape[1:], offset=at, nbytes=nbytes)
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _COMPARED_BYTES = 1 << 20
 
 
@@ -462,55 +489,8 @@ def _check_spellings(store: Store, path: Location, entries: Sequence[TensorEntry
 def _plain_name(stored: str) -> str:
     """Return the name of a tensor in its model, whichever way a trainer has spelled it."""
     name = _NAMED.sub("", without_wrappers(stored)).removeprefix(PREFIX).replace(".modules_to_save.", ".")
+    name = _UNEMBEDDING.sub("lm_head.", name)
     return name.removesuffix(".weight") if name.endswith(_MAGNITUDE) else name
-
-
-def _read_kohya(store: Store, path: Location) -> StoredAdapter:
-    file = read_weight_file(store, path.parent, path.name, stat_present(store, path.parent, path.name))
-    parts: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
-    kernels: dict[str, tuple[int, ...]] = {}
-    for entry in file.entries:
-        match = _KOHYA_PART.fullmatch(entry.name)
-        if match is None:
-            message = f"{shown(entry.name)} is not a factor of a LoRA in Kohya's names (lora_down, lora_up, alpha)"
-            hint = "give the folder of an adapter of PEFT or MLX, or the file of a plain LoRA"
-            raise unsupported_adapter(path, message, hint)
-        if match["part"] == "alpha":
-            parts[match["module"]]["alpha"] = entry
-            continue
-        if match["part"].startswith("lora_down"):
-            kernels[match["module"]] = entry.shape[1:]
-        flat = replace(entry, shape=(entry.shape[0], math.prod(entry.shape[1:]))) if _is_kernel(entry) else entry
-        _check_part(path, flat, match["part"])
-        parts[match["module"]][_ROLES[match["part"]]] = flat
-    alphas = {module: _kohya_alpha(store, path, stored) for module, stored in parts.items()}
-    modules = {
-        module: replace(_paired(path, stored, is_embedding=False, kind=KOHYA), kernel=kernels[module])
-        for module, stored in parts.items()
-    }
-    ranks = {module: adapted.down.shape[0] for module, adapted in modules.items()}
-    config = AdapterConfig(1, 1.0, ranks, alphas, False, False, kind=KOHYA)
-    return StoredAdapter(path, config, modules, {}, {}, {}, (file.source,))
-
-
-def _is_kernel(entry: TensorEntry) -> bool:
-    """Whether a factor is that of a convolution: `down` with a kernel, `up` with one of 1 x 1."""
-    return len(entry.shape) == 4 and (entry.name.endswith("lora_down.weight") or entry.shape[2:] == (1, 1))
-
-
-def _kohya_alpha(store: Store, path: Location, stored: Mapping[str, StoredTensor]) -> float:
-    """Read the scalar of one module; its rank where there is none, as the scripts that read these files take it."""
-    entry = stored.get("alpha")
-    if not isinstance(entry, TensorEntry):
-        return float(stored["down"].shape[0]) if "down" in stored else 1.0
-    if entry.n_elements != 1 or entry.dtype.kind is not DTypeKind.FLOAT:
-        message = f"{shown(entry.name)} is {entry.dtype.name} {list(entry.shape)}, and must be one number"
-        raise damaged_adapter(path, message)
-    raw = np.frombuffer(store.read_metadata(path, entry.offset, entry.nbytes), np.uint8)
-    value = float(decoded(raw, entry.dtype.kernel_code)[0])
-    if not math.isfinite(value):
-        raise CorruptError.of("tensor.not-finite", path, f"{shown(entry.name)} is {value}")
-    return value
 
 
 def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, CheckpointFile]:
@@ -536,7 +516,7 @@ def sorted_out(
     tokens: dict[str, StoredTensor] = {}
     gains: dict[str, StoredTensor] = {}
     embeddings = set()
-    for entry in entries:
+    for entry in _single_experts(path, entries):
         name = _plain_name(entry.name)
         if ".original_module." in name:  # what PEFT keeps of the base beside a module that it saves in full
             continue
@@ -554,16 +534,16 @@ def sorted_out(
             plain = name.replace(f"{TOKEN_ADAPTER}{BASE_LAYER}.", ".").replace(f"{BASE_LAYER}.", ".")
             (copies if is_copy else full)[plain] = entry
             continue
-        _check_part(path, entry, match["part"])
+        check_part(path, entry, match["part"])
         if match["part"].startswith(("token_adapter", "ia3_l")):
             (gains if match["part"] == "ia3_l" else tokens)[match["module"]] = entry
         else:
-            parts[match["module"]][_ROLES[match["part"]]] = entry
+            parts[match["module"]][ROLES[match["part"]]] = entry
             is_embedding = embedding_ending(f"{match['module']}.weight") and not is_head(f"{match['module']}.weight")
             if is_embedding if config.kind == MLX else "embedding" in match["part"]:
                 embeddings.add(match["module"])
     modules = {
-        module: _paired(path, stored, is_embedding=module in embeddings, kind=config.kind)
+        module: paired(path, stored, is_embedding=module in embeddings, kind=config.kind)
         for module, stored in parts.items()
     }
     if config.kind == ADALORA:
@@ -573,8 +553,9 @@ def sorted_out(
     return StoredAdapter(path, config, modules, full, copies, tokens, files, gains)
 
 
-def _check_part(path: Location, entry: StoredTensor, part: str) -> None:
-    is_vector = _ROLES.get(part) in ("magnitude", "bias")
+def check_part(path: Location, entry: StoredTensor, part: str) -> None:
+    """Refuse a tensor that is no matrix or, of a magnitude or bias, no vector."""
+    is_vector = ROLES.get(part) in ("magnitude", "bias")
     if len(entry.shape) != (1 if is_vector else 2):
         message = f"{shown(entry.name)} has shape {list(entry.shape)}: only factors with two dimensions are read"
         raise unsupported_adapter(path, message, MERGE_HINT)
@@ -582,12 +563,14 @@ def _check_part(path: Location, entry: StoredTensor, part: str) -> None:
         raise unsupported_adapter(path, f"{shown(entry.name)} is {entry.dtype.name}")
 
 
-def _paired(path: Location, stored: Mapping[str, StoredTensor], *, is_embedding: bool, kind: str) -> AdaptedModule:
+def paired(path: Location, stored: Mapping[str, StoredTensor], *, is_embedding: bool, kind: str) -> AdaptedModule:
     """Pair the factors of a module: two; the four of LoHa, or up to four of LoKr, as two."""
     if kind == "LOKR":
         up, down = (stored.get(role) or _product(path, stored, role) for role in ("first", "second"))
         return AdaptedModule(down, up, is_kronecker=True)
-    up, down = _pair(path, stored, "up", "down", is_mlx=kind == MLX)
+    stored_name = next(iter(stored.values())).name
+    is_transposed = kind == MLX and _EXPERT.search(stored_name) is None
+    up, down = _pair(path, stored, "up", "down", is_mlx=is_transposed)
     if kind == ADALORA:
         values = stored.get("values")
         if values is None or values.shape != (down.shape[0], 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,14 @@ from mergepipe.options import ExtractLoraOptions, home_of
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.reports import ByteProgress, ExtractedTensor, ExtractLoraReport, NotExtracted, ProgressCallback
 from mergepipe.runs.adapter_output import AdapterFacts, adapter_output, recorded_recipe, relative_name
-from mergepipe.runs.adapters import WEIGHTS_NAME, AdapterWriter, LargestShape, adapter_config, factor_names
+from mergepipe.runs.adapters import (
+    WEIGHTS_NAME,
+    AdapterWriter,
+    LargestShape,
+    adapter_config,
+    factor_names,
+    module_prefixes,
+)
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.model_card import hub_id_of, stated_base_id
 from mergepipe.runs.work import tensor_bytes_by_file, tensor_bytes_read
@@ -54,10 +61,6 @@ _CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 """Modules that store their weights with inputs first, in models of `_CONV1D_TYPES`."""
 _POSITION_NAMES = frozenset({"wpe", "wtt"})
 """Embeddings of positions and of kinds of tokens, of models that do not name them so: no linear layers."""
-_OF_LLAVA = {
-    "language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.",
-    "vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector.",
-}  # fmt: skip
 
 
 @public_call(ExtractLoraOptions)
@@ -104,7 +107,7 @@ def extract_lora(
         tied = tied_head(store, base_checkpoint, [_TIED_HEAD])
         is_tied = tied is not None and tied.head == _TIED_HEAD and not architecture.get("is_encoder_decoder")
         is_tied &= _TIED_HEAD not in model_checkpoint.tensors
-        prefixes = _module_prefixes(architecture, base_checkpoint.tensors)
+        prefixes = module_prefixes(architecture, base_checkpoint.tensors)
         extraction = _Extraction(*checkpoints, files, architecture, prefixes, is_tied, made, progress)
         check_free_space(staged_beside(place, home_of(made.home)), extraction.largest_bytes())
         path = output.path / WEIGHTS_NAME
@@ -135,16 +138,6 @@ def _is_counterpart(base: Checkpoint, tensor: Readable) -> bool:
     """Whether the base has a tensor of this name and shape."""
     stored = base.tensors.get(tensor.name)
     return stored is not None and stored.shape == tensor.shape
-
-
-def _module_prefixes(architecture: Json, names: Iterable[str]) -> Mapping[str, str]:
-    """Return how published names begin that transformers (since 4.52) changes, and how names of modules do instead."""
-    firsts = {name.partition(".")[0] for name in names}
-    if {"language_model", "vision_tower"} <= firsts:
-        return _OF_LLAVA
-    if "visual" in firsts:
-        return {"visual.": "model.visual.", "model.": "model.language_model."}
-    return {"": "transformer."} if architecture.get("model_type") == "gpt2" and "transformer" not in firsts else {}
 
 
 @dataclass(slots=True)

@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.adapted_tensors import read_finite
+from mergepipe.checkpoints.adapter_forms import read_adapter
 from mergepipe.checkpoints.config_files import Json, parse_config
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
-from mergepipe.checkpoints.stored_adapters import KOHYA, PREFIX, AdaptedModule, StoredAdapter, read_adapter
+from mergepipe.checkpoints.stored_adapters import DIFFUSERS, KOHYA, PREFIX, AdaptedModule, StoredAdapter
 from mergepipe.core.flags import public_call, several
 from mergepipe.core.outcome import private_outputs
 from mergepipe.core.strict_json import shown
@@ -59,7 +60,7 @@ from mergepipe.runs.adapters import (
 from mergepipe.runs.merge_settings import merge_settings
 from mergepipe.runs.model_card import base_id, hub_id_of, stated_base_id
 from mergepipe.snapshots.manifest import ADAPTER_ROLE, MERGED_ADAPTERS, InputRecord
-from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, Store
+from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES, Store, is_folder
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders
@@ -68,6 +69,8 @@ from mergepipe.storage.range_file import RangeFile
 from mergepipe.storage.stores import Stores
 
 CONCATENATION, TRUNCATION = "cat", "svd"
+_OF_FILES = {KOHYA: "Kohya's", DIFFUSERS: "those of a file for diffusion models"}
+"""Kinds of adapters in one file without a configuration: whose names they have."""
 _RECIPE_SUFFIXES = (".yml", ".yaml")
 _WITHOUT_FACTORS = {
     "LOKR": "its delta is a Kronecker product, not one of thin factors",
@@ -162,12 +165,12 @@ def merge_lora(
         open_files(store, {entry.file for entry in entries}) as files,
     ):
         merge = _AdapterMerge(tuple(names), opened, made, files, store.ledger, core_recipe)
-        is_kohya = opened[0].config.kind == KOHYA
-        path = output.path / (f"{place.model_name}.safetensors" if is_kohya else WEIGHTS_NAME)
+        is_file = opened[0].config.kind in _OF_FILES
+        path = output.path / (f"{place.model_name}.safetensors" if is_file else WEIGHTS_NAME)
         with AdapterWriter(path, merge.possible(), store.ledger) as writer:
             merge.write(writer)
             weights = writer.finish()
-        small = {} if is_kohya else {ADAPTER_CONFIG_NAME: merge.config(_configs(store, locations))}
+        small = {} if is_file else {ADAPTER_CONFIG_NAME: merge.config(_configs(store, locations))}
         base_model = stated_base or base_id(opened[0].config.base)
         manifest = output.publish(weights, merge.facts(store, place, locations, base_model), small)
     return MergeLoraReport(
@@ -200,8 +203,10 @@ def _base_notices(names: Sequence[str], adapters: Sequence[StoredAdapter]) -> li
 
 
 def _configs(store: Store, locations: Sequence[Location]) -> list[Json]:
-    """Read the configurations of adapters."""
-    paths = [location / ADAPTER_CONFIG_NAME for location in locations]
+    """Read the configurations of adapters; that of a file is empty."""
+    paths = [location / ADAPTER_CONFIG_NAME for location in locations if is_folder(store, location)]
+    if not paths:
+        return [{}]
     return [parse_config(store.read_small(path, ADAPTER_CONFIG_BYTES), path) for path in paths]
 
 
@@ -305,14 +310,17 @@ class _AdapterMerge:
         return self.options.method not in (CONCATENATION, TRUNCATION)
 
     def __post_init__(self) -> None:
-        kinds = [adapter.config.kind == KOHYA for adapter in self.adapters]
+        kinds = [_OF_FILES.get(adapter.config.kind) for adapter in self.adapters]
         for name, adapter in zip(self.names, self.adapters, strict=True):
             if adapter.config.kind in _WITHOUT_FACTORS:
                 message = f"it is {adapter.config.kind}: {_WITHOUT_FACTORS[adapter.config.kind]}"
                 raise UnsupportedError.of("adapter.unsupported", name, message, _EXTRACT_HINT)
         if len({*kinds}) > 1:
-            message = "its names are Kohya's, and those of another adapter are not: no module is known to be the same"
-            raise UnsupportedError.of("adapter.unsupported", self.names[kinds.index(True)], message)
+            index = next(index for index, kind in enumerate(kinds) if kind is not None)
+            kind = kinds[index]
+            message = f"its names are {kind}, and those of another adapter are not: no module is known to be the same"
+            hint = "convert one of them by `mergepipe lora convert --base BASE`"
+            raise UnsupportedError.of("adapter.unsupported", self.names[index], message, hint)
         for index, adapter in enumerate(self.adapters):
             for module, parts in adapter.modules.items():
                 self._modules[module].append(index)

@@ -31,7 +31,7 @@ from mergepipe.snapshots.manifest import (
     with_changed_paths,
 )
 from mergepipe.snapshots.object_upload import published_snapshot
-from mergepipe.snapshots.shards import BLOCKS_NAME
+from mergepipe.snapshots.shards import BLOCKS_NAME, table_of
 from mergepipe.snapshots.whole_output import WholeOutput, check_place, open_output
 from mergepipe.storage.contract import Digested, Store
 from mergepipe.storage.location import Location
@@ -71,17 +71,20 @@ class AdapterOutput:
         """The folder to write the weights into."""
         return self.output.path
 
-    def publish(self, weights: WrittenWeights, facts: AdapterFacts, files: Mapping[str, bytes]) -> Manifest:
+    def publish(self, weights: WrittenWeights | Digested, facts: AdapterFacts, files: Mapping[str, bytes]) -> Manifest:
         """Write the small files, the record last, and make the adapter visible; return the record.
 
-        `files` are those that belong to the adapter beside its weights, by name.
+        `files` are those that belong to the adapter beside its weights, by name. Weights in another format than
+        safetensors are recorded as a whole.
         """
-        self.link.notices.extend(weights.notices)
-        blocks = weights.table.to_bytes()
+        is_whole = isinstance(weights, Digested)
+        blocks = (table_of((), ()) if is_whole else weights.table).to_bytes()
+        if not is_whole:
+            self.link.notices.extend(weights.notices)
         manifest = self._manifest(weights, facts, blocks)
         small = {**files, CARD_NAME: adapter_card(manifest, facts.method, facts.quality, facts.base_model)}
         sidecars = tuple(Digested.of(name, content) for name, content in sorted(small.items()))
-        manifest = replace(manifest, sidecars=sidecars)
+        manifest = replace(manifest, sidecars=(weights, *sidecars) if is_whole else sidecars)
         written = {self.path / name: content for name, content in {**small, BLOCKS_NAME: blocks}.items()}
         write_all_durably(written, self.store.ledger)
         folder = self.place.local_path if self.place.is_local else None
@@ -96,15 +99,15 @@ class AdapterOutput:
             self.link.use(lambda catalog: catalog.record_snapshot(manifest, made, created=datetime.now(UTC)))
         return manifest
 
-    def _manifest(self, weights: WrittenWeights, facts: AdapterFacts, blocks: bytes) -> Manifest:
+    def _manifest(self, weights: WrittenWeights | Digested, facts: AdapterFacts, blocks: bytes) -> Manifest:
         return Manifest(
             version=mergepipe.__version__,
             operator=facts.operator,
             recipe=facts.recipe,
             seed=facts.seed,
             inputs=facts.inputs,
-            files=(weights.file,),
-            tensors=weights.tensors,
+            files=() if isinstance(weights, Digested) else (weights.file,),
+            tensors=() if isinstance(weights, Digested) else weights.tensors,
             dropped=(),
             realized=RealizedBytes.of(self.store.ledger.usage()),
             plan_digest=None,

@@ -13,7 +13,8 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.stored_adapters import PREFIX, read_adapter
+from mergepipe.checkpoints.adapter_forms import read_adapter
+from mergepipe.checkpoints.stored_adapters import PREFIX
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, F32
 from mergepipe.core.units import plural
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError
@@ -30,7 +31,7 @@ from mergepipe.snapshots.shards import (
     table_of,
 )
 from mergepipe.storage import owned
-from mergepipe.storage.contract import Digested, Store
+from mergepipe.storage.contract import Digested, Store, is_folder
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import os_errors
@@ -199,6 +200,22 @@ def adapter_config(
     return (json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
+_OF_LLAVA = {
+    "language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.",
+    "vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector.",
+}  # fmt: skip
+
+
+def module_prefixes(architecture: Mapping[str, object], names: Iterable[str]) -> Mapping[str, str]:
+    """Return how published names begin that transformers (since 4.52) changes, and how names of modules do instead."""
+    firsts = {name.partition(".")[0] for name in names}
+    if {"language_model", "vision_tower"} <= firsts:
+        return _OF_LLAVA
+    if "visual" in firsts:
+        return {"visual.": "model.visual.", "model.": "model.language_model."}
+    return {"": "transformer."} if architecture.get("model_type") == "gpt2" and "transformer" not in firsts else {}
+
+
 def target_modules(adapted: Iterable[str], modules: Iterable[str]) -> list[str]:
     """Name exactly the adapted modules: by the shortest ends of names that no other module has, else in full.
 
@@ -306,6 +323,8 @@ def check_saved_modules(store: Store, adapters: Sequence[str]) -> None:
     """Refuse adapters of which two store one module in full: at most one of them can be what the model has."""
     owners: dict[str, str] = {}
     for text, location in zip(adapters, located_adapters(store, adapters), strict=True):
+        if not is_folder(store, location):  # one file holds factors alone
+            continue
         for module in read_adapter(store, location).saved_modules:
             if module in owners:
                 message = f"it stores {module} in full, and so does {owners[module]}"

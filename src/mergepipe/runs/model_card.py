@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import yaml
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.directory import ADAPTER_NAMES, MODULES_NAME, PIPELINE_NAME
+from mergepipe.checkpoints.directory import MODULES_NAME, PIPELINE_NAME
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
+from mergepipe.core.blocks import DTYPES
 from mergepipe.core.display import as_line, markdown_code, markdown_text, yaml_scalar
 from mergepipe.core.rounding import RoundingMode
 from mergepipe.core.units import format_bytes, plural
@@ -41,6 +42,7 @@ from mergepipe.storage.location import HUB_SCHEME, Location
 if TYPE_CHECKING:
     from jinja2 import Template
 
+_PEFT_WEIGHTS = "adapter_model.safetensors"
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _HUB_ID = re.compile(rf"(?:{_PART}/)?{_PART}")
 _WITH_REVISION = re.compile(rf"(?P<id>(?:{_PART}/)?{_PART})(?:@[^@\s]+)?")
@@ -299,7 +301,8 @@ def adapter_card(manifest: Manifest, method: str, quality: str, base_model: str)
         base_model=base_model,
         title=_with_names(manifest.title, names),
         inputs=[{"role": record.role, "name": _hub_name(record.model, names)} for record in manifest.inputs],
-        is_for_peft=any(file.name in ADAPTER_NAMES for file in manifest.files),
+        is_for_peft=any(file.name == _PEFT_WEIGHTS for file in manifest.files),
+        dtypes=sorted({DTYPES[tensor.dtype].recipe_name for tensor in manifest.tensors}),
         fence=_fence(recipe),
         recipe=recipe.splitlines(),
     )

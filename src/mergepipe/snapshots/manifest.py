@@ -35,6 +35,7 @@ EXPERT_ROLE = "expert"
 ADAPTER_ROLE = "adapter"
 MERGED_ADAPTERS = "lora merge"
 EXTRACTED_ADAPTER = "lora extract"
+CONVERTED_ADAPTER = "lora convert"
 """The operators of snapshots that are adapters: the commands that made them."""
 
 
@@ -204,7 +205,7 @@ class Manifest:
     @property
     def is_adapter(self) -> bool:
         """Whether the snapshot is a LoRA adapter, not a model."""
-        return self.operator in (MERGED_ADAPTERS, EXTRACTED_ADAPTER)
+        return self.operator in (MERGED_ADAPTERS, EXTRACTED_ADAPTER, CONVERTED_ADAPTER)
 
     @property
     def summary(self) -> str:

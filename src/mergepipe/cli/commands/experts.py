@@ -1,4 +1,4 @@
-"""Commands on experts: `pack`, `unpack`, and `lora apply`, `check`, `merge` and `extract`."""
+"""Commands on experts: `pack`, `unpack`, and `lora apply`, `check`, `merge`, `convert` and `extract`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mergepipe.errors import CorruptError, MismatchError, RecipeError
 from mergepipe.options import (
     ApplyLoraOptions,
     CheckLoraOptions,
+    ConvertLoraOptions,
     ExtractLoraOptions,
     MergeLoraOptions,
     PackOptions,
@@ -101,7 +102,9 @@ def apply_lora(
         str,
         Argument("BASE", "The base model: a directory, or an address in a bucket or on the Hub."),
     ],
-    adapters: Annotated[list[str], Argument("ADAPTER...", "LoRA adapters of BASE, as PEFT or MLX saves them.")],
+    adapters: Annotated[
+        list[str], Argument("ADAPTER...", "LoRA adapters of BASE, in any form that `lora convert` reads.")
+    ],
     *,
     out: OutOption,
     options: Annotated[ApplyLoraOptions, Without("executor"), Without("address")],
@@ -155,7 +158,7 @@ def check_lora(
 def merge_lora(
     adapters: Annotated[
         list[str],
-        Argument("ADAPTER...", "LoRA adapters of one base, or a recipe with `output: adapter`."),
+        Argument("ADAPTER...", "LoRA adapters of one base, in any form, or a recipe with `output: adapter`."),
     ],
     *,
     out: OutOption,
@@ -168,6 +171,31 @@ def merge_lora(
     Prints the share of the merged deltas that the adapter keeps.
     """
     return mergepipe.merge_lora(adapters, out, options=options)
+
+
+@command(
+    "mergepipe lora convert adapter/ --to vllm -o served/",
+    "mergepipe lora convert adapter/ --to gguf --base base/ -o llama-cpp/",
+    "mergepipe lora convert style.safetensors --to diffusers --base pipeline/ -o style/",
+    "mergepipe lora convert adapter/ --experts stacked -o for-transformers-5/",
+    name="lora convert",
+)
+def convert_lora(
+    adapter: Annotated[
+        str,
+        Argument("ADAPTER", "A LoRA adapter: a folder of PEFT, MLX or Tinker, or a .safetensors or .gguf file."),
+    ],
+    *,
+    out: OutOption,
+    options: ConvertLoraOptions,
+    on_progress: OnProgress,  # noqa: ARG001 - it has the options of those that run long
+) -> Displayed:
+    """Write ADAPTER in the form that another program reads.
+
+    The form of ADAPTER is recognised. OUT appears when it is complete, or not at all, with a card and a record.
+    Prints where the scale of its deltas went. What a form cannot hold is an error that names it.
+    """
+    return mergepipe.convert_lora(adapter, out, options=options)
 
 
 @command(
