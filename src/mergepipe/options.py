@@ -447,6 +447,13 @@ class PackOptions(Options):
         metavar="N",
         check=positive,
     )
+    form: str = option(
+        "packs",
+        "packs: the smallest, read in levels; sparse: changed values and positions, as TRL sends them to vLLM.",
+        name="--to",
+        metavar="packs|sparse",
+        choices=("packs", "sparse"),
+    )
     strict: bool = option(False, "Refuse an expert whose base is uncertain.")
     threads: int | None = option(None, THREADS)
     home: str | Path | None = option(None, HOME)

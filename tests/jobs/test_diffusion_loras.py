@@ -122,8 +122,7 @@ def test_apply_lora__to_a_pipeline_of_stable_diffusion_by_any_names(
     base, before = write_pipeline(tmp_path / "base", {**shapes, "unet.conv_norm_out.weight": (D,)})
     modules = dict(zip(SPELLINGS[spelling], UNET.values(), strict=True))
     deltas = write_lora(tmp_path / "style.safetensors", modules, alpha=alpha)
-    report = mergepipe.apply_lora(base, [tmp_path / "style.safetensors"], tmp_path / "out", catalog=False)
-    assert report.expert_bytes == 0 or report.tensors
+    mergepipe.apply_lora(base, [tmp_path / "style.safetensors"], tmp_path / "out", catalog=False)
     named = dict(zip((f"{name}.weight" for name in UNET), deltas.values(), strict=True))
     assert_changed(before, of_pipeline(tmp_path / "out"), named)
 

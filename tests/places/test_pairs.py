@@ -32,7 +32,8 @@ _BUDGETS = ("none", "60%", "norm")
 
 FACTORS: Final[Mapping[str, tuple[str, ...]]] = {
     "verb": (
-        "check", "merge", "run", "replay", "lora apply", "lora merge", "lora extract", "tailor export",
+        "check", "merge", "run", "replay", "lora apply", "lora merge", "lora convert", "lora extract",
+        "tailor export",
         "tailor average", "tailor compose", "pack", "unpack", "analyze", "moe", "sweep", "verify",
     ),
     "kind": (*_EXPERTS, "checkpoint"),
@@ -63,6 +64,7 @@ VALUES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "replay": {**_MERGED, "kind": ("snapshot",)},
     "lora apply": {**_MERGED, "kind": _MODELS, "option": _OPTIONS},
     "lora merge": {**_ADAPTER, "kind": ("adapter",)},
+    "lora convert": {**_ADAPTER, "kind": ("adapter",)},
     "lora extract": {**_ADAPTER, "kind": (*_MODELS, "packed")},
     "tailor export": {**_TAILORED, "option": _TYPED},
     "tailor average": {**_TAILORED, "option": _TYPED},

@@ -158,6 +158,8 @@ class Work:
                 return ["lora", "check", base, adapter, subject]
             case "lora merge":
                 return ["lora", "merge", subject, str(root / "second"), "-o", out]
+            case "lora convert":
+                return ["lora", "convert", subject, "--to", "vllm", "-o", out]
             case "lora extract":
                 return ["lora", "extract", base, subject, "--rank", "2", "-o", out]
             case "tailor inspect":
@@ -180,6 +182,7 @@ OWN_SUBJECTS = {
     "unpack": "packs/expert",
     "lora apply": "base",
     "lora merge": "adapter",
+    "lora convert": "adapter",
     **dict.fromkeys(
         ("tailor inspect", "tailor check", "tailor export", "tailor average", "tailor compose"), "run/checkpoint-9"
     ),

@@ -73,6 +73,7 @@ SESSION = (
     f"lora check {BASE} lora adapted",
     f"lora check {BASE} lora",
     "lora merge lora lora -o lora-cat --weight 0.5 --weight 0.25",
+    "lora convert lora --to vllm -o lora-vllm",
     "lora merge lora lora -o lora-svd --method svd --rank 2",
     "lora merge lora lora -o lora-ties --method ties --density 0.5",
     f"lora apply {BASE} lora lora -o adapted-twice --weight 0.5 --weight 0.25 --dtype float32 {ENGINE}",

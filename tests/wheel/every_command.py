@@ -54,6 +54,9 @@ lora extract family/base family/expert-1 -o adapter --rank 2
 lora apply family/base adapter -o adapted
 lora check family/base adapter adapted
 lora merge adapter adapter -o adapters --method ties --density 0.5
+lora convert adapter --to vllm -o served
+pack family/base family/expert-1 --to sparse -o patches
+unpack patches/expert-1 --base family/base -o patched
 ls
 show merged
 lineage merged

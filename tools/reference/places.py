@@ -85,6 +85,11 @@ _SNAPSHOTS = {
 _SOUND = {kind: refusal for kind, refusal in _SNAPSHOTS.items() if kind != "packed"}
 _NO_PACK = Refusal("snapshot.not-found", "it is no packed expert")
 _NO_ADAPTER = Refusal("checkpoint.incomplete", "it is no adapter")
+_ADAPTERS = {
+    **dict.fromkeys(("snapshot", "packed", "quantised", "training"), _NO_ADAPTER),
+    "file": Refusal("adapter.unsupported", "a file is read if it holds a LoRA and nothing else"),
+    "adapted": Refusal("model.not-found", "name the adapter alone"),
+}
 _NO_RUN = Refusal("save.not-found", "a run is a folder of checkpoints")
 _ELSEWHERE_PLACES = ("hub", "revision", "bucket", "web")
 _TRAINING = {
@@ -184,16 +189,8 @@ VERBS: Final = (
         _MERGED_TO,
     ),
     Verb("lora check", "the model that is said to have the adapter"),
-    Verb(
-        "lora merge",
-        "an adapter",
-        {
-            **dict.fromkeys(("snapshot", "packed", "quantised", "training"), _NO_ADAPTER),
-            "file": Refusal("adapter.unsupported", "a file is read if it holds a LoRA in the names of Kohya's scripts"),
-            "adapted": Refusal("model.not-found", "name the adapter alone"),
-        },
-        _CHECKPOINT_TO,
-    ),
+    Verb("lora merge", "an adapter", _ADAPTERS, _CHECKPOINT_TO),
+    Verb("lora convert", "an adapter", _ADAPTERS, _CHECKPOINT_TO),
     Verb("lora extract", "the fine-tuned model", {"adapted": _APPLIED}, _CHECKPOINT_TO),
     Verb("tailor inspect", "a training checkpoint", _TRAINING),
     Verb("tailor check", "a training checkpoint", _COMPOSED),

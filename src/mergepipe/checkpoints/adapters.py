@@ -41,6 +41,7 @@ from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head, is_t
 from mergepipe.checkpoints.gathered_rows import GatheredRows, resized, with_rows
 from mergepipe.checkpoints.open_files import decoded
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
+from mergepipe.checkpoints.sparse_patches import opened_patch, read_patch
 from mergepipe.checkpoints.stacked_experts import Piece, fused_name, inputs_first, pieces_of
 from mergepipe.checkpoints.stored_adapters import (
     BASE_LAYER,
@@ -175,6 +176,9 @@ def open_adapter(
     stored tensors. What it does not touch is absent. What the base lacks is an error, unless a pattern of
     `allow_unapplied` has it. Parts of the adapter's names are changed by `names`. No tensor byte is read.
     """
+    patch = read_patch(store, path)
+    if patch is not None:
+        return opened_patch(patch, base, base_names(patch.names, base.tensors, path))
     adapter = read_adapter(store, path, TokenizerFiles(base, store).document(CONFIG_NAME)).renamed(names)
     if adapter.config.kind in (KOHYA, DIFFUSERS):
         return _matched_by_spelling(adapter, base, allow_unapplied)
@@ -355,6 +359,8 @@ def with_own_head(store: Store, weights: Checkpoint, adapter: Location, names: M
 
     In training one of them stayed as it was, though the model stores one tensor for both. Trained tokens change both.
     """
+    if read_patch(store, adapter) is not None:
+        return weights
     stored = read_adapter(store, adapter, TokenizerFiles(weights, store).document(CONFIG_NAME)).renamed(names)
     changed = [*(f"{module}.weight" for module in stored.modules), *stored.full]
     tied = tied_head(store, weights, changed)

@@ -108,7 +108,8 @@ def read_gguf_adapter(store: Store, path: Location, base_config: Json) -> Stored
         match = PAIRED.fullmatch(f"{module}.weight")
         if match is not None:
             rows_of_head(f"{module}.weight", parts.up.shape, heads, path)
-            rows = Composed(ROWS_IN_PAIRS, (parts.up,), parts.up.shape, heads[match["role"]])
+            shape = (parts.up.shape[0], parts.up.shape[1])
+            rows = Composed(ROWS_IN_PAIRS, (parts.up,), shape, heads[match["role"]])
             modules[module] = replace(parts, up=rows)
     ranks = {module: parts.down.shape[0] for module, parts in modules.items()}
     alphas = {module: alpha or float(rank) for module, rank in ranks.items()}

@@ -327,10 +327,13 @@ class _Conversion:
             parts = [module.factors(expert, rank, scale, files) for expert in range(len(module.experts))]
             up_dtype = parts[0].up_dtype if len({part.up_dtype for part in parts}) == 1 else F32
             down_dtype = parts[0].down_dtype if len({part.down_dtype for part in parts}) == 1 else F32
-            up_EMR, up_name = encoded(np.stack([part.up_MR for part in parts]), up_dtype)
+            exact_EMR = np.stack([part.up_MR for part in parts])
+            up_EMR, up_name = encoded(exact_EMR, up_dtype)
             down_ERN, down_name = encoded(np.stack([part.down_RN for part in parts]), down_dtype)
             if any(part.is_folded for part in parts):
-                is_exact = up_name == up_dtype.name and up_dtype != F32
+                is_exact = up_name == up_dtype.name
+                if up_dtype == F32:
+                    is_exact = np.array_equal(up_EMR.astype(np.float64), exact_EMR)
                 (self.folded_exactly if is_exact else self.folded_in_float32).append(module.name)
             dtypes = (down_name, up_name)
             for (tensor, values, shape), dtype in zip(

@@ -41,6 +41,7 @@ from mergepipe.deltastore.job import check_names, doubt_about, is_done, job_of, 
 from mergepipe.deltastore.pieces import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec, RawBytes, corrupt
 from mergepipe.deltastore.tensor import PackedFetch
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, Problem, RecipeError
+from mergepipe.jobs.pack_sparse import is_sparse, pack_sparse, unpack_sparse
 from mergepipe.options import PackOptions, UnpackOptions, home_of, threads_of
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.reports import (
@@ -65,6 +66,8 @@ from mergepipe.storage.ranges import aligned_buffer, allow_open_files
 from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.stores import Stores
 
+SPARSE_FORM = "sparse"
+
 
 @public_call(PackOptions)
 def pack(
@@ -77,6 +80,8 @@ def pack(
     **fields: Any,
 ) -> PackReport:
     """Pack each expert into a store `out/NAME`, bit for bit; one that is there already is left as it is.
+
+    With `form` "sparse" it is a patch instead: the values that differ and their positions, as TRL sends them to vLLM.
 
     With `out` in a bucket or on the Hub the stores grow in `home`, which needs room for those of eight experts, and are
     uploaded when they are complete. In a bucket each is visible with its header, which is written last, on the Hub by a
@@ -111,6 +116,11 @@ def pack(
     store = Stores()
     bases = None if base is None else [locate_model(store, model) for model in several(base)]
     paths = [locate_model(store, expert) for expert in several(experts)]
+    if made.form == SPARSE_FORM:
+        if made.chain is not None:
+            message = "sparse patches are each made on the base"
+            raise RecipeError.of("option.conflict", "--chain", message, "leave it out, or pack without --to sparse")
+        return pack_sparse(bases or [], paths, place, made, on_progress)
     pack_models = _pack_experts if made.chain is None else _pack_chain
     return pack_models(bases, paths, place, made, on_progress)
 
@@ -305,7 +315,8 @@ def unpack(
 ) -> UnpackReport:
     """Write the files that the store in `path` was made from into the new directory `out`, byte for byte.
 
-    Every block is compared with the digest of the original. `on_progress` tells the bytes of tensors that are restored.
+    Every block is compared with the digest of the original. Of a sparse patch the weights are restored, next to the
+    other files of its base. `on_progress` tells the bytes of tensors that are restored.
 
     Raises:
         NotFoundError: the store, or its base.
@@ -317,6 +328,8 @@ def unpack(
     threads, store = threads_of(made.threads), Stores()
     target = folder_place(out).local_path
     root = locate_model(store, path)
+    if is_sparse(store, root):
+        return unpack_sparse(root, out, made, on_progress)
     base = None if made.base is None else locate_model(store, made.base)
     opened, checkpoint, bases = open_packed(store, root, base)
     check_target(target, (root, *(base_checkpoint.path for base_checkpoint in bases)), force=None)

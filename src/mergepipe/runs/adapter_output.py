@@ -77,14 +77,17 @@ class AdapterOutput:
         `files` are those that belong to the adapter beside its weights, by name. Weights in another format than
         safetensors are recorded as a whole.
         """
-        is_whole = isinstance(weights, Digested)
-        blocks = (table_of((), ()) if is_whole else weights.table).to_bytes()
-        if not is_whole:
+        whole: tuple[Digested, ...] = ()
+        if isinstance(weights, Digested):
+            whole = (weights,)
+            blocks = table_of((), ()).to_bytes()
+        else:
             self.link.notices.extend(weights.notices)
+            blocks = weights.table.to_bytes()
         manifest = self._manifest(weights, facts, blocks)
         small = {**files, CARD_NAME: adapter_card(manifest, facts.method, facts.quality, facts.base_model)}
         sidecars = tuple(Digested.of(name, content) for name, content in sorted(small.items()))
-        manifest = replace(manifest, sidecars=(weights, *sidecars) if is_whole else sidecars)
+        manifest = replace(manifest, sidecars=(*whole, *sidecars))
         written = {self.path / name: content for name, content in {**small, BLOCKS_NAME: blocks}.items()}
         write_all_durably(written, self.store.ledger)
         folder = self.place.local_path if self.place.is_local else None

@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.adapter_forms import read_adapter
+from mergepipe.checkpoints.sparse_patches import read_patch
 from mergepipe.checkpoints.stored_adapters import PREFIX
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, F32
 from mergepipe.core.units import plural
@@ -42,6 +44,7 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 
 
+PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
 LargestShape = tuple[str, tuple[int, ...]]
 """The name of a tensor that an adapter may hold, and its largest shape: its own is known when it is written."""
 
@@ -94,7 +97,9 @@ class AdapterWriter:
     allows. Memory: one tensor.
     """
 
-    def __init__(self, path: Path, possible: Iterable[LargestShape], ledger: Ledger) -> None:
+    def __init__(
+        self, path: Path, possible: Iterable[LargestShape], ledger: Ledger, metadata: Mapping[str, str] = PT_METADATA
+    ) -> None:
         self._path = path
         self._ledger = ledger
         self._rows: dict[str, _Row] = {}
@@ -102,7 +107,7 @@ class AdapterWriter:
         self._not_finite = Counter[str]()
         self._written_bytes = 0
         largest = {name: _row(shape, (1 << 62, 1 << 62)) for name, shape in possible}
-        self._header_bytes = -(-len(_header(largest)) // _ALIGNMENT) * _ALIGNMENT
+        self._header_bytes = -(-len(_header(largest, metadata)) // _ALIGNMENT) * _ALIGNMENT
         with os_errors(path, "creating it"):
             self._descriptor = owned.create_file(path)
 
@@ -124,9 +129,9 @@ class AdapterWriter:
         self._blocks[other] = self._blocks.pop(name)
         self._not_finite[other] = self._not_finite.pop(name, 0)
 
-    def finish(self) -> WrittenWeights:
-        """Write the header, make the file durable, and return what was written."""
-        header = self._padded_header()
+    def finish(self, metadata: Mapping[str, str] = PT_METADATA) -> WrittenWeights:
+        """Write the header, with texts that are no longer than those that were announced; make the file durable."""
+        header = self._padded_header(metadata)
         self._write(header, 0)
         with os_errors(self._path, "making it durable"):
             owned.sync_file(self._descriptor)
@@ -135,8 +140,8 @@ class AdapterWriter:
         digests = tuple(TensorDigest(name, self._blocks[name], self._not_finite[name]) for name, _ in rows)
         return WrittenWeights(ShardLayout(self._path.name, specs, header), digests)
 
-    def _padded_header(self) -> bytes:
-        header = _header(self._rows).ljust(self._header_bytes)
+    def _padded_header(self, metadata: Mapping[str, str]) -> bytes:
+        header = _header(self._rows, metadata).ljust(self._header_bytes)
         return len(header).to_bytes(_LENGTH_BYTES, "little") + header
 
     def __enter__(self) -> AdapterWriter:
@@ -276,8 +281,8 @@ def _row(shape: tuple[int, ...], offsets: tuple[int, int], dtype: str = F32.name
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-def _header(rows: Mapping[str, _Row]) -> bytes:
-    content = {"__metadata__": {"format": "pt"}, **rows}
+def _header(rows: Mapping[str, _Row], metadata: Mapping[str, str]) -> bytes:
+    content = {"__metadata__": dict(metadata), **rows}
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -323,7 +328,7 @@ def check_saved_modules(store: Store, adapters: Sequence[str]) -> None:
     """Refuse adapters of which two store one module in full: at most one of them can be what the model has."""
     owners: dict[str, str] = {}
     for text, location in zip(adapters, located_adapters(store, adapters), strict=True):
-        if not is_folder(store, location):  # one file holds factors alone
+        if not is_folder(store, location) or read_patch(store, location) is not None:  # nothing is stored in full
             continue
         for module in read_adapter(store, location).saved_modules:
             if module in owners:

@@ -32,6 +32,7 @@ from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_not
 from mergepipe.checkpoints.quantised import dequantised, stored_like
 from mergepipe.checkpoints.requantised import Requantised
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
+from mergepipe.checkpoints.sparse_patches import PATCH_NAME, is_patch_of
 from mergepipe.checkpoints.stacked_experts import in_layout_of, in_names_of
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.blocks import DTypeKind, element_count
@@ -119,11 +120,14 @@ def _open(
                 "model.unsupported", path, "is a composite, a training checkpoint made by `mergepipe tailor`",
                 "merge the weights that are saved after training is resumed from it",
             )  # fmt: skip
-        if is_adapter(names):
+        if is_adapter(names) or PATCH_NAME in names:
             return open_adapter(store, path, _required(base, path, "an adapter"), names=adapter_names)
     elif path.name in ADAPTER_NAMES:
         return open_adapter(store, path.parent, _required(base, path, "an adapter"), names=adapter_names)
-    opened = dequantised(store, open_checkpoint(store, path))
+    stored = open_checkpoint(store, path)
+    if is_patch_of(stored.tensors):
+        return open_adapter(store, path, _required(base, path, "a patch"), names=adapter_names)
+    opened = dequantised(store, stored)
     if is_delta:
         _required(base, path, "a delta")
         opened = _as_delta(opened)

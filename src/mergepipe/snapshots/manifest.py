@@ -36,6 +36,7 @@ ADAPTER_ROLE = "adapter"
 MERGED_ADAPTERS = "lora merge"
 EXTRACTED_ADAPTER = "lora extract"
 CONVERTED_ADAPTER = "lora convert"
+SPARSE_PATCH = "pack --to sparse"
 """The operators of snapshots that are adapters: the commands that made them."""
 
 
@@ -204,8 +205,8 @@ class Manifest:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the snapshot is a LoRA adapter, not a model."""
-        return self.operator in (MERGED_ADAPTERS, EXTRACTED_ADAPTER, CONVERTED_ADAPTER)
+        """Whether the snapshot is a LoRA adapter or a sparse patch, not a model."""
+        return self.operator in (MERGED_ADAPTERS, EXTRACTED_ADAPTER, CONVERTED_ADAPTER, SPARSE_PATCH)
 
     @property
     def summary(self) -> str:
