@@ -196,7 +196,8 @@ def test_convert_lora__for_programs_with_one_scale_has_one_rank_and_no_patterns(
     adapter = write_plain(tmp_path / "a", **OPTIONS["patterns"])
     report = mergepipe.convert_lora(adapter, tmp_path / "b", form=form)
     config, tensors = of_folder(tmp_path / "b")
-    assert not config.get("rank_pattern") and not config.get("alpha_pattern")
+    assert not config.get("rank_pattern")
+    assert not config.get("alpha_pattern")
     assert report.ranks == (RANK,)
     assert {values.shape[1] for name, values in tensors.items() if name.endswith("lora_B.weight")} <= {RANK}
     assert report.folded_in_float32 or report.folded_exactly
@@ -399,3 +400,37 @@ def test_convert_lora__refuses_what_only_the_base_tells(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="has no effect with --to vllm"):
         mergepipe.convert_lora(plain, tmp_path / "out", form="vllm", experts="stacked")
     assert not (tmp_path / "out").exists()
+
+
+def test_merge_lora__merges_adapters_of_llama_cpp_with_those_of_peft(tmp_path: Path) -> None:
+    adapter, base = write_plain(tmp_path / "a"), write_base(tmp_path / "base")
+    mergepipe.convert_lora(adapter, tmp_path / "g", form="gguf", base=base)
+    for number, adapters in enumerate(((tmp_path / "g" / "g.gguf", adapter), (adapter, tmp_path / "g" / "g.gguf"))):
+        out = tmp_path / f"out{number}"
+        mergepipe.merge_lora(adapters, out, weights=(0.25, 0.5))
+        assert_equal({name: 0.75 * delta for name, delta in peft_deltas(adapter).items()}, peft_deltas(out))
+
+
+def test_merge_lora__merges_files_for_diffusion_models(tmp_path: Path) -> None:
+    adapter = write_plain(tmp_path / "a", embedding=False)
+    mergepipe.convert_lora(adapter, tmp_path / "d", form="diffusers")
+    file = tmp_path / "d" / "d.safetensors"
+    mergepipe.merge_lora([file, file], tmp_path / "out", weights=(0.25, 0.5))
+    expected = {f"transformer.{module}": 0.75 * delta for module, delta in peft_deltas(adapter).items()}
+    assert_equal(expected, file_deltas(tmp_path / "out" / "out.safetensors"))
+    with pytest.raises(
+        UnsupportedError, match="its names are those of a file for diffusion models"
+    ):
+        mergepipe.merge_lora([file, adapter], tmp_path / "other")
+
+
+@pytest.mark.parametrize("experts", ["stacked", "single"])
+def test_apply_lora__takes_every_form_as_it_takes_that_of_peft(tmp_path: Path, experts: str) -> None:
+    adapter, _ = write_experts(tmp_path / "a")
+    base = write_base(tmp_path / "base", "qwen3_moe", experts=experts)
+    expected = applied(base, adapter, tmp_path / "x")
+    for form in ("vllm", "mlx", "gguf"):
+        mergepipe.convert_lora(adapter, tmp_path / form, form=form, base=base)
+        made = tmp_path / form / "gguf.gguf" if form == "gguf" else tmp_path / form
+        for name, values in applied(base, made, tmp_path / f"y-{form}").items():
+            np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=1e-5, err_msg=f"{form}: {name}")

@@ -244,7 +244,7 @@ def test_merge_lora__refuses_what_kohyas_names_do_not_say(tmp_path: Path) -> Non
     ):
         with pytest.raises(MergePipeError, match=words):
             mergepipe.merge_lora(adapters, tmp_path / "out")
-    with pytest.raises(UnsupportedError, match="do not identify the tensors of the base"):
+    with pytest.raises(MismatchError, match=r"'lora_\w+' has no counterpart in the base"):
         applied(write_base(tmp_path / "base"), tmp_path / "out", plain)
     assert not (tmp_path / "out").exists()
 

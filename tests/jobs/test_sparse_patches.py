@@ -63,7 +63,9 @@ def test_pack__to_sparse_is_restored_bit_for_bit_by_servers_and_by_unpack(tmp_pa
     base, expert = write_family(tmp_path, dtype=dtype)
     report = mergepipe.pack(base, [expert], tmp_path / "packed", form="sparse")
     patch = tmp_path / "packed" / "expert"
-    assert report.experts[0].store == patch and report.experts[0].store_bytes < report.experts[0].tensor_bytes / 5
+    [packed] = report.experts
+    assert packed.store == patch
+    assert packed.store_bytes < packed.tensor_bytes / 5
     assert mergepipe.verify(patch).is_sound
     tensors = load_file(expert / "model.safetensors")
     assert_same_bits(tensors, read_as_servers_do(patch / "patch.safetensors", load_file(base / "model.safetensors")))

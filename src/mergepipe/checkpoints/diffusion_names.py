@@ -163,10 +163,16 @@ class Target:
     given: Part = WHOLE
 
 
+def dotted_name(module: str) -> str:
+    """Return the name of a module of a pipeline as LoRA files write it: the component's folder is a word of it."""
+    return module.replace("/", ".", 1)
+
+
 def lora_names(module: str) -> Iterator[tuple[str, Target]]:
     """Yield the names by which LoRA files may call a module of a base, each with the rows of both that it is about."""
-    component = next(component for component in _COMPONENTS if module.startswith(component))
-    inside = module.removeprefix(component)
+    name_in_pipeline = dotted_name(module)
+    component = next(component for component in _COMPONENTS if name_in_pipeline.startswith(component))
+    inside = name_in_pipeline.removeprefix(component)
     dotted, flat = _COMPONENTS[component]
     spelled = [(inside, WHOLE, WHOLE)]
     for rule in _RULES:

@@ -16,6 +16,7 @@ from mergepipe.checkpoints.adapter_forms import read_adapter
 from mergepipe.checkpoints.adapters import matched_adapter, open_adapter
 from mergepipe.checkpoints.config_files import Json, parse_config
 from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.diffusion_names import dotted_name
 from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.sharded_tensors import StoredTensor
@@ -156,7 +157,7 @@ def _modules(
             opened = open_adapter(store, stored.path, base)
         else:
             opened = matched_adapter(store, adapter, base)
-        modules = modules_of_base(opened, base)
+        modules = [replace(one, name=dotted_name(one.name)) for one in modules_of_base(opened, base)]
         n_experts = count_of_experts(base)
         tensors = base.tensors
     layout = _LAYOUTS.get(options.experts or "", form.experts)

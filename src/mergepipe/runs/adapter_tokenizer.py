@@ -17,7 +17,7 @@ from mergepipe.recipes.output_config import parsed_config, text_sections
 from mergepipe.recipes.recipe import ModelInput, Recipe
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.adapters import folds_adapters
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_folder
 
 _EOS_TOKEN, _EOS_ID = "eos_token", "eos_token_id"
 _SPECIAL_NAME = "special_tokens_map.json"
@@ -85,7 +85,7 @@ def choose_tokenizer(
 
 
 def _files_next_to_adapter(store: Store, model: ModelInput, base: Checkpoint) -> Checkpoint | None:
-    if model.adapter is None:
+    if model.adapter is None or not is_folder(store, model.adapter):
         return None
     names = filter(is_tokenizer_file, find_sidecars(store, model.adapter, list_names(store, model.adapter)))
     sidecars = tuple(names)

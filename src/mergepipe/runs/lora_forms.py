@@ -113,7 +113,8 @@ def _own_name(module: LoraModule, modules: Sequence[LoraModule]) -> str:
 
 
 def _switch_name(module: LoraModule, _: Sequence[LoraModule]) -> str:
-    return module.name.replace(".experts.", ".switch_mlp.") if module.is_stack else module.name
+    name = _dotted(module.name)
+    return name.replace(".experts.", ".switch_mlp.") if module.is_stack else name
 
 
 def _plain_name(module: LoraModule, _: Sequence[LoraModule]) -> str:
@@ -175,12 +176,12 @@ def _dotted_name(module: LoraModule, modules: Sequence[LoraModule]) -> str:
     if len(components) > 1:
         message = f"is of one of {len(components)} models, and an adapter of PEFT is of one"
         raise UnsupportedError.of("adapter.unsupported", shown(module.name), message, "convert it to diffusers")
-    return _own_name(module, modules) if not component else _dotted(rest)
+    return _dotted(rest if component else _own_name(module, modules))
 
 
 def _peft_tensors(name: str, module: LoraModule, up_EMR: NDArray[Any], down_ERN: NDArray[Any]) -> Iterator[Named]:
     n_experts, n_rows, rank = up_EMR.shape
-    down, up = factor_names(_dotted(name), is_embedding=module.is_embedding)
+    down, up = factor_names(name, is_embedding=module.is_embedding)
     yield down, down_ERN, (n_experts * rank, down_ERN.shape[2])
     yield up, up_EMR.transpose(1, 2, 0), (n_rows, rank * n_experts)
 
