@@ -552,6 +552,7 @@ class ConvertLoraOptions(AdapterOptions):
     base: str | Path | None = option(
         None, "The base of ADAPTER, for names that depend on it.", metavar="BASE", default="the adapter's own names"
     )
+    adapter_names: tuple[str, ...] = option((), RENAME)
     experts: str | None = option(
         None,
         "Write experts as transformers 5 stacks them, or one by one as before.",

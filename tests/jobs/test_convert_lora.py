@@ -402,6 +402,16 @@ def test_convert_lora__refuses_what_only_the_base_tells(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_convert_lora__changes_parts_of_names_as_apply_does(tmp_path: Path) -> None:
+    adapter = write_plain(tmp_path / "a", **OPTIONS["patterns"])
+    renames = ("model.layers=model.language_model.layers",)
+    mergepipe.convert_lora(adapter, tmp_path / "b", adapter_names=renames)
+    expected = {
+        name.replace("model.layers", "model.language_model.layers"): d for name, d in peft_deltas(adapter).items()
+    }
+    assert_equal(expected, peft_deltas(tmp_path / "b"))
+
+
 def test_merge_lora__merges_adapters_of_llama_cpp_with_those_of_peft(tmp_path: Path) -> None:
     adapter, base = write_plain(tmp_path / "a"), write_base(tmp_path / "base")
     mergepipe.convert_lora(adapter, tmp_path / "g", form="gguf", base=base)
@@ -418,9 +428,7 @@ def test_merge_lora__merges_files_for_diffusion_models(tmp_path: Path) -> None:
     mergepipe.merge_lora([file, file], tmp_path / "out", weights=(0.25, 0.5))
     expected = {f"transformer.{module}": 0.75 * delta for module, delta in peft_deltas(adapter).items()}
     assert_equal(expected, file_deltas(tmp_path / "out" / "out.safetensors"))
-    with pytest.raises(
-        UnsupportedError, match="its names are those of a file for diffusion models"
-    ):
+    with pytest.raises(UnsupportedError, match="its names are those of a file for diffusion models"):
         mergepipe.merge_lora([file, adapter], tmp_path / "other")
 
 

@@ -130,7 +130,7 @@ def test_unpack__of_a_sparse_patch_refuses_another_base_and_a_damaged_file(tmp_p
     base, expert = write_family(tmp_path)
     mergepipe.pack(base, [expert], tmp_path / "packed", form="sparse")
     patch = tmp_path / "packed" / "expert"
-    with pytest.raises(MergePipeError, match=r"--base: .*holds the values that differ, and no base"):
+    with pytest.raises(MergePipeError, match="holds the values that differ, and no base"):
         mergepipe.unpack(patch, tmp_path / "out")
     other, _ = write_family(tmp_path / "other", dtype=np.float16)
     with pytest.raises(MismatchError, match="is BF16, in the base F16"):

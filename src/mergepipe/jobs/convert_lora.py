@@ -34,6 +34,7 @@ from mergepipe.core.blocks import DTYPES, F32
 from mergepipe.core.flags import public_call
 from mergepipe.core.units import one_of, plural
 from mergepipe.errors import RecipeError
+from mergepipe.jobs.merge_lora import renaming
 from mergepipe.options import ConvertLoraOptions
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.reports import ConvertLoraReport
@@ -97,7 +98,8 @@ def convert_lora(
     [location] = located_adapters(store, [str(adapter)])
     base = None if made.base is None else open_path(store, locate_model(store, made.base))
     base_config: Json = {} if base is None else TokenizerFiles(base, store).document(CONFIG_NAME)
-    stored = read_adapter(store, location, base_config)
+    names = dict(map(renaming, made.adapter_names))
+    stored = read_adapter(store, location, base_config).renamed(names)
     stated_base = stated_base_id(made.base_model_id)
     modules = _modules(store, stored, base, base_config, made, form)
     stated = _stated_config(store, location)
@@ -154,7 +156,8 @@ def _modules(
     else:
         adapter = with_columns_by_expert(stored) if options.unsloth_experts else stored
         if stored.config.kind in (KOHYA, DIFFUSERS):
-            opened = open_adapter(store, stored.path, base)
+            names = dict(map(renaming, options.adapter_names))
+            opened = open_adapter(store, stored.path, base, names=names)
         else:
             opened = matched_adapter(store, adapter, base)
         modules = [replace(one, name=dotted_name(one.name)) for one in modules_of_base(opened, base)]
