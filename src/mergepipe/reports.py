@@ -866,10 +866,10 @@ class ConvertLoraReport(Displayed):
     adapter: str
     read_form: str = shown("from")
     form: str = shown("to")
-    modules: tuple[str, ...] = shown("adapted", lambda report: report.adapted_text)
+    modules: tuple[str, ...] = shown("adapted", lambda report: report.adapted_text, once=True)
     ranks: tuple[int, ...]
     saved_modules: tuple[str, ...] = shown("saved in full", "{saved_modules}", once=True)
-    folded_exactly: tuple[str, ...] = shown("scale in B", lambda report: report.folded_text)
+    folded_exactly: tuple[str, ...] = shown("scale in B", lambda report: report.folded_text, once=True)
     folded_in_float32: tuple[str, ...]
     read_bytes: int = shown("read")
     seconds: float = shown("time")

@@ -195,20 +195,20 @@ def _matched_by_spelling(adapter: StoredAdapter, base: Checkpoint, allow_unappli
     placed: dict[str, list[tuple[tuple[int, int], LowRankDelta]]] = defaultdict(list)
     left_over = []
     for module, parts in adapter.modules.items():
-        fitting = sorted(targets.get(module, ()), key=lambda target: (target.module, target.given.index))
+        fitting = sorted(targets.get(module, ()), key=lambda target: (target.module, target.of_lora.index))
         if not fitting and any(fnmatchcase(module, glob) for glob in allow_unapplied):
             left_over.append(f"{module}{_WEIGHT}")
             continue
         if not fitting:
             similar = did_you_mean(module, [name for name in targets if name[:5] == module[:5]][:_MOST_CANDIDATES])
             raise _mismatch(adapter.path, f"{shown(module)} has no counterpart in the base", similar)
-        whole = [target.module for target in fitting if target.given == WHOLE]
+        whole = [target.module for target in fitting if target.of_lora == WHOLE]
         if len(whole) > 1:
             message = f"{shown(module)} could be the base's {shown(whole[0])} or {shown(whole[1])}"
             raise _mismatch(adapter.path, message)
         for target in fitting:
             name = f"{target.module}{_WEIGHT}"
-            rows = None if target.given == WHOLE else target.given.rows(parts.shape)
+            rows = None if target.of_lora == WHOLE else target.of_lora.rows(parts.shape)
             delta = LowRankDelta(name, parts.up, parts.down, adapter.config.scale_of(module), rows=rows)
             placed[name].append((_own_rows(adapter.path, module, target, base.tensors[name].shape, delta), delta))
     tensors = {
@@ -243,11 +243,11 @@ def _of_rows(path: Location, weights: Readable, deltas: Sequence[tuple[tuple[int
     height = math.gcd(n_rows, *(row for rows, _ in deltas for row in rows))
     parts: list[LowRankDelta | None] = [None] * (n_rows // height)
     for (start, stop), delta in deltas:
-        given = 0 if delta.rows is None else delta.rows[0]
+        first_row = 0 if delta.rows is None else delta.rows[0]
         for place in range(start // height, stop // height):
             if parts[place] is not None:
                 raise _mismatch(path, f"two of its modules change the same rows of {shown(weights.name)}")
-            at = given + place * height - start
+            at = first_row + place * height - start
             parts[place] = replace(delta, rows=(at, at + height))
     return StackedDelta(weights.name, weights.shape, tuple(parts))
 

@@ -156,11 +156,11 @@ _RULES: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a module of a LoRA goes: a module of the base, `own` of its rows, from `given` of the LoRA's."""
+    """Where a module of a LoRA goes: a module of the base, `own` of its rows, from the rows `of_lora`."""
 
     module: str
     own: Part = WHOLE
-    given: Part = WHOLE
+    of_lora: Part = WHOLE
 
 
 def dotted_name(module: str) -> str:
@@ -183,10 +183,12 @@ def lora_names(module: str) -> Iterator[tuple[str, Target]]:
         for value in match.groups():
             name = name.replace("#", value, 1) if "#" in name else name.replace("*", value, 1)
         # A base with the original names has whole matrices, of which the LoRA's modules are parts, and vice versa.
-        own, given = (rule.part, WHOLE) if rule.is_from_original else (WHOLE, rule.part)
-        spelled.append((name, own, given))
-    for name, own, given in spelled:
-        target = Target(module, own, given)
+        if rule.is_from_original:
+            spelled.append((name, rule.part, WHOLE))
+        else:
+            spelled.append((name, WHOLE, rule.part))
+    for name, own, of_lora in spelled:
+        target = Target(module, own, of_lora)
         for prefix in dotted:
             yield f"{prefix}{name}", target
         for prefix in flat:

@@ -239,9 +239,9 @@ def differing(
     at = 0
     for first, second in pairs:
         changed = (first != second).reshape(-1, dtype.itemsize).any(axis=1)
-        found = np.flatnonzero(changed)
-        positions.append(found + at)
-        values.append(second.reshape(-1, dtype.itemsize)[found])
+        places = np.flatnonzero(changed)
+        positions.append(places + at)
+        values.append(second.reshape(-1, dtype.itemsize)[places])
         at += len(changed)
     none = np.empty(0, np.int64), np.empty((0, dtype.itemsize), np.uint8)
     return np.concatenate([none[0], *positions]), np.concatenate([none[1], *values])

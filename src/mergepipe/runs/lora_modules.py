@@ -416,8 +416,8 @@ def stacked_experts(modules: Sequence[LoraModule], path: Location, n_experts: in
         else:
             raise unsupported_adapter(path, f"{shown(module.name)} has no place among stacked experts")
     for stem, halves in pairs.items():
-        known = next(iter(halves.values()))
-        absent = replace(known, experts=((Rows(known.shape[0], None),),) * len(known.experts))
+        half = next(iter(halves.values()))
+        absent = replace(half, experts=((Rows(half.shape[0], None),),) * len(half.experts))
         gate = halves.get("gate_proj", absent)
         up = halves.get("up_proj", absent)
         experts = tuple(_joined((*one, *other)) for one, other in zip(gate.experts, up.experts, strict=True))
@@ -426,11 +426,11 @@ def stacked_experts(modules: Sequence[LoraModule], path: Location, n_experts: in
 
 def count_of_experts(base: Checkpoint) -> int:
     """Return the number of experts of a base, 0 where it has none."""
-    found = 0
+    n_experts = 0
     for name, tensor in base.tensors.items():
         pieces = pieces_of(name, tensor.shape)
-        found = max([found, *(piece.expert + 1 for piece in pieces)])
-    return found
+        n_experts = max([n_experts, *(piece.expert + 1 for piece in pieces)])
+    return n_experts
 
 
 def all_entries(modules: Sequence[LoraModule], others: Sequence[StoredTensor]) -> list[TensorEntry]:
