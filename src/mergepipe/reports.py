@@ -556,10 +556,12 @@ class PackedExpert(Displayed):
         """How the blocks can be read, and why some have no levels."""
         if not self.is_new:
             return "packed before, unchanged"
+        if not self.blocks and not self.outside_bands:  # a sparse patch has none
+            return ""
         blocks = ", ".join(f"{plural(count, 'block')} {_CODEC_WORDS[codec]}" for codec, count in self.blocks.items())
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.outside_bands.items())
         before = f"; {format_bytes(self.resumed_bytes)} by an interrupted run" if self.resumed_bytes else ""
-        return (blocks or "no blocks") + (f" (without levels: {reasons})" if reasons else "") + before
+        return blocks + (f" (without levels: {reasons})" if reasons else "") + before
 
     @property
     def folder(self) -> Path:
