@@ -561,7 +561,7 @@ class PackedExpert(Displayed):
         blocks = ", ".join(f"{plural(count, 'block')} {_CODEC_WORDS[codec]}" for codec, count in self.blocks.items())
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.outside_bands.items())
         before = f"; {format_bytes(self.resumed_bytes)} by an interrupted run" if self.resumed_bytes else ""
-        return blocks + (f" (without levels: {reasons})" if reasons else "") + before
+        return (blocks or "no blocks") + (f" (without levels: {reasons})" if reasons else "") + before
 
     @property
     def folder(self) -> Path:

@@ -224,9 +224,6 @@ class PatchedTensor(ComputedTensor):
         return positions, values
 
 
-# --- the differences of two tensors ---
-
-
 def differing(
     dtype: DType, pairs: Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

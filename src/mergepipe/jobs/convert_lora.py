@@ -265,8 +265,6 @@ class _Conversion:
 
         return GGUFAdapter(self.name, self.base_config)
 
-    # --- what is written ---
-
     def write(self, output: AdapterOutput, name: str, files: Mapping[Location, RangeFile]) -> WrittenWeights | Digested:
         """Write the file of weights module by module, and return what was written."""
         path = output.path / self.form.file_name(name)

@@ -100,9 +100,6 @@ class LoraForm:
         return UnsupportedError.of("adapter.unsupported", where, message, hint)
 
 
-# --- names and tensors ---
-
-
 def _own_name(module: LoraModule, modules: Sequence[LoraModule]) -> str:
     """Return the name of a module in PEFT's files, which nests the two parameters of stacked experts."""
     stem, _, leaf = module.name.rpartition(".")
@@ -215,9 +212,6 @@ def _gguf_tensors(name: str, module: LoraModule, up_EMR: NDArray[Any], down_ERN:
     down = down_ERN[0].T if module.is_embedding else down_ERN[0]
     yield f"{name}.lora_a", down, down.shape
     yield f"{name}.lora_b", up_EMR[0], up_EMR.shape[1:]
-
-
-# --- configurations ---
 
 
 def _peft_config(written: Written) -> bytes:

@@ -183,9 +183,6 @@ def _stored_dtype(factor: Factor) -> DType:
     return factor.dtype
 
 
-# --- the modules of an adapter ---
-
-
 def own_modules(adapter: StoredAdapter, *, by_expert: bool) -> list[LoraModule]:
     """List the modules of an adapter by its own names.
 
@@ -321,9 +318,6 @@ def _one_delta(first: Rows, second: Rows) -> Rows | None:
     if first.delta.rows is None or second.delta.rows is None or first.delta.rows[1] != second.delta.rows[0]:
         return None
     return Rows(n_rows, replace(first.delta, rows=(first.delta.rows[0], second.delta.rows[1])))
-
-
-# --- experts: one by one, by matrix, or as models of transformers 5 stack them ---
 
 
 def single_experts(
