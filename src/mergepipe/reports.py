@@ -873,10 +873,10 @@ class ConvertLoraReport(Displayed):
     saved_modules: tuple[str, ...] = shown("saved in full", "{saved_modules}", once=True)
     folded_exactly: tuple[str, ...] = shown("scale in B", lambda report: report.folded_text, once=True)
     folded_in_float32: tuple[str, ...]
-    read_bytes: int = shown("read")
-    seconds: float = shown("time")
+    read_bytes: int = shown("read", default=0)
+    seconds: float = shown("time", default=0.0)
     adapter_bytes: int = shown("written")
-    sid: str = shown("snapshot")
+    sid: str = shown("snapshot", default="")
     notices: tuple[str, ...] = shown("notice", default=())
     out: Path | Location = shown("output")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -83,9 +83,28 @@ def _read_file(store: Store, path: Location) -> StoredAdapter:
     matches = {entry.name: _PARTS.fullmatch(entry.name) for entry in file.entries}
     modules_named = [match["module"] for match in matches.values() if match is not None]
     form = next(form for form in _FILE_FORMS if all(map(form.module.fullmatch, modules_named)))
+    parts, kernels = _parts_of_file(path, form, file.entries, matches)
+    modules = {
+        module: replace(paired(path, stored, is_embedding=False, kind=form.kind), kernel=kernels[module])
+        for module, stored in parts.items()
+    }
+    ranks = {module: adapted.down.shape[0] for module, adapted in modules.items()}
+    stated = _stated_scales(file.metadata, path)
+    alphas = {}
+    for module, stored in parts.items():
+        default = stated(module) * ranks[module]
+        alphas[module] = _alpha(store, path, stored, default)
+    config = AdapterConfig(1, 1.0, ranks, alphas, False, False, kind=form.kind)
+    return StoredAdapter(path, config, modules, {}, {}, {}, (file.source,))
+
+
+def _parts_of_file(
+    path: Location, form: _FileForm, entries: Sequence[TensorEntry], matches: Mapping[str, re.Match[str] | None]
+) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, tuple[int, ...]]]:
+    """Return the tensors of each module by their roles, and the kernel of each module as it is stored."""
     parts: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     kernels: dict[str, tuple[int, ...]] = {}
-    for entry in file.entries:
+    for entry in entries:
         match = matches[entry.name]
         if match is None:
             raise unsupported_adapter(path, f"{shown(entry.name)} {form.refusal}", _HINT)
@@ -106,18 +125,7 @@ def _read_file(store: Store, path: Location) -> StoredAdapter:
             flat = replace(entry, shape=(entry.shape[0], math.prod(entry.shape[1:])))
         check_part(path, flat, match["part"])
         parts[module][role] = flat
-    modules = {
-        module: replace(paired(path, stored, is_embedding=False, kind=form.kind), kernel=kernels[module])
-        for module, stored in parts.items()
-    }
-    ranks = {module: adapted.down.shape[0] for module, adapted in modules.items()}
-    stated = _stated_scales(file.metadata, path)
-    alphas = {}
-    for module, stored in parts.items():
-        default = stated(module) * ranks[module]
-        alphas[module] = _alpha(store, path, stored, default)
-    config = AdapterConfig(1, 1.0, ranks, alphas, False, False, kind=form.kind)
-    return StoredAdapter(path, config, modules, {}, {}, {}, (file.source,))
+    return parts, kernels
 
 
 def _is_kernel(entry: TensorEntry, role: str) -> bool:

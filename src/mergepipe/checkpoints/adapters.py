@@ -187,11 +187,7 @@ def open_adapter(
 
 def _matched_by_spelling(adapter: StoredAdapter, base: Checkpoint, allow_unapplied: Sequence[str]) -> Checkpoint:
     """Match the modules of one file, whose names are those of diffusers, of the original model, or flattened."""
-    targets: dict[str, set[Target]] = defaultdict(set)
-    for name, tensor in base.tensors.items():
-        if name.endswith(_WEIGHT) and len(tensor.shape) > 1:
-            for spelling, target in lora_names(name.removesuffix(_WEIGHT)):
-                targets[spelling].add(target)
+    targets = _targets_by_spelling(base)
     placed: dict[str, list[tuple[tuple[int, int], LowRankDelta]]] = defaultdict(list)
     left_over = []
     for module, parts in adapter.modules.items():
@@ -199,13 +195,7 @@ def _matched_by_spelling(adapter: StoredAdapter, base: Checkpoint, allow_unappli
         if not fitting and any(fnmatchcase(module, glob) for glob in allow_unapplied):
             left_over.append(f"{module}{_WEIGHT}")
             continue
-        if not fitting:
-            similar = did_you_mean(module, [name for name in targets if name[:5] == module[:5]][:_MOST_CANDIDATES])
-            raise _mismatch(adapter.path, f"{shown(module)} has no counterpart in the base", similar)
-        whole = [target.module for target in fitting if target.of_lora == WHOLE]
-        if len(whole) > 1:
-            message = f"{shown(module)} could be the base's {shown(whole[0])} or {shown(whole[1])}"
-            raise _mismatch(adapter.path, message)
+        _check_targets(adapter.path, module, fitting, targets)
         for target in fitting:
             name = f"{target.module}{_WEIGHT}"
             rows = None if target.of_lora == WHOLE else target.of_lora.rows(parts.shape)
@@ -222,6 +212,27 @@ def _matched_by_spelling(adapter: StoredAdapter, base: Checkpoint, allow_unappli
     )  # fmt: skip
 
 
+def _targets_by_spelling(base: Checkpoint) -> dict[str, set[Target]]:
+    """Return the modules of a base by all names that files may give them."""
+    targets: dict[str, set[Target]] = defaultdict(set)
+    for name, tensor in base.tensors.items():
+        if name.endswith(_WEIGHT) and len(tensor.shape) > 1:
+            for spelling, target in lora_names(name.removesuffix(_WEIGHT)):
+                targets[spelling].add(target)
+    return targets
+
+
+def _check_targets(path: Location, module: str, fitting: Sequence[Target], spellings: Collection[str]) -> None:
+    """Refuse a module that has no counterpart in the base, or more than one."""
+    if not fitting:
+        candidates = [name for name in spellings if name[:5] == module[:5]]
+        similar = did_you_mean(module, candidates[:_MOST_CANDIDATES])
+        raise _mismatch(path, f"{shown(module)} has no counterpart in the base", similar)
+    whole = [target.module for target in fitting if target.of_lora == WHOLE]
+    if len(whole) > 1:
+        raise _mismatch(path, f"{shown(module)} could be the base's {shown(whole[0])} or {shown(whole[1])}")
+
+
 def _own_rows(
     path: Location, module: str, target: Target, shape: tuple[int, ...], delta: LowRankDelta
 ) -> tuple[int, int]:
@@ -229,8 +240,9 @@ def _own_rows(
     matrix = shape[0], math.prod(shape[1:])
     rows = target.own.rows(matrix)
     if delta.shape != (rows[1] - rows[0], matrix[1]):
-        made, needed = list(delta.shape), [rows[1] - rows[0], *shape[1:]]
-        raise _mismatch(path, f"the factors of {shown(module)} make {made}, the base has {needed}")
+        needed = [rows[1] - rows[0], *shape[1:]]
+        message = f"the factors of {shown(module)} make {list(delta.shape)}, the base has {needed}"
+        raise _mismatch(path, message)
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ from mergepipe.checkpoints.gguf_files import (
     PAIRED,
     READ_ARCHITECTURES,
     Header,
+    Info,
     Json,
     gguf_library,
     rows_of_head,
@@ -46,7 +47,10 @@ from mergepipe.storage.location import Location
 _ADAPTER_PART: Final = re.compile(r"(?P<tensor>.+)\.(?P<part>lora_[ab])")
 _ADAPTED_LAYER: Final = re.compile(r"blk\.(\d+)\.")
 _MOST_LAYERS: Final = 1 << 12
-_TYPE_KEY, _ALPHA_KEY = "adapter.type", "adapter.lora.alpha"
+_EMBEDDING_MODULE: Final = EMBEDDING.removesuffix(".weight")
+_EMBEDDING_FACTORS: Final = (f"{_EMBEDDING_MODULE}.lora_A.weight", f"{_EMBEDDING_MODULE}.lora_B.weight")
+_TYPE_KEY: Final = "adapter.type"
+_ALPHA_KEY: Final = "adapter.lora.alpha"
 
 
 def read_gguf_adapter(store: Store, path: Location, base_config: Json) -> StoredAdapter:
@@ -72,48 +76,66 @@ def read_gguf_adapter(store: Store, path: Location, base_config: Json) -> Stored
     if architecture in IN_PAIRS and not heads:
         message = "its rows of Q and K are in llama.cpp's order, and only the base says how many heads there are"
         raise unsupported_adapter(path, message, "name the base: `mergepipe lora convert --base BASE`")
+    version = stat_present(store, path.parent, path.name).version
+    file = CheckpointFile(path, FileId(path.name, header.size_bytes, version, header.digest))
+    alpha = facts.get(_ALPHA_KEY, 0.0)
+    if not isinstance(alpha, float) or not math.isfinite(alpha):
+        raise header.damaged(f"has the {_ALPHA_KEY} {shown(alpha)}")
+    entries = _named_entries(gguf, header, architecture, infos)
+    of_embedding = {entry.name: entry for entry in entries if entry.name in _EMBEDDING_FACTORS}
+    config = AdapterConfig(1, 1.0, {}, {}, False, False, kind=LLAMA_CPP)
+    adapter = sorted_out(path, config, [entry for entry in entries if entry.name not in of_embedding], (file,))
+    modules = dict(adapter.modules)
+    if of_embedding:
+        modules[_EMBEDDING_MODULE] = _embedding(header, of_embedding)
+    if architecture in IN_PAIRS:
+        for module, parts in modules.items():
+            modules[module] = _in_halves(path, module, parts, heads)
+    ranks = {module: parts.down.shape[0] for module, parts in modules.items()}
+    alphas = {module: alpha or float(rank) for module, rank in ranks.items()}
+    return replace(adapter, modules=modules, config=replace(config, ranks=ranks, alphas=alphas))
+
+
+def _named_entries(gguf: Any, header: Header, architecture: str, infos: Sequence[Info]) -> list[TensorEntry]:
+    """Return the factors of an adapter by the names that PEFT gives them."""
     layers = [int(match[1]) for info in infos if (match := _ADAPTED_LAYER.match(info[0]))]
     n_layers = max(layers, default=0) + 1
     if n_layers > _MOST_LAYERS:
         raise header.damaged(f"names the layer {n_layers - 1}")
     names = {stored: name for name, stored in stored_names(gguf, architecture, n_layers)}
     entries: list[TensorEntry] = []
-    embedding: dict[str, TensorEntry] = {}
     for info in infos:
         match = _ADAPTER_PART.fullmatch(info[0])
         name = names.get(match["tensor"], "") if match else ""
         if match is None or not name.endswith(".weight"):
-            raise unsupported_adapter(path, f"holds {shown(info[0])}, which is no factor of {architecture} models")
+            message = f"holds {shown(info[0])}, which is no factor of {architecture} models"
+            raise unsupported_adapter(header.path, message)
         entry = header.tensor(gguf, name, info, {})
         if not isinstance(entry, TensorEntry):
-            raise unsupported_adapter(path, f"{shown(info[0])} is quantised", "convert the adapter to F16 or F32")
-        module = name.removesuffix(".weight")
-        if name == EMBEDDING:
-            embedding[match["part"]] = entry
-        else:
-            entries.append(replace(entry, name=f"{module}.lora_{match['part'][-1].upper()}.weight"))
-    version = stat_present(store, path.parent, path.name).version
-    file = CheckpointFile(path, FileId(path.name, header.size_bytes, version, header.digest))
-    alpha = facts.get(_ALPHA_KEY, 0.0)
-    if not isinstance(alpha, float) or not math.isfinite(alpha):
-        raise header.damaged(f"has the {_ALPHA_KEY} {shown(alpha)}")
-    config = AdapterConfig(1, 1.0, {}, {}, False, False, kind=LLAMA_CPP)
-    adapter = sorted_out(path, config, entries, (file,))
-    modules = dict(adapter.modules)
-    if embedding.keys() == {"lora_a", "lora_b"}:
-        down, up = embedding["lora_a"], embedding["lora_b"]
-        flipped = Composed("transposed", (down,), (down.shape[1], down.shape[0]))
-        modules[EMBEDDING.removesuffix(".weight")] = AdaptedModule(flipped, up, is_embedding=True)
-    for module, parts in modules.items() if architecture in IN_PAIRS else ():
-        match = PAIRED.fullmatch(f"{module}.weight")
-        if match is not None:
-            rows_of_head(f"{module}.weight", parts.up.shape, heads, path)
-            shape = (parts.up.shape[0], parts.up.shape[1])
-            rows = Composed(ROWS_IN_PAIRS, (parts.up,), shape, heads[match["role"]])
-            modules[module] = replace(parts, up=rows)
-    ranks = {module: parts.down.shape[0] for module, parts in modules.items()}
-    alphas = {module: alpha or float(rank) for module, rank in ranks.items()}
-    return replace(adapter, modules=modules, config=replace(config, ranks=ranks, alphas=alphas))
+            hint = "convert the adapter to F16 or F32"
+            raise unsupported_adapter(header.path, f"{shown(info[0])} is quantised", hint)
+        part = match["part"][-1].upper()
+        entries.append(replace(entry, name=f"{name.removesuffix('.weight')}.lora_{part}.weight"))
+    return entries
+
+
+def _embedding(header: Header, factors: Mapping[str, TensorEntry]) -> AdaptedModule:
+    """Return the module of the embedding, whose A is stored transposed."""
+    down, up = (factors.get(name) for name in _EMBEDDING_FACTORS)
+    if down is None or up is None or (len(down.shape), len(up.shape)) != (2, 2) or down.shape[1] != up.shape[1]:
+        raise header.damaged("does not hold two factors of the embedding that have a product")
+    flipped = Composed("transposed", (down,), (down.shape[1], down.shape[0]))
+    return AdaptedModule(flipped, up, is_embedding=True)
+
+
+def _in_halves(path: Location, module: str, parts: AdaptedModule, heads: Mapping[str, int]) -> AdaptedModule:
+    """Return a module with the rows of Q and K in the order of Hugging Face; any other unchanged."""
+    match = PAIRED.fullmatch(f"{module}.weight")
+    if match is None:
+        return parts
+    rows_of_head(f"{module}.weight", parts.up.shape, heads, path)
+    shape = (parts.up.shape[0], parts.up.shape[1])
+    return replace(parts, up=Composed(ROWS_IN_PAIRS, (parts.up,), shape, heads[match["role"]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +202,8 @@ class GGUFAdapter:
         writer.add_string(_TYPE_KEY, "lora")
         writer.add_float32(_ALPHA_KEY, alpha)
         for name, values, dtype in tensors:
-            stored, raw_dtype = values, None
+            stored = values
+            raw_dtype = None
             if dtype == BF16.name:  # numpy has no such type: its bytes
                 stored = values.view(np.uint8)
                 raw_dtype = gguf.GGMLQuantizationType.BF16

@@ -147,7 +147,7 @@ def open_gguf(store: Store, path: Location, status: FileStatus) -> Checkpoint:
     )
 
 
-_Info = tuple[str, tuple[int, ...], int, int]  # of a tensor: its name, dimensions, type, and offset in the file
+Info = tuple[str, tuple[int, ...], int, int]  # of a tensor: its name, dimensions, type, and offset in the file
 
 
 class Header:
@@ -163,7 +163,7 @@ class Header:
     def damaged(self, message: str) -> MergePipeError:
         return damaged(self.path, message, "download it again")
 
-    def read(self) -> tuple[dict[str, Any], list[_Info]]:
+    def read(self) -> tuple[dict[str, Any], list[Info]]:
         """Return the facts without arrays, and name, dimensions, type and offset in the file of each tensor."""
         magic, version, n_tensors, n_facts = self._take("<4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
@@ -185,7 +185,7 @@ class Header:
         start = -(-self._at // alignment) * alignment
         return facts, [(name, dims, kind, start + offset) for name, dims, kind, offset in infos]
 
-    def tensors_of(self, gguf: Any, name: str, info: _Info, heads: Mapping[str, int]) -> Iterator[Readable]:
+    def tensors_of(self, gguf: Any, name: str, info: Info, heads: Mapping[str, int]) -> Iterator[Readable]:
         """Yield what is read of a tensor, of stacked experts one by one: their matrices follow each other."""
         stored, dims, kind, offset = info
         match = _STACKED.fullmatch(name)
@@ -200,7 +200,7 @@ class Header:
             offset += tensor.nbytes
             yield tensor
 
-    def tensor(self, gguf: Any, name: str, info: _Info, heads: Mapping[str, int]) -> Readable:
+    def tensor(self, gguf: Any, name: str, info: Info, heads: Mapping[str, int]) -> Readable:
         """Return what is read of a tensor; `heads` are those of Q and K where their rows are in pairs."""
         granularity = self._store.terms(self.path).granularity_bytes
         shape = tuple(reversed(info[1]))

@@ -34,7 +34,8 @@ from mergepipe.storage.range_file import RangeFile
 
 PATCH_NAME = "patch.safetensors"
 PATCH_FORMAT = "sparse_weight_patch"
-POSITIONS, VALUES = ".idx", ".val"
+POSITIONS = ".idx"
+VALUES = ".val"
 GAPS = "gap_delta"
 _ENDINGS = ((POSITIONS, VALUES), (".indices", ".values"))
 _ENCODINGS = ("raw", GAPS)
@@ -216,7 +217,8 @@ class PatchedTensor(ComputedTensor):
         is_sorted = bool(np.all(positions[1:] > positions[:-1]))
         if not is_sorted:
             order = np.argsort(positions, kind="stable")
-            positions, values = positions[order], values[order]
+            positions = positions[order]
+            values = values[order]
         is_inside = not len(positions) or (positions[0] >= 0 and positions[-1] < self.n_elements)
         if not is_inside or np.any(positions[1:] == positions[:-1]):
             message = f"positions of {shown(self.name)} are outside its {self.n_elements} elements, or occur twice"

@@ -115,18 +115,9 @@ def convert_lora(
         if form.config is not None:
             small[ADAPTER_CONFIG_NAME] = form.config(conversion.written(base_model or stored.config.base or None))
         manifest = output.publish(weights, conversion.facts(store, place, location, base_model), small)
-    return ConvertLoraReport(
-        adapter=str(adapter),
-        read_form=_READ_FORMS.get(stored.config.kind, "peft"),
-        form=form.name,
-        modules=tuple(names_of_modules(form, modules).values()),
-        ranks=tuple(sorted(set(conversion.ranks.values()))),
-        saved_modules=tuple(stored.full),
-        folded_exactly=tuple(conversion.folded_exactly),
-        folded_in_float32=tuple(conversion.folded_in_float32),
-        out=place.local_path if place.is_local else place,
+    return replace(
+        conversion.report(place),
         read_bytes=store.ledger.usage()[Purpose.EXPERT],
-        adapter_bytes=conversion.file_bytes,
         sid=manifest.sid,
         notices=tuple(output.link.notices),
         seconds=time.perf_counter() - started,
@@ -325,23 +316,9 @@ class _Conversion:
         names = names_of_modules(self.form, self.modules)
         for module in self.modules:
             name = names[module.name]
-            rank, scale = self.ranks[module.name], self.scales[module.name]
-            parts = [module.factors(expert, rank, scale, files) for expert in range(len(module.experts))]
-            up_dtype = parts[0].up_dtype if len({part.up_dtype for part in parts}) == 1 else F32
-            down_dtype = parts[0].down_dtype if len({part.down_dtype for part in parts}) == 1 else F32
-            exact_EMR = np.stack([part.up_MR for part in parts])
-            up_EMR, up_name = encoded(exact_EMR, up_dtype)
-            down_ERN, down_name = encoded(np.stack([part.down_RN for part in parts]), down_dtype)
-            if any(part.is_folded for part in parts):
-                is_exact = up_name == up_dtype.name
-                if up_dtype == F32:
-                    is_exact = np.array_equal(up_EMR.astype(np.float64), exact_EMR)
-                (self.folded_exactly if is_exact else self.folded_in_float32).append(module.name)
-            dtypes = (down_name, up_name)
-            for (tensor, values, shape), dtype in zip(
-                self.form.tensors(name, module, up_EMR, down_ERN), dtypes, strict=True
-            ):
-                yield tensor, values, shape, dtype
+            rank = self.ranks[module.name]
+            scale = self.scales[module.name]
+            yield from self._factors(name, module, files)
             if self._has_alpha:
                 alpha = alpha_of(scale, rank)
                 yield f"{name}.alpha", np.asarray(scale * rank, np.float32) if alpha is None else alpha, (), F32.name
@@ -352,6 +329,27 @@ class _Conversion:
                     yield self._stored(vector_name, vector, files)
         for name, entry in self._whole().items():
             yield self._stored(f"{PREFIX}{name}", entry, files)
+
+    def _factors(
+        self, name: str, module: LoraModule, files: Mapping[Location, RangeFile]
+    ) -> Iterator[tuple[str, NDArray[Any], tuple[int, ...], str]]:
+        """Yield the factors of a module, and note where its scale went."""
+        rank = self.ranks[module.name]
+        scale = self.scales[module.name]
+        parts = [module.factors(expert, rank, scale, files) for expert in range(len(module.experts))]
+        up_dtype = parts[0].up_dtype if len({part.up_dtype for part in parts}) == 1 else F32
+        down_dtype = parts[0].down_dtype if len({part.down_dtype for part in parts}) == 1 else F32
+        exact_EMR = np.stack([part.up_MR for part in parts])
+        up_EMR, up_name = encoded(exact_EMR, up_dtype)
+        down_ERN, down_name = encoded(np.stack([part.down_RN for part in parts]), down_dtype)
+        if any(part.is_folded for part in parts):
+            is_exact = up_name == up_dtype.name
+            if up_dtype == F32:
+                is_exact = np.array_equal(up_EMR.astype(np.float64), exact_EMR)
+            (self.folded_exactly if is_exact else self.folded_in_float32).append(module.name)
+        tensors = self.form.tensors(name, module, up_EMR, down_ERN)
+        for (tensor, values, shape), dtype in zip(tensors, (down_name, up_name), strict=True):
+            yield tensor, values, shape, dtype
 
     @staticmethod
     def _stored(
@@ -375,6 +373,21 @@ class _Conversion:
             stated=self.stated,
             saved=tuple(sorted(saved)),
             tokens=rows.get("", rows) or None,
+        )
+
+    def report(self, out: Location) -> ConvertLoraReport:
+        """Report what was converted; bytes read and the time are added at the end."""
+        return ConvertLoraReport(
+            adapter=self.name,
+            read_form=_READ_FORMS.get(self.adapter.config.kind, "peft"),
+            form=self.form.name,
+            modules=tuple(names_of_modules(self.form, self.modules).values()),
+            ranks=tuple(sorted(set(self.ranks.values()))),
+            saved_modules=tuple(self.adapter.full),
+            folded_exactly=tuple(self.folded_exactly),
+            folded_in_float32=tuple(self.folded_in_float32),
+            out=out.local_path if out.is_local else out,
+            adapter_bytes=self.file_bytes,
         )
 
     def facts(self, store: Store, out: Location, location: Location, base_model: str) -> AdapterFacts:

@@ -144,7 +144,8 @@ def _write(
     progress: ByteProgress,
 ) -> Counts:  # fmt: skip
     """Write positions and values of every tensor that differs."""
-    n_tensors = n_changed = 0
+    n_tensors = 0
+    n_changed = 0
     for name, tensor in expert.tensors.items():
         pairs = _pieces(base.tensors[name], tensor, files)
         positions, values = differing(tensor.dtype, pairs)

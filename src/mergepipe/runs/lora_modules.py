@@ -83,7 +83,7 @@ class LoraModule:
     @property
     def rank(self) -> int:
         """The largest rank of its experts."""
-        return max(sum(rows.rank for rows in expert) for expert in self.experts)
+        return max(map(_rank_of, self.experts))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -108,7 +108,8 @@ class LoraModule:
         down_RN = np.zeros((rank, n_columns), np.float32)
         dtypes: list[tuple[DType, DType]] = []
         is_folded = False
-        row = at = 0
+        row = 0
+        at = 0
         for rows in self.experts[expert]:
             if rows.delta is not None:
                 up, down, dtype = _oriented(rows.delta, files)
@@ -121,6 +122,11 @@ class LoraModule:
             at += rows.rank
         up_dtype = _common([one for one, _ in dtypes])
         return Factors(up_MR, down_RN, up_dtype, _common([other for _, other in dtypes]), is_folded)
+
+
+def _rank_of(expert: Sequence[Rows]) -> int:
+    """Return the rank of one expert: that of all its rows together."""
+    return sum(rows.rank for rows in expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +175,14 @@ def _oriented(delta: LowRankDelta, files: Files) -> tuple[Matrix, Matrix, tuple[
     up = up.reshape(up.shape[0], -1, delta.n_experts)[:, :, delta.expert]
     down = down.reshape(delta.n_experts, -1, down.shape[1])[delta.expert]
     dtypes = _stored_dtype(delta.up), _stored_dtype(delta.down)
-    left, right = (down.T, up.T) if delta.transposed else (up, down)
-    if delta.rows is not None:
-        left = left[slice(*delta.rows)]
-    return left, right, dtypes[::-1] if delta.transposed else dtypes
+    if delta.transposed:
+        return down.T[_kept_rows(delta)], up.T, dtypes[::-1]
+    return up[_kept_rows(delta)], down, dtypes
+
+
+def _kept_rows(delta: LowRankDelta) -> slice:
+    """Return the rows of its product that a delta is of."""
+    return slice(None) if delta.rows is None else slice(*delta.rows)
 
 
 def _stored_dtype(factor: Factor) -> DType:
