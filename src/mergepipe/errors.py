@@ -40,6 +40,8 @@ KEYWORD_OF_OPTION = {
     "--allow-unapplied": "allow_unapplied",
     "--deep": "deep_fraction",
     "--density": "densities",
+    "--experts": "experts",
+    "--to": "form",
     "--finish": "part=None",
     "--memory": "memory",
     "--no-catalog": "catalog=False",

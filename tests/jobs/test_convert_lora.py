@@ -397,7 +397,7 @@ def test_convert_lora__refuses_what_only_the_base_tells(tmp_path: Path) -> None:
             mergepipe.convert_lora(adapter, tmp_path / "out", **options)
     with pytest.raises(RecipeError, match="onnx"):
         mergepipe.convert_lora(plain, tmp_path / "out", form="onnx")
-    with pytest.raises(RecipeError, match="has no effect with --to vllm"):
+    with pytest.raises(RecipeError, match="has no effect with form vllm"):
         mergepipe.convert_lora(plain, tmp_path / "out", form="vllm", experts="stacked")
     assert not (tmp_path / "out").exists()
 
