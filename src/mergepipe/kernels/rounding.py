@@ -58,8 +58,7 @@ def _fill_random_words(key: np.uint64, first_word: int, n: int, words: Bits32) -
 def encode_stochastic(values: Floats, element: int, key: np.uint64, raw: Bytes, code: int) -> None:
     """Encode a tile to the start of `raw` as `encode_tile`, rounding stochastically.
 
-    `element` is the index of the first one in its tensor. It is compiled with the code of all dtypes, so that it is too
-    large to be inlined into every kernel that rounds.
+    `element` is the index of the first one in its tensor.
     """
     n = len(values)
     if code <= CODE_F32:
