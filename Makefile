@@ -20,6 +20,7 @@ CODECS_PIP := $(CODECS_VENV)/bin/python -m pip install --quiet --disable-pip-ver
 TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
 PYTEST := $(BIN)/python -m pytest
+SUITE := $(PYTEST) -n 2 --no-fsync --timeout 600 --timeout-method thread -m "not peer and not slow"
 FRAMEWORK_PYTEST := MERGEPIPE_TRAIN_PYTHON=$(abspath $(TRAIN_VENV))/bin/python $(PYTEST) -n 2 -m slow
 
 # One proof of each kind: composites resumed by the Trainer, by ZeRO-2 and by ZeRO-3 on two ranks, with more layers, partial
@@ -49,12 +50,13 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-seconds test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-architectures architectures test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench-codecs bench-saving bench-resuming reproduce pages clean
+.PHONY: help demo test test-thorough test-seconds test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-architectures architectures test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench-codecs bench-saving bench-resuming reproduce pages clean
 
 help:
 	@echo "make demo        install, write small models, merge them three ways, print a table"
-	@echo "make test        install what tests need (torch and transformers too), run them"
-	@echo "make test-seconds  the same, with the processor seconds of each test file"
+	@echo "make test        install what tests need (torch and transformers too), run the fast suite"
+	@echo "make test-thorough  the same, with all cases of the laws of which the fast suite runs a tenth"
+	@echo "make test-seconds  the fast suite, with the processor seconds of each test file"
 	@echo "make test-peers  compare with mergekit, in an environment of its own"
 	@echo "make test-slow   the long proofs that need nothing but this environment"
 	@echo "make test-wheel  the source archive, and every command of the wheel built from it, in an environment with nothing else"
@@ -169,13 +171,17 @@ $(PLOTS_VENV)/.plots: requirements/plots.txt
 demo: $(VENV)/.demo
 	@PYTHONPATH=tests $(BIN)/python examples/demo.py
 
-# A test that hangs fails with the stack of every thread, and the run goes on.
+# The fast suite. A test that hangs fails with the stack of every thread, and the run goes on.
 test: $(VENV)/.test
-	$(PYTEST) -n 2 --no-fsync --timeout 600 --timeout-method thread -m "not peer and not slow"
+	$(SUITE) --sample
 
-# Where the processor's time goes, by test file and by the processes that tests start.
+# The same, and all other cases of the tests marked thorough.
+test-thorough: $(VENV)/.test
+	$(SUITE)
+
+# The fast suite, and where the processor's time goes, by test file and by the processes that tests start.
 test-seconds: $(VENV)/.test
-	$(PYTEST) -n 2 --no-fsync -m "not peer and not slow" -p tools.processor_seconds
+	$(SUITE) --sample -p tools.processor_seconds
 
 # Also the properties of the fast suite, with more examples, and others every time.
 test-slow: $(VENV)/.test

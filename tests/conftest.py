@@ -3,6 +3,8 @@
 With `--no-fsync`, as in `make test`, nothing in a process of the suite waits for the disk: `os.fsync` refuses what is
 not an open descriptor, and returns. What a crash may lose is tested on a model of a disk (`support/power.py`).
 
+With `--sample`, as in `make test`, a tenth of the cases of tests marked `thorough` is run (`support/samples.py`).
+
 Profiles of Hypothesis: `fast`, few examples and the same ones every time; `full`, for
 `make test-slow`; others by HYPOTHESIS_PROFILE.
 """
@@ -29,6 +31,7 @@ from hypothesis import HealthCheck, settings
 from support.command_line import Runner, Workplace, make_workplace
 from support.goldens import Goldens
 from support.places import GOLDEN
+from support.samples import left_out
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -70,7 +73,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).pare
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that spares the waits for the disk, and the one that writes records anew."""
+    """Add the options that spare the waits for the disk, choose the fast suite, and write records anew."""
+    parser.addoption("--sample", action="store_true", help="run one case in ten of each test marked thorough")
     parser.addoption("--no-fsync", action="store_true", help="check descriptors in os.fsync and do not wait")
     parser.addoption("--update-goldens", action="store_true", help="write what tests/surface compares with anew")
 
@@ -89,8 +93,12 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that import torch come first: then one worker gets them all, and the others never import it."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `--sample` does; tests that import torch come first, so that one worker gets them all."""
+    if config.getoption("--sample"):
+        left = left_out(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
     items.sort(key=lambda item: item.get_closest_marker("transformers") is None)
     if not all(find_spec(name) for name in ("torch", "transformers")):
         for item in items:

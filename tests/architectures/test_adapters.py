@@ -25,6 +25,7 @@ RENAMED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RENAMED)
 def test_adapters_of_renamed_weights__give_what_peft_gives(name: str, tmp_path: Path) -> None:
     model = small_model(name, RENAMED[name])

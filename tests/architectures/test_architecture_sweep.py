@@ -42,6 +42,7 @@ def test_the_page__has_the_table_of_the_results() -> None:
     assert table(RESULTS) in PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in FAST, sorted(RESULTS["outcomes"])))
 def test_an_architecture__becomes_what_is_stored(name: str, tmp_path: Path) -> None:
     row = dict(RESULTS["outcomes"][name])

@@ -58,6 +58,7 @@ def words(report: Any) -> list[str]:
     return [notice.message for notice in report.recipe_notices]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_original", [True, False], ids=["files", "modules"])
 @pytest.mark.parametrize("name", CASES)
 def test_merge__says_nothing_of_models_that_transformers_saved(name: str, is_original: bool, tmp_path: Path) -> None:

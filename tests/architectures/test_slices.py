@@ -96,6 +96,7 @@ def sliced(base: Path, ranges: list[tuple[int, int]], out: Path, **more: Any) ->
     return out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_slices__load_as_their_layers_were(name: str, tmp_path: Path) -> None:
     model, config, options, all_ranges = CASES[name]

@@ -48,6 +48,7 @@ def adapter_of(model: Any, module: str, folder: Path) -> Any:
     return adapted.get_submodule(f"base_model.model.{module}").get_delta_weight("default").detach()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_of_the_embedding__leaves_the_tied_head_as_it_was(name: str, tmp_path: Path) -> None:
     config, options = CASES[name]

@@ -238,6 +238,7 @@ KINDS = ("http", "http ranges", "hub", "hub files", "hub ranges")
 HALF = {case for number, case in enumerate(itertools.product(RAW, KINDS)) if number % 2 == 0}  # of each kind and answer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "kind"), slow_unless(HALF.__contains__, itertools.product(RAW, KINDS)))
 def test_answer__that_is_wrong_ends_in_one_error(
     name: str,
@@ -264,6 +265,7 @@ def test_answer__that_is_wrong_ends_in_one_error(
     check(code, printed, tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LISTINGS)
 def test_listing__of_a_model_that_is_wrong_ends_in_one_error(
     name: str, servers: tuple[FaultServer, HubServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -186,6 +186,7 @@ def test_code__of_a_user_without_a_home_to_write_is_compiled(
     assert {path for path in place.rglob("*") if "__pycache__" not in path.parts} == before
 
 
+@pytest.mark.thorough
 def test_code__written_by_two_processes_at_once_is_whole(place: Path) -> None:
     program = f"""
 import sys
@@ -227,6 +228,7 @@ def test_code__kept_is_bounded_and_the_oldest_goes_first(place: Path, monkeypatc
     assert sorted(tripled.parent.iterdir()) == [tripled]
 
 
+@pytest.mark.thorough
 def test_code__of_a_module_that_no_other_process_can_import_is_compiled(place: Path) -> None:
     """Processes of their own: within one, numba remembers what it needs the module for."""
     program = f"""

@@ -108,6 +108,7 @@ CASES: dict[str, tuple[Callable[[Path, str], None], int, Callable[[int], str], s
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_open_checkpoint__takes_little_memory_for_what_describes_a_model(tmp_path: Path, part: int) -> None:
     """Each in a process of its own, whose peak is what is measured; an eighth of the most may take an eighth."""
@@ -183,6 +184,7 @@ def test_made_bytes__is_not_less_than_values_take_and_not_many_times_more(values
     assert made_bytes(raw) <= 3 * taken
 
 
+@pytest.mark.thorough
 def test_parse_object__refuses_values_that_take_too_much_memory() -> None:
     raw = b'{"log_history":[' + b",".join([b"{}"] * (MOST_MADE_BYTES // 128)) + b"]}"
     with pytest.raises(CorruptError, match="its values take more than 805 MB of memory"):

@@ -81,6 +81,7 @@ def test_floor__reads_and_writes_as_many_bytes_as_are_asked_for_and_leaves_nothi
 # --- the families that benchmarks merge
 
 
+@pytest.mark.thorough
 def test_write_family__fitted_deltas_have_the_measured_sizes_directions_and_cosines(tmp_path: Path) -> None:
     shape = replace(TINY, hidden=512, intermediate=1024)
     paths = write_family(tmp_path, shape, 3, dtype=F32, is_fitted=True)

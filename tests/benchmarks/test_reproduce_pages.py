@@ -177,6 +177,7 @@ def test_available_memory__is_what_programs_may_still_take() -> None:
     assert available_memory_bytes("MemTotal: 9 kB\nMemFree: 5 kB\nMemAvailable:   7 kB\n") == 7168
 
 
+@pytest.mark.thorough
 def test_peer__for_which_the_memory_is_too_small_has_that_as_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_patterns__take_every_unit_at_most_once_and_something_of_every_source(pa
     assert set(pattern.units or {}) | {pattern.n_sources - 1} == set(range(pattern.n_sources))
 
 
+@pytest.mark.thorough
 def test_write_checkpoint__is_one_that_every_pattern_composes(tmp_path: Path) -> None:
     size_bytes = 4_000_000
     pool = tmp_path / "pool"
@@ -246,6 +247,7 @@ def test_partial_saving__measures_every_strategy_in_a_folder_of_its_own(
     assert rows == ["100%", *["25%"] * 5]
 
 
+@pytest.mark.thorough
 def test_tailor_resuming__keeps_its_results_in_a_folder_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,7 @@ def make_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("memory_bytes", [40 << 20, 1 << 30])
 @pytest.mark.parametrize("method", ["della", "breadcrumbs"])
 def test_merge__of_whole_rows_keeps_its_budget(folder: Path, method: str, memory_bytes: int) -> None:

@@ -272,6 +272,7 @@ def check_random_merge(server: TracedServer, data: st.DataObject) -> None:
         fault_at = draw(st.one_of(st.none(), st.none(), st.integers(0, 12)))
         traced = Tracer(server, setting).run(plan, memory_bytes=memory, cold=draw(st.booleans()), fault_at=fault_at)
         assert traced.answer["error"] in ((None, "storage.io") if traced.answer["fired"] else (None,))
+@pytest.mark.thorough
 
 
 @given(data=st.data())

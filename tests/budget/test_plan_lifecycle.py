@@ -54,6 +54,7 @@ def test_plan__has_the_same_digest_in_every_process(tmp_path: Path) -> None:
         assert found.stdout.split() == digests
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["linear", "ties", "dare_ties"])
 @pytest.mark.parametrize("share", [0.3, 1.0], ids=["some", "all"])
 def test_plan__without_statistics_records_it_and_is_sound(tmp_path: Path, name: str, share: float) -> None:
@@ -100,6 +101,7 @@ def _truncate(place: Path) -> None:
     os.truncate(file, file.stat().st_size - 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "kinds"),
     [

@@ -90,6 +90,7 @@ def test_sample__of_a_larger_budget_holds_that_of_a_smaller_one(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 def test_sample__is_the_base_plus_the_scaled_delta_of_the_full_merge(tmp_path: Path, name: str, dtype: DType) -> None:
     plans = tuple(replace(plan, base_dtype=dtype, expert_dtypes=(dtype,)) for plan in WIDE)

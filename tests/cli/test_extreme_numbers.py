@@ -106,6 +106,7 @@ def make_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...
     return run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_verbs__print_no_warning_of_numpy(tmp_path: Path, run: Callable[..., Ran], kind: str, place: str) -> None:

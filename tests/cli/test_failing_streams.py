@@ -97,6 +97,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
     return fail
 
+@pytest.mark.thorough
 
 @pytest.mark.parametrize(
     ("error", "exit_code", "said"),

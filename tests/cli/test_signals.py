@@ -71,6 +71,7 @@ def stop_at(work: Workplace, number: signal.Signals, event: str, about: str, *op
     return finish(start_python(SIGNAL_AT_EVENT, int(number), event, about, "merge", work.recipe, work.out, *options))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "event", "about"), BEFORE_PUBLISHING)
 def test_merge__stopped_before_it_is_done_it_leaves_nothing(
     work: Workplace, number: signal.Signals, event: str, about: str

@@ -164,6 +164,7 @@ OPERATIONS: dict[str, Callable[[Path, PackFamily, Path], object]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize(
     "circle",

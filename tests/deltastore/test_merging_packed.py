@@ -108,6 +108,7 @@ def merged(family: DiskFamily, case: MergeCase, folder: Path, **options: Any) ->
 
 @pytest.mark.parametrize("name", CASES)
 def test_merge__of_packed_experts_gives_the_bytes_of_the_originals(pair: Pair, folder: Path, name: str) -> None:
+@pytest.mark.thorough
     assert merged(pair.packed, CASES[name], folder) == merged(pair.raw, CASES[name], folder)
 
 

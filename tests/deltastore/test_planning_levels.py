@@ -93,6 +93,7 @@ def levels_EB(plan: Plan) -> NDArray[np.int16]:
     return np.concatenate(columns, axis=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [AVERAGE, TIES], ids=["average", "ties"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_plan__reads_levels_within_every_budget(place: Place, case: MergeCase, policy: str) -> None:

@@ -85,6 +85,7 @@ def test_notebook__runs_in_a_kernel_and_shows_progress_and_tables(name: str, mon
     assert (name == "first_merge.ipynb") == ("100%" in progress)
 
 
+@pytest.mark.thorough
 def test_demo_files__are_written_over_nothing_and_removed_alone(demo_files: Path, tmp_path: Path) -> None:
     shutil.copytree(demo_files, tmp_path, dirs_exist_ok=True)
     (tmp_path / "models" / "mine").mkdir()

@@ -105,6 +105,7 @@ RECIPES: dict[str, dict[str, float | bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RECIPES)
 def test_merge__of_several_stages_does_not_depend_on_memory_and_threads(name: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)

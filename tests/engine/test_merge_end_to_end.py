@@ -66,6 +66,7 @@ def smallest_memory(recipe: Path) -> int:
         except LimitError:
             low = middle
     return high + CHUNK_BYTES
+@pytest.mark.thorough
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -80,6 +81,7 @@ def test_merge__agrees_with_the_oracle(tmp_path: Path, name: str, out_dtype: str
     assert tree_digest(*family.places) == before
     assert (report.merged_tensors, report.copied_tensors) == (11, 3)
     assert report.analysis_bytes == 0 or case.is_random
+@pytest.mark.thorough
 
 
 @pytest.mark.parametrize("name", ["ties", "slerp", "dare_ties", "linear"])

@@ -122,6 +122,7 @@ def check_crowd(root: Path, seconds: float) -> None:
     print(f"{sum(int(str(each['turns'])) for each in found)} actions, {len(published)} snapshots")
 
 
+@pytest.mark.thorough
 def test_home__serves_sixteen_processes(tmp_path: Path) -> None:
     check_crowd(tmp_path, SHORT_SECONDS)
 

@@ -71,6 +71,7 @@ ROWS = [(name, death, points) for name, (points, death) in FEW.items()]
 ROWS += [(name, death, 0) for name, death in product(COMMANDS, Death) if name != "merge of ties"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "death", "points"), slow_unless(lambda row: row[2] > 0, ROWS))
 def test_command__killed_at_any_operation_is_finished_by_the_same_command(
     tmp_path: Path, name: str, death: Death, points: int
@@ -129,6 +130,7 @@ AT = {"merge": ("00002-of", "config.json", MANIFEST_NAME), "part": ("00002-of", 
 UPLOADS = [(name, at, after) for name, points in AT.items() for at in (*points, "") for after in (False, True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "at", "after"), slow_unless(lambda row: row[1] != "" and row[2] == (row[1] != "done-00001"), UPLOADS)
 )

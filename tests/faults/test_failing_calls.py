@@ -104,6 +104,7 @@ CALLS = [
 FEW = 3  # the fast form looks at so many calls of each function, the slow one at every
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("most", [FEW, pytest.param(sys.maxsize, marks=pytest.mark.slow)], ids=["few", "every"])
 @pytest.mark.parametrize(
     ("command_name", "owner", "name", "numbers", "is_cold", "may_recover"),
@@ -262,6 +263,7 @@ PLACES: list[Call] = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("owner", "name"), PLACES, ids=[name for _, name in PLACES])
 @pytest.mark.parametrize("afterwards", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("is_short", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "more"])

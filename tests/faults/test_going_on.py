@@ -215,6 +215,7 @@ def noted(job: Command, total: mmap.mmap) -> None:
 def requested(total: mmap.mmap) -> int:
     """Bytes asked of experts, in all processes."""
     return int(struct.unpack("<Q", total[:8])[0])
+@pytest.mark.thorough
 
 
 @pytest.mark.parametrize(("budget", "step"), TWO_DEATHS)

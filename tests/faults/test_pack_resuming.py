@@ -108,6 +108,7 @@ def test_pack__on_a_disk_that_is_full_at_the_end_goes_on_where_it_was(
     assert files_below(case.out) == case.wanted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["expert", "base", "version", "progress", "index", "cut"])
 def test_pack__begins_anew_where_what_was_left_is_of_no_use(
     case: PackCase, what: str, monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,7 @@ def assert_close(first: dict[str, NDArray[np.float32]], second: dict[str, NDArra
         np.testing.assert_allclose(values, second[name], rtol=2e-5, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["cat", "svd", "linear"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_merge_lora__one_adapter_at_weight_one_is_itself(tmp_path: Path, name: str, method: str) -> None:

@@ -213,6 +213,7 @@ MERGED = (
 )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MERGED)
 def test_lora_merge__is_loaded_by_peft_and_is_the_model_with_both(tmp_path: Path, name: str) -> None:
     case = CASES[name]

@@ -242,6 +242,7 @@ def test_run_part__finishes_when_it_is_asked_to(cases: Cases, place: Place) -> N
     place.check_made(case)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("has_job", [True, False])
 def test_run_part__removes_what_a_killed_worker_left_of_a_published_output(
     cases: Cases, place: Place, monkeypatch: pytest.MonkeyPatch, has_job: bool
@@ -274,6 +275,7 @@ def test_run_part__refuses_what_it_cannot_do(cases: Cases, place: Place) -> None
 # --- workers that come too late, or disagree ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["before it reads", "after it made a shard"])
 def test_run_part__stale_worker_after_the_commit_changes_nothing(
     cases: Cases, place: Place, monkeypatch: pytest.MonkeyPatch, moment: str

@@ -64,6 +64,7 @@ def recipe(family: Path, method: str, *, alone: bool) -> dict[str, object]:
     return recipe_of(method, {adapter: own, family / "expert": own}, family / "base")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("alone", [False, True], ids=["base+adapter", "adapter alone"])
 @pytest.mark.parametrize("method", ["linear", "ties", "dare_ties"])
 def test_run__of_a_plan_with_an_adapter_makes_what_a_merge_makes(

@@ -44,6 +44,7 @@ def merged(path: Path, out: str, **options: object) -> bytes:
     return weights(path.parent / out)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator not in RANDOM])
 @pytest.mark.parametrize("budget", [None, "60%"])
 def test_merge__of_a_model_listed_twice_is_that_of_the_model_and_its_copy(

@@ -235,6 +235,7 @@ def test_search__with_loaded_models_writes_no_trial_and_finds_what_folders_find(
         mergepipe.search(recipe, family / "none", evaluate=command(family, "print(1)"), loads_models=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "damage",
     [

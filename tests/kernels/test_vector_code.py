@@ -35,6 +35,7 @@ def test_kernel__has_its_loops_as_vector_code(kernel: Any, arguments: tuple[obje
     assert vector_loops(optimised_text(kernel, arguments)) >= loops
 
 
+@pytest.mark.thorough
 def test_kernels__store_whole_vectors() -> None:
     """What is selected in place becomes a store of single lanes, which is many times slower with AMD's AVX2."""
     texts = {kernel.__name__: optimised_text(kernel, arguments) for kernel, arguments, _ in LOOPS}

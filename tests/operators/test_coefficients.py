@@ -70,6 +70,7 @@ def by_norm(family: Path, method: str) -> Callable[[int], object]:
     return lambda e: [{"filter": name, "value": float(inverse[e][name] / total[name])} for name in SHAPES]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", WEIGHTED)
 def test_weight_nan__is_the_inverse_norm_of_each_tensors_delta(tmp_path: Path, family: Path, method: str) -> None:
     options = MergeOptions(home=tmp_path / "home", seed=5)

@@ -68,6 +68,7 @@ def merged(folder: Path, rule: str) -> tuple[Array, str]:
     return load_file(folder / "out" / "model.safetensors")["l.weight"], "\n".join(map(str, report.notices))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 def test_merge__of_scaled_models_is_scaled_or_reports_infinities(tmp_path: Path, rule: str) -> None:
     ordinary, notices = merged(write_models(tmp_path / "ordinary", 0), rule)

@@ -54,6 +54,7 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("base", "adapter"), [p for p in product(PLACES, PLACES) if p != ("folder", "folder")])
 def test_lora_apply__makes_the_same_bytes_wherever_base_and_adapter_are(
     models: PlacedModels, tmp_path: Path, base: str, adapter: str

@@ -161,6 +161,7 @@ def check_row(row: Row, work: Work) -> None:
         assert report == wanted_report
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_row__has_the_bytes_of_the_plain_local_run(work: Work, row: Row) -> None:
     check_row(row, work)

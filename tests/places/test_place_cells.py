@@ -92,6 +92,7 @@ def outputs_where(*, refused: bool) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "kind"), inputs_where(refused=False))
 def test_input__gives_what_the_local_one_gives(work: Work, name: str, kind: str) -> None:
     verb = BY_NAME[name]
@@ -110,6 +111,7 @@ LOOKED_UP = ("tailor check", "tailor compose")
 """Verbs of recipes that look up every name when they read the recipe; elsewhere the name alone decides."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "kind"), inputs_where(refused=True))
 def test_input__that_is_refused_leaves_nothing(
     work: Work, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
@@ -143,6 +145,7 @@ def place_of(kind: str, work: Work) -> str:
     return str(work.folder / "out")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "kind"), outputs_where(refused=False))
 def test_output__has_the_weights_of_a_folder(work: Work, name: str, kind: str) -> None:
     verb = BY_NAME[name]
@@ -184,6 +187,7 @@ PAGES = ("plan", "sweep", "explain")
 """Verbs whose output is one small file."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "kind"), outputs_where(refused=True))
 def test_output__that_is_refused_asks_no_server(
     work: Work, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
@@ -254,6 +258,7 @@ def test_table__has_a_column_for_every_scheme() -> None:
     assert {*ANYWHERE, *WEB_SCHEMES} == of_columns
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BY_NAME)
 def test_snapshot_in_the_cache_of_the_hub__gives_what_a_folder_gives(work: Work, name: str) -> None:
     verb = BY_NAME[name]
@@ -279,6 +284,7 @@ MIXED = {
 """The place of the base, and two experts: a folder of the subjects, and the place that it is put at."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", MIXED)
 def test_merge__has_the_same_bytes_whatever_places_are_mixed(work: Work, case: str) -> None:
     base, *experts = MIXED[case]

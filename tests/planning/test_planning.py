@@ -134,6 +134,7 @@ def test_plan__leaves_out_nothing_that_would_fit(
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", Policy)
 @pytest.mark.parametrize(
     "missing", [(), ((0, "embed.weight"),), tuple((e, n) for e in range(3) for n in DEFAULT_SIZES)]

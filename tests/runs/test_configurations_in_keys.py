@@ -484,6 +484,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "between"), ORDERS)
 def test_merge__after_a_file_of_an_input_changed_is_an_undisturbed_run_or_refused(
     tmp_path: Path, name: str, between: str, monkeypatch: pytest.MonkeyPatch

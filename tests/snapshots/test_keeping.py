@@ -101,6 +101,7 @@ def scramble(path: Path) -> None:
         flip(path, position)
 
 
+@pytest.mark.thorough
 CHANGES: list[Callable[[Path], None]] = [cut, extend, empty, remove, scramble]
 
 

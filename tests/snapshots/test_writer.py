@@ -71,6 +71,7 @@ def write(folder: Path, shards: Sequence[ShardLayout], notes: Notes | None) -> t
         return tuple(writer.digests)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shard_bytes", [1, 200_000, 10**9])
 @pytest.mark.parametrize("chunk_bytes", [4096, 65536])
 @pytest.mark.parametrize("interval_bytes", [1, 150_000])

@@ -128,6 +128,7 @@ def one_error(ran: Ran) -> str:
     return errors[0].partition(": ")[2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*COMMANDS, *LOCAL_COMMANDS])
 def test_missing_folder__is_not_asked_of_the_hub_and_its_neighbours_are_listed(
     work: Path, hub: HubServer, name: str
@@ -138,6 +139,7 @@ def test_missing_folder__is_not_asked_of_the_hub_and_its_neighbours_are_listed(
     assert hub.requests == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", COMMANDS)
 def test_org_and_name__is_a_model_of_the_hub_for_every_command(work: Path, hub: HubServer, name: str) -> None:
     ran = run_with(work, "org/none", COMMANDS[name])
@@ -147,6 +149,7 @@ def test_org_and_name__is_a_model_of_the_hub_for_every_command(work: Path, hub: 
     assert {request.path for request in hub.requests} == {"api/models/org/none/revision/main"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", COMMANDS)
 def test_bucket_of_the_hub__is_refused_by_that_name(work: Path, hub: HubServer, name: str) -> None:
     ran = run_with(work, "hf://buckets/org/name/folder", COMMANDS[name])
@@ -224,6 +227,7 @@ def files_for(command: str, models: Path) -> dict[str, bytes]:
     return {**files, "trainer_state.json": b"{}", "optimizer.pt": b"{}"} if command.startswith("tailor") else files
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("refusal", REFUSALS)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_refusal_of_the_hub__is_one_precise_line_of_every_command(
@@ -243,6 +247,7 @@ def cached(folder: Path, files: Mapping[str, bytes]) -> tuple[Path, Path]:
     return model, model / "snapshots" / COMMIT
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*COMMANDS, *LOCAL_COMMANDS])
 def test_cache_folder_of_a_model__is_refused_and_its_revision_named(
     models: Path, work: Path, hub: HubServer, name: str
@@ -257,6 +262,7 @@ def test_cache_folder_of_a_model__is_refused_and_its_revision_named(
     assert (ran.exit_code, hub.requests) == (3, [])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("model", ["hf://org/model@try%2Fsecond", "org/model@try/second"])
 def test_revision_with_a_slash__is_asked_for_by_every_command(
@@ -299,6 +305,7 @@ def written(work: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Path
     return work
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRITING)
 def test_writing_offline__is_one_precise_line_before_anything_is_asked_or_computed(
     written: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str
@@ -313,6 +320,7 @@ def test_writing_offline__is_one_precise_line_before_anything_is_asked_or_comput
     assert set(written.iterdir()) - before <= {written / "hf"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRITING)
 def test_token_without_the_right_to_write__is_one_precise_line(written: Path, hub: HubServer, name: str) -> None:
     """The Hub lets such a token read, and refuses all else."""
@@ -328,6 +336,7 @@ def test_token_without_the_right_to_write__is_one_precise_line(written: Path, hu
     assert (hub.n_commits("org/model"), hub.uploads) == (1, {})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRITING)
 @pytest.mark.parametrize(
     ("written_place", "address"), [("hf:org/model", "hf://org/model"), ("s3:/bucket/x", "s3://bucket/x")]
@@ -341,6 +350,7 @@ def test_output_that_lacks_a_slash_of_an_address__is_no_folder_of_that_name(
     assert (hub.requests, set(written.iterdir())) == ([], before)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", COMMANDS)
 def test_model_that_lacks_a_slash_of_an_address__is_named_as_it_is_written(
     work: Path, hub: HubServer, name: str
@@ -353,6 +363,7 @@ def test_model_that_lacks_a_slash_of_an_address__is_named_as_it_is_written(
 _ALONE = ("pack, an expert", "lora extract, the model", "lora merge", "unpack", "tailor export")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", _ALONE)
 @pytest.mark.parametrize(
     "model", ["models/math+models/adapter", "org/model+org/adapter", "hf://org/model+hf://org/adapter"]

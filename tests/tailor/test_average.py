@@ -115,6 +115,7 @@ def test_average__makes_a_model_that_merges_take(tmp_path: Path) -> None:
         mergepipe.merge(recipe, tmp_path / "refused")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["last", "average"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_average__writes_a_checkpoint_to_resume_from(tmp_path: Path, kind: str, optimizer: str) -> None:
@@ -181,6 +182,7 @@ def test_average__reads_a_flat_group_at_once(tmp_path: Path) -> None:
         assert (changed & ~held).sum() <= 8 * n_flat_states  # checksums alone
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["zero3", "dcp"])
 @pytest.mark.parametrize("optimizer", list(OptimizerState))
 def test_self_check__finds_the_same_with_samples_read_ahead(

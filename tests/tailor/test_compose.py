@@ -112,6 +112,7 @@ def test_compose__gives_every_value_its_source_and_leaves_the_sources_alone(comp
     assert {links for _, _, links in composed.before.values()} == {1}
     assert composed.wrong_values(composed.pair.out) == []
     assert sum(map(from_old, composed.pair.old.shapes)) == 10
+@pytest.mark.thorough
     assert composed.report.manifest is not None
     assert (composed.report.manifest.self_check.elements > 0, hidden(composed.pair.folder)) == (True, [])
 
@@ -144,6 +145,7 @@ def test_compose__leaves_valid_checksums(composed: Composed) -> None:
         for content in archives(path) if path.is_file() else []:
             with zipfile.ZipFile(BytesIO(content)) as archive:
                 assert archive.testzip() is None
+@pytest.mark.thorough
             checked += 1
     assert checked >= 1
 
@@ -165,6 +167,7 @@ def test_compose__counts_steps_as_its_policy_says(composed: Composed) -> None:
     found = {name: s.value for s in checkpoint_at(composed.pair.out).steps for name in s.parameters}
     is_shared = composed.kind in SHARED_STEPS
     assert found == {n: 7.0 if from_old(n) and not is_shared else 9.0 for n in composed.pair.old.shapes}
+@pytest.mark.thorough
     policies = {policy for unit in composed.report.plan.staleness for policy in unit.step_policies}
     assert policies == ({StepPolicy.NEWEST} if is_shared else {StepPolicy.EXACT})
 

@@ -56,6 +56,7 @@ def is_fast(case: tuple[str, str | None]) -> bool:
     return dtype == "bfloat16" or kind in ("zero3", "dcp", "weights")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "dtype"), slow_unless(is_fast, product(WRITERS, ("float32", "bfloat16", "float16", None)))
 )

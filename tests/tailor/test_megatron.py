@@ -241,6 +241,7 @@ def config_of(folder: Path, kind: str, **changes: object) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral"])
 @pytest.mark.parametrize("is_stacked", [True, False])
 def test_export__of_megatron_is_the_model_of_transformers(tmp_path: Path, kind: str, is_stacked: bool) -> None:

@@ -49,6 +49,7 @@ LIKE_OTHERS = {"zero1", "zero2-regrouped", "zero3", "zero3-regrouped", "titan-we
 """Kinds whose files another kind has too, with other values."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", slow_unless(lambda kind: kind not in LIKE_OTHERS, WRITERS))
 def test_export__of_a_bucket_is_that_of_a_folder(tmp_path: Path, sources: BucketServer, kind: str) -> None:
     WRITERS[kind](tmp_path / "at-9", known_states(decoder_shapes(), step=9))

@@ -55,6 +55,7 @@ def rotated_halves(vectors: np.ndarray, place: int) -> np.ndarray:
     return np.asarray(vectors * np.cos(angles) + turned * np.sin(angles))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("folder", "head"), [("", "output"), ("qkv_linear.", "lm_head")])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_export__names_and_rotates_a_llama_of_torchtitan(

@@ -68,6 +68,7 @@ def write_universal(kind: str) -> Callable[[Path, KnownStates], None]:
         compose(Location.local(recipe), Location.local(folder), UNIVERSAL, lambda *_: None)
 
     return write
+@pytest.mark.thorough
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -207,6 +207,7 @@ def test_check__refuses_zero_points_of_as_many_elements_in_another_shape(
         mergepipe.check(recipe(tmp_path, "linear", path, path))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(
     ("scheme", "name"),

@@ -253,6 +253,7 @@ def write_model(folder: Path, family: str, *, config: Mapping[str, object] = {},
 CONFIGS: Mapping[str, Mapping[str, object]] = {"llama": {"rope_scaling": LLAMA3_ROPE}, "qwen2": {}, "qwen3": {}}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize(
     ("name", "dtype"), [("m", "bfloat16"), ("m-F16", "float32"), ("m.f32", "float32"), ("m-q8_0", "bfloat16")]

@@ -86,6 +86,7 @@ def test_sources_digest__changes_with_any_source(tmp_path: Path) -> None:
     assert sources_digest(tmp_path) != before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "used"), [(BF16, set()), pytest.param(F16, LESS_COMMON, marks=pytest.mark.slow)], ids=["bf16", "f16"]
 )
@@ -133,6 +134,7 @@ compile_in_parallel(first, then, call)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.cpu_count() == 1, reason="one core compiles one kernel at a time")
 def test_compile_in_parallel__lets_a_second_process_compile_what_comes_next(tmp_path: Path) -> None:
     (tmp_path / "pair.py").write_text(PAIR)

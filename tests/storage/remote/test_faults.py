@@ -111,6 +111,7 @@ def costs(kind: str, server: FaultServer, faults: list[Fault]) -> int:
     return total
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RECOVERED)
 def test_faults__that_pass_are_retried_and_every_attempt_is_charged(kind: str, name: str, server: BucketServer) -> None:
@@ -138,6 +139,7 @@ def test_retry_after__is_waited_for_where_it_can_be_seen(server: BucketServer) -
         assert waits.seconds == [7, 11]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_faults__that_stay_are_one_error(kind: str, name: str, server: BucketServer) -> None:
