@@ -43,7 +43,7 @@ def save(rank, folder):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    processes.spawn(save, (sys.argv[1],), nprocs=2)
+    processes.start_processes(save, (sys.argv[1],), nprocs=2, start_method="fork")  # none imports torch again
 """
 SHAPES = {
     "model.embed_tokens.weight": (11, 4), "model.layers.0.mlp.up_proj.weight": (7, 4),

@@ -304,22 +304,26 @@ def test_merge_lora__warns_about_adapters_that_name_two_bases(tmp_path: Path) ->
     assert mergepipe.merge_lora([tmp_path / "first", tmp_path / "third"], tmp_path / "same").notices == ()
 
 
+WITH_BLAS_THREADS = """
+import sys
+import mergepipe
+
+n_threads = sys.argv[1]
+for k in (1, 2):
+    mergepipe.extract_lora("models/base", f"models/expert-{k}", f"expert-{k}-{n_threads}", rank=100)
+mergepipe.merge_lora([f"expert-{k}-{n_threads}" for k in (1, 2)], f"merged-{n_threads}", method="svd", rank=60)
+"""
+
+
+@pytest.mark.thorough
 def test_adapters__have_the_same_bytes_with_any_number_of_blas_threads(tmp_path: Path) -> None:
     shape = FamilyShape(hidden=320, layers=1, heads=4, kv_heads=4, head_dim=80, intermediate=400, vocab=260, tied=True)
     write_family(tmp_path / "models", shape, 2)  # large enough for BLAS to split the work
-    weights = "adapter_model.safetensors"
-    made: dict[str, set[bytes]] = {"extract": set(), "merge": set()}
+    made: dict[str, set[bytes]] = {"expert-1": set(), "expert-2": set(), "merged": set()}
     for n_threads in ("1", "2", "4"):
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": n_threads, "MERGEPIPE_HOME": str(tmp_path / "home")}
-
-        def mergepipe_lora(*arguments: str, environment: dict[str, str] = environment) -> None:
-            command = [sys.executable, "-m", "mergepipe", "lora", *arguments]
-            subprocess.run(command, env=environment, check=True, capture_output=True, cwd=tmp_path)
-
-        extracted = [f"expert-{k}-{n_threads}" for k in (1, 2)]
-        for k, name in enumerate(extracted, 1):
-            mergepipe_lora("extract", "models/base", f"models/expert-{k}", "--rank", "100", "-o", name)
-        mergepipe_lora("merge", "expert-1-1", "expert-2-1", "--method", "svd", "--rank", "60", "-o", f"m-{n_threads}")
-        made["extract"].add((tmp_path / extracted[0] / weights).read_bytes())
-        made["merge"].add((tmp_path / f"m-{n_threads}" / weights).read_bytes())
-    assert {maker: len(contents) for maker, contents in made.items()} == {"extract": 1, "merge": 1}
+        command = [sys.executable, "-c", WITH_BLAS_THREADS, n_threads]
+        subprocess.run(command, env=environment, check=True, capture_output=True, cwd=tmp_path)
+        for name, contents in made.items():
+            contents.add((tmp_path / f"{name}-{n_threads}" / "adapter_model.safetensors").read_bytes())
+    assert {name: len(contents) for name, contents in made.items()} == {"expert-1": 1, "expert-2": 1, "merged": 1}

@@ -15,7 +15,7 @@ from mergepipe.storage import location
 from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, WEB_SCHEMES
 from mergepipe.storage.output_places import ANYWHERE
 from mergepipe.storage.stores import OPENERS
-from support.bucket_outputs import names_below, objects_below
+from support.bucket_outputs import objects_below
 from support.command_line import command_names
 from support.hub_cache_files import write_hub_cache
 from support.model_folders import recipe_of
@@ -222,7 +222,7 @@ def state_of(models: PlacedModels) -> object:
     """What lies on all servers."""
     hub = models.hub
     commits = {model: hub.n_commits(model) for model in hub.models}
-    return names_below("s3://bucket"), commits
+    return models.bucket.keys("bucket"), commits
 
 
 def test_table__has_a_row_for_every_verb() -> None:

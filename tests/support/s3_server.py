@@ -52,6 +52,13 @@ class S3Server:
         assert answer.status == 200, (answer.status, content)
         return content
 
+    def keys(self, bucket: str) -> list[str]:
+        """The keys of all objects of a bucket, looked up in this process: moto takes long to list many."""
+        from moto.core import DEFAULT_ACCOUNT_ID
+        from moto.s3.models import s3_backends
+
+        return sorted(s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets[bucket].keys)
+
     def put(self, bucket: str, files: Mapping[str, bytes]) -> None:
         """Store objects by their keys, or other versions of them."""
         import obstore
