@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.directory import MAX_PROBLEMS, open_checkpoint
+from mergepipe.checkpoints.directory import MAX_PROBLEMS
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError
 from mergepipe.storage.contract import WEIGHT_INDEX_BYTES
-from mergepipe.storage.location import Location
+from support.local_models import open_local
 from support.refusals import refusal, refuses
 from support.safetensors_bytes import file_bytes, honest_file
 from support.stores import MetadataStore
@@ -41,7 +41,7 @@ def write_index(root: Path, weight_map: object) -> None:
 
 
 def refused(root: Path, error: type[MergePipeError] = CorruptError) -> MergePipeError:
-    return refusal(lambda: open_checkpoint(MetadataStore(), Location.local(root)), error)
+    return refusal(lambda: open_local(root, MetadataStore()), error)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_open_checkpoint__an_index_over_the_cap_is_not_read(root: Path) -> None:
         file.truncate(WEIGHT_INDEX_BYTES + 1)
     store = MetadataStore()
     with refuses(CorruptError, "storage.too-large"):
-        open_checkpoint(store, Location.local(root))
+        open_local(root, store)
     assert store.reads == []
 
 
@@ -255,7 +255,7 @@ JSON = st.recursive(
 def test_open_checkpoint__any_weight_map_opens_soundly_or_is_refused(root: Path, weight_map: object) -> None:
     write_index(root, weight_map)
     try:
-        tensors = open_checkpoint(MetadataStore(), Location.local(root)).tensors
+        tensors = open_local(root, MetadataStore()).tensors
     except MergePipeError:
         return
     assert {name: tensor.stored[0].file.name for name, tensor in tensors.items()} == weight_map

@@ -10,8 +10,8 @@ import pytest
 from odd_models import CHANGES, FILES, ODD, RECIPES, odd_content, write_models
 
 from mergepipe.cli import main
-from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.contract import SIDECARS_BYTES, TOKENIZER_BYTES
+from support.public_names import MANIFEST_NAME
 
 GIB = 1 << 30
 MOST_BYTES = 1 << 20  # no other file of these models has a tenth of it

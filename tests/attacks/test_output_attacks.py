@@ -27,11 +27,12 @@ from mergepipe.snapshots.parts_places import FolderParts, parts_directory
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import output, owned
 from mergepipe.storage.ledger import Usage
-from mergepipe.storage.owners import OWNER_NAME, write_owner
+from mergepipe.storage.owners import write_owner
 from support.disk_families import tree_digest, weights_digest
 from support.families import TINY, write_family
 from support.faults import replaced, system_error
 from support.model_folders import recipe_of
+from support.public_names import OWNER_NAME
 from support.refusals import refusal
 
 MODELS = {"family/expert-1": {"weight": 0.6}, "family/expert-2": {"weight": 0.4}}

@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints import inert_pickle, name_patterns
 from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.stored_adapters import AdapterConfig, read_adapter_config
-from mergepipe.checkpoints.torch_file import read_torch_zip, walk_tensors
+from mergepipe.checkpoints.torch_file import walk_tensors
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.runs.inputs import open_model
 from mergepipe.storage.contract import ADAPTER_CONFIG_BYTES
 from mergepipe.storage.location import Location
+from support.local_models import torch_archive
 from support.named_models import named
 from support.refusals import refusal, refuses
 from support.safetensors_bytes import file_bytes, record
@@ -281,7 +282,7 @@ def test_walk_tensors__survives_levels_beyond_the_limit_of_recursion_and_a_cycle
 def refused(tmp_path: Path, content: bytes) -> MergePipeError:
     path = tmp_path / "file.pt"
     path.write_bytes(content)
-    error = refusal(lambda: read_torch_zip(MetadataStore(), Location.local(path)).tensors())
+    error = refusal(lambda: torch_archive(path).tensors())
     assert isinstance(error, CorruptError | UnsupportedError)
     return error
 

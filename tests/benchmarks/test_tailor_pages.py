@@ -21,7 +21,7 @@ from benchmarks.tailor_tree import checkpoint_name, scaled_shapes, write_checkpo
 
 from benchmarks import partial_saving, tailor_resuming
 from mergepipe.tailor import api
-from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
+from support.public_names import ZERO_FORMAT
 
 SETTING = asdict(Setting(at=20, every=2, after=20, rate=2e-5, schedule="linear"))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 import mergepipe
+from mergepipe import Plan
 from mergepipe.errors import LimitError
-from mergepipe.planning.plan import Plan
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, forget_statistics, make_budget_models
 from support.disk_families import DiskFamily, write_family, write_recipe
 from support.oracle import CASES as CASES

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mergepipe
+from mergepipe import Plan
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.planned_access import FREE, OMITTED, level_of_blocks
-from mergepipe.planning.plan import Plan
 from support.budgets import GRAIN, planned_tensor
 from support.disk_families import Model, read_snapshot, weights_digest, write_single
 from support.slow_cases import slow_unless

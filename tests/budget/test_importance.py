@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 import mergepipe
+from mergepipe import Plan
 from mergepipe.core.blocks import F32
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
 from mergepipe.options import PlanOptions
-from mergepipe.planning.plan import Plan, parse_plan
+from mergepipe.planning.plan import parse_plan
 from support.budgets import GRAIN, TensorPlanOf
 from support.training_trees import known_states, write_dcp, write_hf, write_zero12
 

@@ -13,7 +13,7 @@ from budget_cases import Setting
 from safetensors.numpy import load_file
 
 import mergepipe
-from mergepipe.planning.plan import Plan
+from mergepipe import Plan
 from support.budgets import AWKWARD, make_budget_models
 from support.disk_families import read_snapshot, weights_digest, write_family
 from support.model_folders import recipe_of, write_model

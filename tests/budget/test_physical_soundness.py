@@ -18,15 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracing import PAGE_BYTES, STRACE, TracedRun, TracedServer, traced_server
 
-from mergepipe import analyze, pack
+from mergepipe import Plan, analyze, pack
 from mergepipe.core.blocks import BF16
-from mergepipe.deltastore.index import HEADER_NAME, INDEX_NAME
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
-from mergepipe.planning.plan import Plan
 from mergepipe.storage.local import resident_fraction
-from mergepipe.storage.owners import LOG_NAME, OWNER_NAME
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, make_budget_models, smallest_memory, tensor_plans
 from support.disk_families import DiskFamily, write_recipe, write_sharded
+from support.public_names import HEADER_NAME, INDEX_NAME, LOG_NAME, OWNER_NAME
 from support.slow_cases import slow_unless
 
 EVERY_POLICY = (*POLICIES, "sample")
@@ -272,9 +270,9 @@ def check_random_merge(server: TracedServer, data: st.DataObject) -> None:
         fault_at = draw(st.one_of(st.none(), st.none(), st.integers(0, 12)))
         traced = Tracer(server, setting).run(plan, memory_bytes=memory, cold=draw(st.booleans()), fault_at=fault_at)
         assert traced.answer["error"] in ((None, "storage.io") if traced.answer["fired"] else (None,))
+
+
 @pytest.mark.thorough
-
-
 @given(data=st.data())
 @settings(max_examples=6)
 def test_budgeted_merge__of_any_family_is_sound(server: TracedServer, data: st.DataObject) -> None:

@@ -13,7 +13,7 @@ import pytest
 from budget_cases import CASES, POLICIES, Setting, make_setting
 
 import mergepipe
-from mergepipe.catalog.catalog import Catalog
+from mergepipe import Catalog
 from mergepipe.core.blocks import F32
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.options import MergeOptions, RunOptions

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 import mergepipe
+from mergepipe import Plan
 from mergepipe.core.blocks import BF16, F32, DType
 from mergepipe.errors import LimitError, UnsupportedError
-from mergepipe.planning.plan import Plan, PlannedTensor, parse_plan
+from mergepipe.planning.plan import PlannedTensor, parse_plan
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, as_float32, planned_tensor, smallest_memory
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
 from support.model_folders import recipe_of, write_model
@@ -89,8 +90,8 @@ def test_sample__of_a_larger_budget_holds_that_of_a_smaller_one(tmp_path: Path, 
     assert all(drawn_B.all() for drawn_B in smaller.values())
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.thorough
+@pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 def test_sample__is_the_base_plus_the_scaled_delta_of_the_full_merge(tmp_path: Path, name: str, dtype: DType) -> None:
     plans = tuple(replace(plan, base_dtype=dtype, expert_dtypes=(dtype,)) for plan in WIDE)

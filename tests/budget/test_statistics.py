@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import mergepipe
-from mergepipe.catalog.catalog import Catalog
+from mergepipe import Catalog
 from mergepipe.catalog.statistics_file import statistics_folder
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.engine.pipeline import Pipeline

@@ -12,9 +12,10 @@ import numpy as np
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointFile, TensorEntry
 from mergepipe.core.blocks import BF16, BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, Cut, TensorStatistics
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Coverage, InputRecord, Manifest, RealizedBytes
+from mergepipe.snapshots.manifest import Coverage, InputRecord, Manifest, RealizedBytes
 from mergepipe.storage.contract import Digested, FileId, version_of
 from mergepipe.storage.location import Location
+from support.public_names import MANIFEST_NAME
 
 WEIGHTS_NAME = "model.safetensors"
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)

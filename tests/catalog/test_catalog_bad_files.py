@@ -15,7 +15,8 @@ from catalog_cases import NOON, make_checkpoint, make_manifest, publish
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.catalog.catalog import Catalog, is_catalog_error, rebuild
+from mergepipe import Catalog
+from mergepipe.catalog.catalog import is_catalog_error, rebuild
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.errors import CorruptError, MergePipeError, Problem, StorageError
 from mergepipe.storage.contract import CATALOG_RECORD_BYTES

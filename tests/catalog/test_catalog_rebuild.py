@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 from catalog_cases import NOON, make_checkpoint, make_manifest, publish
 
-from mergepipe.catalog.catalog import Catalog, rebuild
+from mergepipe import Catalog
+from mergepipe.catalog.catalog import rebuild
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.cli.printing import report_text
 from mergepipe.errors import NotFoundError
-from mergepipe.snapshots.manifest import COMPOSITE_FORMAT, MANIFEST_NAME
+from mergepipe.snapshots.manifest import COMPOSITE_FORMAT
+from support.public_names import MANIFEST_NAME
 from support.refusals import refuses
 
 

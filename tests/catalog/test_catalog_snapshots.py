@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, publish, reopened, rewrite
 
-from mergepipe.catalog.catalog import Catalog
+from mergepipe import Catalog
 from mergepipe.catalog.snapshots import LineageNode, SnapshotRow, containing
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.checkpoints.contract import Checkpoint

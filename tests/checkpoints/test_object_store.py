@@ -26,6 +26,7 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES
+from support.local_models import open_local
 from support.refusals import refuses
 from support.safetensors_bytes import file_bytes, record
 from support.stores import InMemoryStore, StoreRequest
@@ -76,14 +77,14 @@ def test_open_checkpoint__finds_the_same_in_an_object_store(tmp_path: Path) -> N
 
 def test_open_checkpoint__touches_nothing_but_its_store(tmp_path: Path) -> None:
     store = in_memory(tmp_path / "nowhere")
-    assert set(open_checkpoint(store, Location.local(tmp_path / "nowhere")).tensors) == {"a", "b"}
+    assert set(open_local(tmp_path / "nowhere", store).tensors) == {"a", "b"}
     with pytest.raises(NotFoundError):
-        open_checkpoint(store, Location.local(tmp_path))
+        open_local(tmp_path, store)
 
 
 def test_open_files__another_version_is_refused(tmp_path: Path) -> None:
     store = in_memory(tmp_path)
-    checkpoint = open_checkpoint(store, Location.local(tmp_path))
+    checkpoint = open_local(tmp_path, store)
     check_unchanged(store, (checkpoint,))
     store.put(Location.local(tmp_path / SHARDS[1]), FILES[SHARDS[1]])
     for look in (lambda: check_unchanged(store, (checkpoint,)), lambda: identified(store, checkpoint)):
@@ -93,7 +94,7 @@ def test_open_files__another_version_is_refused(tmp_path: Path) -> None:
 
 def test_content_id__refuses_an_object_that_is_shorter_than_its_header_says(tmp_path: Path) -> None:
     store = in_memory(tmp_path)
-    checkpoint = open_checkpoint(store, Location.local(tmp_path))
+    checkpoint = open_local(tmp_path, store)
     store.put(Location.local(tmp_path / SHARDS[0]), FILES[SHARDS[0]][:2000])
     paths = {Location.local(tmp_path / shard) for shard in SHARDS}
     with open_files(store, paths) as files, refuses(CorruptError, "storage.shrunk"):
@@ -109,7 +110,7 @@ def test_open_checkpoint__reports_what_the_store_reports(tmp_path: Path) -> None
 
     store.script = refuse_headers
     with pytest.raises(StorageError, match="the network is gone"):
-        open_checkpoint(store, Location.local(tmp_path))
+        open_local(tmp_path, store)
 
 
 FLOATS = st.sampled_from([F32, BF16])

@@ -13,12 +13,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from test_start_up import LOADED
 
-from mergepipe.cli.printing import REPORT_FORMAT
 from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.planning.plan import parse_plan
 from support.bucket_outputs import files_below
 from support.command_line import Runner, Workplace, file_bytes, finish, make_workplace, start_python
 from support.model_folders import recipe_of
+from support.public_names import REPORT_FORMAT
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3
 
 

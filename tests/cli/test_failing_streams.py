@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from mergepipe import errors
-from mergepipe.catalog.catalog import Catalog
+from mergepipe import Catalog, errors
 from mergepipe.cli import main
 from mergepipe.cli.guard import failure_of
 from mergepipe.errors import MergePipeError, Problem
@@ -97,8 +96,8 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
     return fail
 
-@pytest.mark.thorough
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("error", "exit_code", "said"),
     [

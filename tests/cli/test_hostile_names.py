@@ -15,12 +15,12 @@ import yaml
 
 from mergepipe import cli
 from mergepipe.cli.pages import sweep_page
-from mergepipe.cli.printing import REPORT_FORMAT
 from mergepipe.planning.plan import PLAN_FORMAT
 from mergepipe.reports import SweepPoint, SweepReport
 from mergepipe.storage.location import Location
 from support.command_line import Ran, run_command
 from support.model_folders import recipe_of, write_model
+from support.public_names import REPORT_FORMAT
 
 CLI = Path(cli.__file__).parent
 NASTY = "\u202ex\u2028y\x1b[31mz\nINJECTED|`<b>&\x85[bold]\u2066"

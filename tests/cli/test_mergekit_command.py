@@ -10,8 +10,8 @@ import pytest
 from mergepipe.cli import main, mergekit_main
 from mergepipe.cli.mergekit import build_command, shard_bytes_of
 from mergepipe.errors import RecipeError
-from mergepipe.runs.small_files import MERGEKIT_CONFIG_NAME
 from support.command_line import Runner, Workplace
+from support.public_names import MERGEKIT_CONFIG_NAME
 
 FLAGS_OF_MERGEKIT = [
     "--allow-crimes", "--no-allow-crimes", "--unsafe-truncate-embeddings", "--no-unsafe-truncate-embeddings",

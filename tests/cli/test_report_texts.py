@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from mergepipe.catalog.snapshots import LineageNode
 from mergepipe.cli.commands.snapshots import lineage_tree
 from mergepipe.cli.printing import (
-    REPORT_FORMAT,
     coloured_failure,
     coloured_report,
     columns_text,
@@ -44,6 +43,7 @@ from mergepipe.reports import (
     grouped_choices,
 )
 from mergepipe.storage.location import Location
+from support.public_names import REPORT_FORMAT
 
 MERGED = MergeReport(
     out=Path("/models/merged"),

@@ -15,6 +15,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe import Plan
 from mergepipe.catalog.snapshots import CatalogStats, RebuildReport
 from mergepipe.core.display import (
     Displayed,
@@ -34,7 +35,6 @@ from mergepipe.core.display import (
 )
 from mergepipe.core.display import yaml_scalar as scalar
 from mergepipe.errors import OutputError
-from mergepipe.planning.plan import Plan
 from mergepipe.reports import Explanation, MergeReport, SweepReport
 from support.source_code import trees_with
 

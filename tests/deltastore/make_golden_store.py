@@ -13,7 +13,8 @@ import numpy as np
 import mergepipe
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
 from mergepipe.core.strict_json import digest_of
-from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME
+from mergepipe.deltastore.index import HEADER_FORMAT
+from support.public_names import HEADER_NAME
 from support.rounding import encode
 from support.safetensors_bytes import file_bytes
 

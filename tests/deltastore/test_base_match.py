@@ -11,14 +11,13 @@ from packing_cases import PackFamily, content_of, halves, make_family, write_mod
 
 import mergepipe
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.deltastore.job import match_base
 from mergepipe.errors import MismatchError, RecipeError
 from mergepipe.reports import Progress
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
 from support.bucket_outputs import files_below
+from support.local_models import open_local
 from support.model_folders import write_model as write_tensors
 from support.refusals import refuses
 
@@ -39,7 +38,7 @@ def chosen_bases(report: mergepipe.PackReport) -> list[Path]:
 
 
 def opened(store: LocalStore, *paths: Path) -> list[Checkpoint]:
-    return [open_checkpoint(store, Location.local(path)) for path in paths]
+    return [open_local(path, store) for path in paths]
 
 
 def test_match__finds_the_nearest_candidate_from_few_bytes(family: PackFamily) -> None:

@@ -13,10 +13,10 @@ from packing_cases import SHAPES, PackFamily, halves, relabel, write_model
 
 import mergepipe
 from mergepipe.deltastore import checkpoint, job
-from mergepipe.deltastore.index import HEADER_NAME
 from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from support.bucket_outputs import files_below
 from support.model_folders import recipe_of
+from support.public_names import HEADER_NAME
 from support.refusals import refuses
 
 N_STEPS = 5

@@ -17,20 +17,10 @@ from packing_cases import content_of, halves, relabel
 
 from mergepipe import pack, unpack, verify
 from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, LeveledTensor
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F32, Span
 from mergepipe.deltastore.checkpoint import open_store, read_header
-from mergepipe.deltastore.index import (
-    HEADER_NAME,
-    HEADERS_NAME,
-    INDEX_NAME,
-    OWN_NAMES,
-    PIECE_NAMES,
-    ROW,
-    ROW_BYTES,
-    index_digest,
-)
+from mergepipe.deltastore.index import HEADERS_NAME, OWN_NAMES, PIECE_NAMES, ROW, ROW_BYTES, index_digest
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Codec, Level, Piece
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
@@ -39,6 +29,8 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.bucket_outputs import files_below
 from support.disk_families import make_models, write_single
+from support.local_models import open_local
+from support.public_names import HEADER_NAME, INDEX_NAME
 from support.refusals import refuses
 
 if sys.version_info >= (3, 14):
@@ -93,7 +85,7 @@ def odd(tmp_path: Path) -> Packed:
 
 def opened(packed: Packed, store: LocalStore | None = None) -> Checkpoint:
     store = store or LocalStore()
-    return open_store(store, Location.local(packed.store), open_checkpoint(store, Location.local(packed.base)))
+    return open_store(store, Location.local(packed.store), open_local(packed.base, store))
 
 
 def big_tensor(packed: Packed, store: LocalStore | None = None) -> PackedTensor:
@@ -140,7 +132,7 @@ def test_pack__refuses_links_to_directories_which_it_would_lose(odd: Packed, tmp
 
 
 def test_open_store__has_the_experts_tensors_in_order(odd: Packed) -> None:
-    expert, found = open_checkpoint(LocalStore(), Location.local(odd.expert)), opened(odd)
+    expert, found = open_local(odd.expert), opened(odd)
     assert list(found.tensors) == list(expert.tensors)
     assert found.sidecars == expert.sidecars
     for name, entry in expert.tensors.items():

@@ -24,7 +24,7 @@ import mergepipe
 from mergepipe import pack
 from mergepipe.checkpoints.contract import range_cost_bytes
 from mergepipe.core.blocks import BF16
-from mergepipe.deltastore.index import HEADER_NAME, PIECE_NAMES
+from mergepipe.deltastore.index import PIECE_NAMES
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import ConflictError, CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
@@ -32,12 +32,14 @@ from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.problem import sufficient_levels
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.runs.inputs import open_inputs, open_path
+from mergepipe.runs.inputs import open_path
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.budgets import smallest_memory
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family, write_recipe
+from support.local_models import open_recipe
 from support.oracle import MergeCase
+from support.public_names import HEADER_NAME
 from support.recorded_statistics import statistics_on_record
 from support.refusals import refuses
 from support.rounding import decode, encode
@@ -106,9 +108,9 @@ def merged(family: DiskFamily, case: MergeCase, folder: Path, **options: Any) ->
     return weights_digest(folder / "out")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_merge__of_packed_experts_gives_the_bytes_of_the_originals(pair: Pair, folder: Path, name: str) -> None:
-@pytest.mark.thorough
     assert merged(pair.packed, CASES[name], folder) == merged(pair.raw, CASES[name], folder)
 
 
@@ -183,7 +185,7 @@ def test_plan__of_a_tensor_far_above_the_memory_cap_keeps_the_process_small(fold
 def test_merge__in_full_reads_what_the_stores_hold(pair: Pair, folder: Path) -> None:
     recipe = write_recipe(folder / "recipe.yml", CASES["task_arithmetic"], pair.packed)
     report = mergepipe.merge(recipe, folder / "out", catalog=False, memory_bytes=LARGE)
-    inputs = open_inputs(Location.local(recipe), LocalStore())
+    inputs = open_recipe(recipe)
     used = [source for task in inputs.resolution.tasks for source in task.experts]
     exact = sum(entry.nbytes for source in used for entry in source.stored)
     assert exact <= sum(file.stat().st_size for place in pair.packed.places[1:] for file in place.glob("*.bin"))
@@ -200,7 +202,7 @@ def head_bytes(store: Path) -> int:
 def test_merge__of_the_largest_deltas_reads_nothing_else(pair: Pair, folder: Path) -> None:
     recipe = write_recipe(folder / "recipe.yml", CASES["ties"], pair.packed)
     report = mergepipe.merge(recipe, folder / "out", catalog=False, memory_bytes=LARGE)
-    tensor = open_inputs(Location.local(recipe), LocalStore()).checkpoints[1].tensors[WIDE]
+    tensor = open_recipe(recipe).checkpoints[1].tensors[WIDE]
     assert isinstance(tensor, PackedTensor)
     assert tensor.at_level(Level.HEAD).nbytes < 0.7 * tensor.nbytes
     pages = 4096 * 2 * 3 * 3 * len(pair.raw.models[0])
@@ -217,7 +219,7 @@ def levels_of(operator: str, task: MergeTask, density: float, **shared: bool | f
 
 def test_sufficient_levels__are_below_the_last_only_where_nothing_else_matters(pair: Pair, folder: Path) -> None:
     recipe = write_recipe(folder / "recipe.yml", CASES["ties"], pair.packed)
-    tasks = {task.name: task for task in open_inputs(Location.local(recipe), LocalStore()).resolution.tasks}
+    tasks = {task.name: task for task in open_recipe(recipe).resolution.tasks}
     wide = tasks[WIDE]
     tensor = wide.experts[0]
     assert isinstance(tensor, PackedTensor)

@@ -17,10 +17,9 @@ from packing_cases import PackFamily, make_family
 import mergepipe
 from mergepipe.checkpoints.content_id import PassingContentId, content_id, samples
 from mergepipe.checkpoints.contract import TensorEntry, files_of
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.deltastore.checkpoint import read_store
-from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME
+from mergepipe.deltastore.index import HEADER_FORMAT
 from mergepipe.errors import OutputError
 from mergepipe.runs.inputs import open_path
 from mergepipe.storage.contract import version_of
@@ -28,6 +27,8 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.bucket_outputs import files_below
 from support.disk_families import weights_digest
+from support.local_models import open_local
+from support.public_names import HEADER_NAME
 from support.refusals import refuses
 
 Edit = Callable[[Path], Path]
@@ -119,7 +120,7 @@ def stores(packed: PackFamily) -> list[Path]:
 
 def id_of(path: Path) -> str:
     store = LocalStore()
-    checkpoint = open_checkpoint(store, Location.local(path))
+    checkpoint = open_local(path, store)
     with open_files(store, files_of(checkpoint.tensors.values())) as files:
         return content_id(checkpoint, files)
 
@@ -128,15 +129,13 @@ def test_pack__keeps_the_content_id_of_the_original(packed: PackFamily) -> None:
     for store, expert in zip(stores(packed), packed.experts, strict=True):
         header = HEADER_FORMAT.parse((store / HEADER_NAME).read_bytes(), Location.local(store))
         assert header.content_id == id_of(expert)
-        opened = open_path(
-            LocalStore(), Location.local(store), open_checkpoint(LocalStore(), Location.local(packed.base))
-        )
+        opened = open_path(LocalStore(), Location.local(store), open_local(packed.base))
         assert list(samples(opened)) == []
 
 
 @given(data=st.data())
 def test_passing_content_id__does_not_depend_on_how_bytes_pass_by(packed: PackFamily, data: st.DataObject) -> None:
-    expert = open_checkpoint(LocalStore(), Location.local(packed.experts[0]))
+    expert = open_local(packed.experts[0])
     passing = PassingContentId(expert)
     shown = data.draw(st.permutations(list(expert.tensors.values())))
     for entry in shown[: data.draw(st.integers(0, len(shown)))]:

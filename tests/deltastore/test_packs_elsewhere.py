@@ -12,17 +12,16 @@ import pytest
 from packing_cases import make_family, write_model
 
 import mergepipe
-from mergepipe.deltastore.index import HEADER_FORMAT, HEADER_NAME, INDEX_NAME, PIECE_NAMES, StoreIndex
+from mergepipe import Plan
+from mergepipe.deltastore.index import HEADER_FORMAT, PIECE_NAMES, StoreIndex
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
 from mergepipe.errors import MergePipeError, NotFoundError, OutputError, StorageError
-from mergepipe.planning.plan import Plan
 from mergepipe.reports import PackReport
-from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote.objects import BucketFolder
 from support.bucket_outputs import (
     Killed,
     Requests,
+    bucket_folder,
     bucket_server,
     files_below,
     new_prefix,
@@ -31,6 +30,7 @@ from support.bucket_outputs import (
 )
 from support.fault_server import BucketServer
 from support.model_folders import recipe_of
+from support.public_names import HEADER_NAME, INDEX_NAME, MANIFEST_NAME
 from support.refusals import refuses
 from support.remote_stores import set_environment
 from support.s3_server import S3Server
@@ -141,7 +141,7 @@ def test_pack__whose_upload_failed_is_not_packed_again(family: Path, out: str, m
 
 
 def test_pack__never_writes_among_objects_of_others(family: Path, out: str) -> None:
-    BucketFolder(Location.parse(f"{out}/expert-2")).create("theirs.txt", b"theirs")
+    bucket_folder(f"{out}/expert-2").create("theirs.txt", b"theirs")
     with refuses(OutputError, "output.not-ours"):
         pack(family, out)
     assert objects_below(f"{out}/expert-2") == {"theirs.txt": b"theirs"}

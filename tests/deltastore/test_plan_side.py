@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import mergepipe
-from mergepipe import pack
+from mergepipe import Plan, pack
 from mergepipe.core.blocks import BF16
-from mergepipe.deltastore.index import INDEX_NAME
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions
-from mergepipe.planning.plan import NOTHING_READ, Plan
+from mergepipe.planning.plan import NOTHING_READ
 from mergepipe.storage.ledger import Ledger, Purpose
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
 from support.oracle import MergeCase
+from support.public_names import INDEX_NAME
 from support.rounding import decode, encode
 
 CASES = {

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import mergepipe
-from mergepipe import pack
+from mergepipe import Plan, pack
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Level
 from mergepipe.engine.planned_access import level_of_blocks
 from mergepipe.options import PlanOptions
 from mergepipe.planning.budget import Policy
-from mergepipe.planning.plan import ALL, Plan, parse_plan
+from mergepipe.planning.plan import ALL, parse_plan
 from mergepipe.planning.problem import Ladder, ladder_steps
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
 from support.model_folders import recipe_of, write_adapter

@@ -16,9 +16,6 @@ from mergepipe.engine.segments import choose_buffer_sizes
 from mergepipe.engine.work import plan_output
 from mergepipe.errors import LimitError
 from mergepipe.reports import MergeReport
-from mergepipe.runs.inputs import open_inputs
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES
 from support.disk_families import (
     DiskFamily,
@@ -34,6 +31,7 @@ from support.disk_families import (
     write_single,
     wrong_elements,
 )
+from support.local_models import open_recipe
 from support.oracle import CASES as USUAL_CASES
 from support.oracle import DENSITIES, WEIGHTS, MergeCase
 from support.refusals import refuses
@@ -56,7 +54,7 @@ def family_for(case: MergeCase, folder: Path, layout: int = 0) -> DiskFamily:
 
 def smallest_memory(recipe: Path) -> int:
     """The least `memory_bytes` with which this merge runs when it gathers no statistics."""
-    tasks = plan_output(open_inputs(Location.local(recipe), LocalStore()).resolution.tasks, 1 << 40).tasks
+    tasks = plan_output(open_recipe(recipe).resolution.tasks, 1 << 40).tasks
     low, high = 0, 1 << 30
     while high - low > 1:
         middle = (low + high) // 2
@@ -66,9 +64,9 @@ def smallest_memory(recipe: Path) -> int:
         except LimitError:
             low = middle
     return high + CHUNK_BYTES
+
+
 @pytest.mark.thorough
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("out_dtype", "catalog"), [(None, False), ("bfloat16", True)])
 def test_merge__agrees_with_the_oracle(tmp_path: Path, name: str, out_dtype: str | None, catalog: bool) -> None:
@@ -81,9 +79,9 @@ def test_merge__agrees_with_the_oracle(tmp_path: Path, name: str, out_dtype: str
     assert tree_digest(*family.places) == before
     assert (report.merged_tensors, report.copied_tensors) == (11, 3)
     assert report.analysis_bytes == 0 or case.is_random
+
+
 @pytest.mark.thorough
-
-
 @pytest.mark.parametrize("name", ["ties", "slerp", "dare_ties", "linear"])
 @pytest.mark.parametrize("threads", [1, 5])
 def test_merge__in_the_smallest_memory_is_right_too(tmp_path: Path, name: str, threads: int) -> None:

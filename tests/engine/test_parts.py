@@ -17,11 +17,10 @@ from mergepipe.engine.observer import Observer
 from mergepipe.engine.output_parts import split, split_sizes
 from mergepipe.engine.work import EngineOptions, plan_output
 from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import open_inputs
 from mergepipe.runs.work import merge_work
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
 from support.disk_families import make_models, write_family
+from support.local_models import open_recipe
 
 
 def test_make_part__reports_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +29,7 @@ def test_make_part__reports_while_it_writes(tmp_path: Path, monkeypatch: pytest.
     models = [{"model": expert, "parameters": {"weight": 0.4}} for expert in experts]
     recipe, out, store = tmp_path / "recipe.yml", tmp_path / "out", LocalStore()
     recipe.write_text(yaml.safe_dump({"merge_method": "linear", "base_model": base, "models": models}))
-    inputs = open_inputs(Location.local(recipe), store)
+    inputs = open_recipe(recipe, store)
     output = plan_output(inputs.resolution.tasks, 30_000)
     work, part = merge_work(inputs, output, None, 5, store, CatalogLink(None)), split(output, 2)[1]
     reports: list[set[str]] = []

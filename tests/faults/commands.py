@@ -18,19 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mergepipe
-from mergepipe import tailor
+from mergepipe import Plan, tailor
 from mergepipe.errors import OutputError
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
-from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PackReport, PartReport
 from mergepipe.runs import progress
 from mergepipe.snapshots import work_log
-from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.tailor.composition import CompositionReport
 from support.bucket_outputs import files_below
 from support.coded_weights import COLUMNS, ROWS, SCHEMES
 from support.families import TINY, write_family
 from support.model_folders import recipe_of, write_adapter, write_model
+from support.public_names import MANIFEST_NAME
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_hf, write_zero12
 
 SHARD_BYTES = 30_000

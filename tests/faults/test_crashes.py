@@ -31,11 +31,11 @@ from mergepipe.errors import NotFoundError
 from mergepipe.options import OutputOptions
 from mergepipe.runs import parts as worker_module
 from mergepipe.snapshots import work_log
-from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.snapshots.work_log import merge_state, read_work_log
 from support.bucket_outputs import Killed, files_below, new_prefix, objects_below, watch_buckets
 from support.crashes import Death, count_operations, run_killed
+from support.public_names import MANIFEST_NAME
 from support.refusals import refuses
 from support.s3_server import S3Server
 from support.slow_cases import slow_unless

@@ -19,20 +19,18 @@ from commands import SHARD_BYTES, Command, is_resumed, merge_command, recording_
 
 import mergepipe
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, StorageError
-from mergepipe.jobs.snapshots import read_manifest_value
 from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport, Progress
 from mergepipe.runs import progress
 from mergepipe.snapshots import shards, staging
-from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
+from mergepipe.snapshots.staging import staging_directory
 from mergepipe.snapshots.work_log import MergeState, WorkLog, merge_state, read_work_log, usage_of
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
-from mergepipe.storage.owners import LOG_NAME, OWNER_NAME
 from support.crashes import Death, count_operations, run_forked, run_killed
 from support.disk_families import write_single
 from support.faults import Fault, replaced, system_error
+from support.local_models import manifest_of
+from support.public_names import CONTENT_NAME, LOG_NAME, OWNER_NAME
 from support.refusals import refuses
 from support.slow_cases import slow_unless
 
@@ -215,9 +213,9 @@ def noted(job: Command, total: mmap.mmap) -> None:
 def requested(total: mmap.mmap) -> int:
     """Bytes asked of experts, in all processes."""
     return int(struct.unpack("<Q", total[:8])[0])
+
+
 @pytest.mark.thorough
-
-
 @pytest.mark.parametrize(("budget", "step"), TWO_DEATHS)
 def test_merge__killed_twice_under_a_budget_is_finished_and_tells_what_was_read_in_all(
     tmp_path: Path, budget: str, step: int
@@ -245,7 +243,7 @@ def test_merge__killed_twice_under_a_budget_is_finished_and_tells_what_was_read_
         assert all(after - before <= limit for before, after in pairwise(reads))
         endings.add(Ending(total[8]))
         job.check_whole()
-        manifest = read_manifest_value(LocalStore(), Location.local(job.out))
+        manifest = manifest_of(job.out)
         assert manifest.run.get("earlier_runs_expert_bytes", 0) == state.expert_bytes
         assert manifest.realized.expert + manifest.realized.analysis <= state.expert_bytes + limit
         if state.expert_bytes:
@@ -286,7 +284,7 @@ def test_merge__that_fails_twice_under_a_budget_tells_every_read(tmp_path: Path)
     assert any("started over" in notice for notice in report.notices)
     share = requested(total) / plan.budget_bytes
     assert f"{share:.2f} x the budget was read over 3 runs: what a crash lost was read again" in report.notices
-    facts = read_manifest_value(LocalStore(), Location.local(job.out)).run
+    facts = manifest_of(job.out).run
     assert (facts["earlier_runs"], facts["earlier_runs_expert_bytes"]) == (2, sums[1])
     assert not staging.exists()
 
@@ -367,4 +365,4 @@ def test_merge__unprepared_and_killed_is_resumed_with_the_plan_that_it_was_begun
 
 
 def plan_digest_of(out: Path) -> str | None:
-    return read_manifest_value(LocalStore(), Location.local(out)).plan_digest
+    return manifest_of(out).plan_digest

@@ -15,8 +15,8 @@ from mergepipe.deltastore.builder import StoreBuilder
 from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
 from mergepipe.errors import StorageError
 from mergepipe.reports import PackReport, Progress
-from mergepipe.storage.owners import LOG_NAME
 from support.bucket_outputs import files_below
+from support.public_names import LOG_NAME
 from support.safetensors_bytes import file_bytes
 
 SIZES = (5000, BLOCK_ELEMENTS + 100, 300, 2 * BLOCK_ELEMENTS)

@@ -11,9 +11,9 @@ import pytest
 from commands import Command, is_resumed, merge_command, recording_often
 
 from mergepipe.snapshots import work_log as work_log
-from mergepipe.snapshots.staging import CONTENT_NAME
 from support.bucket_outputs import files_below
 from support.power import Kind, Trace, Traced, leave, undurable
+from support.public_names import CONTENT_NAME
 
 DRAWN = 3  # random subsets beside the systematic ones, at every point
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mergepipe import load_file
 from mergepipe.catalog.statistics_file import (
     MAGIC,
     SEAL_BYTES,
@@ -25,7 +26,6 @@ from mergepipe.catalog.statistics_file import (
 )
 from mergepipe.checkpoints.adapters import open_adapter
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.sentencepiece import read_pieces
@@ -35,18 +35,14 @@ from mergepipe.checkpoints.vocabulary import read_vocabulary
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.deltastore.pieces import BANDED_DTYPES, Codec, Piece
 from mergepipe.errors import CorruptError
-from mergepipe.jobs.load import load_file
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.planning.plan import parse_plan
 from mergepipe.snapshots.manifest import parse_manifest
 from mergepipe.snapshots.shards import BlockTable, block_table_of
-from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.snapshots.work_log import LOG_FORMAT, WorkLog, merge_state, read_work_log
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.storage.owners import LOG_NAME
-from mergepipe.tailor.formats import open_training_checkpoint
 from mergepipe.tailor.formats.partial import PARTIAL_FORMAT
 from mergepipe.tailor.recipes import load_composition
 from mergepipe.tailor.saving.save_log import read_log
@@ -56,7 +52,9 @@ from support.coded_weights import model
 from support.fuzz_seals import seal_log
 from support.fuzz_stores import block_cases
 from support.fuzzing import Failure, Limits, Target, check_input, fuzz
+from support.local_models import open_local, open_recipe, open_training
 from support.mutations import Mutator, Shape
+from support.public_names import CONTENT_NAME, LOG_NAME
 from support.refusals import refuses
 from support.stores import InMemoryStore
 from support.torch_bytes import PickleWriter, torch_bytes
@@ -114,7 +112,7 @@ def weight_targets(folder: Path) -> tuple[Target, ...]:
     index_words = (b'"weight_map"', b'"../x"', *(f'"{p.name}"'.encode() for p in sharded.glob("*.safetensors")))
     return (
         Target("safetensors", in_memory(read_header, "x.safetensors"), header),
-        Target("index", on_disk(index, lambda: open_checkpoint(LocalStore(), Location.local(sharded))),
+        Target("index", on_disk(index, lambda: open_local(sharded)),
                Shape((index.read_bytes(),), words=index_words, is_json=True)),
         Target("pickle", lambda raw: load_inert(raw, "fuzzed"), pickle),
         Target("torch-pickle", in_memory(read_torch_weights, "x.bin"), zipped),
@@ -245,16 +243,15 @@ def _tokenizer(name: str, others: Mapping[str, bytes]) -> Read:
 
 def recipe_targets(folder: Path) -> tuple[Target, ...]:
     """Recipes of merges, as far as their resolution against real models, and adapters."""
-    from mergepipe.runs.inputs import open_inputs
 
     home = seeds.write_recipe_models(folder / "recipes")
     recipe, adapter = home / "recipe.yml", home / "lora"
-    base = open_checkpoint(LocalStore(), Location.local(home / "base"))
+    base = open_local(home / "base")
     written = Shape(seeds.RECIPES, split=seals.lines_of, words=seeds.RECIPE_WORDS)
     config = Shape(seeds.ADAPTER_CONFIGS, words=seeds.ADAPTER_WORDS, is_json=True)
     opened = on_disk(adapter / "adapter_config.json", lambda: open_adapter(LocalStore(), Location.local(adapter), base))
     trees = Shape(seeds.as_trees(seeds.RECIPES), words=seeds.RECIPE_WORDS, is_json=True)
-    read = on_disk(recipe, lambda: open_inputs(Location.local(recipe), LocalStore()))
+    read = on_disk(recipe, lambda: open_recipe(recipe))
     return (
         Target("recipe", read, written),
         Target("recipe-tree", read, trees),
@@ -295,7 +292,7 @@ def _training(name: str, folder: Path, file: str) -> Target:
     if raw[:2] == b"PK":
         pickled, wrap = seeds.pickle_in(raw)
         shape = Shape((pickled,), wrap, seals.instructions_of)
-    return Target(name, on_disk(path, lambda: open_training_checkpoint(LocalStore(), Location.local(folder))), shape)
+    return Target(name, on_disk(path, lambda: open_training(folder)), shape)
 
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -323,10 +320,10 @@ def test_targets__are_those_of_these_tests(targets: dict[str, Target]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_target__reads_what_its_inputs_begin_from(targets: dict[str, Target], name: str) -> None:
     shape = targets[name].shape
-@pytest.mark.thorough
     assert [check_input(targets[name], shape.seal(seed)) for seed in shape.seeds] == [""] * len(shape.seeds)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_target__answers_damage_with_typed_errors_only(targets: dict[str, Target], name: str, tmp_path: Path) -> None:
     seed = int(os.environ.get("MERGEPIPE_FUZZ_SEED", "0"))

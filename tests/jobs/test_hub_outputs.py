@@ -20,13 +20,13 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import MergePipeError, NotFoundError, OutputError, StorageError
 from mergepipe.options import MergeOptions, OutputOptions
-from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.staging import SPARE_BYTES
 from support.bucket_outputs import check_published, files_below
 from support.families import FamilyShape, write_family
 from support.fault_server import Answer, Request
 from support.hub_server import HubServer, written_hub
 from support.model_folders import recipe_of
+from support.public_names import MANIFEST_NAME
 from support.refusals import refuses
 from support.training_trees import decoder_shapes, known_states, write_hf
 

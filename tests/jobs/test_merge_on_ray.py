@@ -26,11 +26,12 @@ from mergepipe.jobs import merge_on_ray
 from mergepipe.jobs.merge_on_ray import PartTask, RayCluster, make_part_of_plan, task_shape
 from mergepipe.options import OutputOptions
 from mergepipe.reports import Progress
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from mergepipe.snapshots.manifest import Manifest, parse_manifest
 from support.bucket_outputs import new_prefix, objects_below
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family
 from support.families import FamilyShape
 from support.families import write_family as write_large_family
+from support.public_names import MANIFEST_NAME
 from support.ray_merges import merge_options, write_recipe
 from support.refusals import refuses
 from support.s3_server import S3Server

@@ -17,12 +17,11 @@ import mergepipe
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError, UnsupportedError
 from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.reports import MergeReport
-from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload
-from mergepipe.storage.location import Location
 from mergepipe.storage.remote.objects import BucketFolder
 from support.bucket_outputs import (
     Requests,
+    bucket_folder,
     check_published,
     ignore_conditions,
     new_prefix,
@@ -31,6 +30,7 @@ from support.bucket_outputs import (
 )
 from support.families import FamilyShape, write_family
 from support.model_folders import recipe_of
+from support.public_names import MANIFEST_NAME
 from support.refusals import refuses
 from support.s3_server import S3Server
 
@@ -121,7 +121,7 @@ def test_verify__reads_a_snapshot_in_a_bucket(bench: Bench, out: str) -> None:
     options = OutputOptions(home=bench.folder / "home", threads=2)
     report = mergepipe.verify(out, options=options)
     assert (report.is_sound, report.notices) == (True, ())
-    folder = BucketFolder(Location.parse(out))
+    folder = bucket_folder(out)
     name = next(name for name in folder.list_all() if name.endswith(".safetensors"))
     content = bytearray(folder.read(name, 1 << 30) or b"")
     content[-1] ^= 1
@@ -173,7 +173,7 @@ def test_merge__whose_uploaded_shard_was_deleted_makes_it_again(
     with pytest.raises(StorageError):
         bench.merge(out)
     revive(requests)
-    folder = BucketFolder(Location.parse(out))
+    folder = bucket_folder(out)
     folder.delete(next(name for name in folder.list_all() if name.endswith(".safetensors")))
     bench.merge(out)
     check_published(objects_below(out), bench.local())
@@ -239,7 +239,7 @@ RACES: dict[str, tuple[Callable[[BucketFolder, pytest.MonkeyPatch], object], str
 @pytest.mark.parametrize("race", RACES)
 def test_upload__publishes_its_record_or_nothing(out: str, race: str, monkeypatch: pytest.MonkeyPatch) -> None:
     meanwhile, code, record = RACES[race]
-    folder = BucketFolder(Location.parse(out))
+    folder = bucket_folder(out)
     with ObjectUpload(folder) as upload:
         upload.send("config.json", b"{}", "digest")
         meanwhile(folder, monkeypatch)
@@ -262,7 +262,7 @@ def test_merge__into_a_store_that_ignores_conditions_is_refused(
 
 
 def test_merge__never_writes_among_objects_of_others(bench: Bench, out: str) -> None:
-    folder = BucketFolder(Location.parse(out))
+    folder = bucket_folder(out)
     folder.create("notes.txt", b"mine")
     with refuses(OutputError, "output.not-ours"):
         bench.merge(out)

@@ -23,6 +23,7 @@ from random import Random
 import pytest
 
 import mergepipe
+from mergepipe import Plan
 from mergepipe.engine.make_part import make_part
 from mergepipe.errors import (
     ConflictError,
@@ -35,13 +36,11 @@ from mergepipe.errors import (
 )
 from mergepipe.jobs import parts
 from mergepipe.options import OutputOptions
-from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport
 from mergepipe.runs import parts as worker_module
 from mergepipe.runs import progress
 from mergepipe.snapshots import parts as records
 from mergepipe.snapshots import work_log
-from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.parts import JOB_NAME, Claimant
 from mergepipe.snapshots.parts_places import BucketParts, FolderParts, parts_directory, parts_folder, read_job
@@ -54,6 +53,7 @@ from support.bucket_outputs import files_below, ignore_conditions, new_prefix, o
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import DiskFamily, make_models, write_family
 from support.model_folders import recipe_of
+from support.public_names import MANIFEST_NAME
 from support.s3_server import S3Server
 from support.slow_cases import slow_unless
 

@@ -20,7 +20,7 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, OutputError, StorageError
 from mergepipe.options import MergeOptions
-from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
+from mergepipe.snapshots.manifest import parse_manifest
 from mergepipe.storage.remote import hub_commit, objects
 from mergepipe.tailor.composition import _recipe_without_paths
 from support.bucket_outputs import files_below, new_prefix, objects_below, watch_buckets
@@ -28,6 +28,7 @@ from support.families import FamilyShape, write_family
 from support.fault_server import Answer, Request, stall, status
 from support.hub_server import HubServer, written_hub
 from support.model_folders import recipe_of
+from support.public_names import MANIFEST_NAME
 from support.refusals import refuses
 from support.remote_stores import set_environment
 from support.s3_server import S3Server

@@ -20,7 +20,6 @@ from mergepipe.core.units import format_bytes
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.options import MergeOptions
 from mergepipe.planning.budget import retry_reserve_bytes
-from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote import retry
 from mergepipe.storage.remote.http_client import HttpClient
@@ -31,6 +30,7 @@ from support.families import TINY, FamilyPaths, write_family
 from support.fault_server import Answer, BucketServer, FaultServer, Request, cut, no_fault, stall, status
 from support.hub_server import HubServer, hub_server
 from support.model_folders import recipe_of
+from support.public_names import MANIFEST_NAME
 from support.remote_stores import PATIENT_SECONDS, set_environment
 
 KINDS = ("s3", "http", "hub")

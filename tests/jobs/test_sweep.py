@@ -16,7 +16,6 @@ from safetensors.numpy import load_file, save_file
 
 import mergepipe
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.cli.pages import explain_page, sweep_page
 from mergepipe.cli.printing import report_text
 from mergepipe.errors import MismatchError, RecipeError
@@ -25,9 +24,9 @@ from mergepipe.jobs.diff import distance, norm
 from mergepipe.options import MergeOptions, PlanOptions, home_of
 from mergepipe.reports import Progress, SweepReport
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
 from support.disk_families import write_single
 from support.families import TINY, write_family
+from support.local_models import open_local
 from support.model_folders import recipe_of, write_model
 
 NORM = PlanOptions(select="norm")
@@ -55,9 +54,7 @@ def test_sweep__errors_are_those_of_merges_made_apart(recipe: Path, tmp_path: Pa
     mergepipe.merge(recipe, tmp_path / "full")
     mergepipe.merge(recipe, tmp_path / "budgeted", budget="30%", options=NORM.common(MergeOptions))
     store = LocalStore()
-    full, budgeted, base = (
-        open_checkpoint(store, Location.local(tmp_path / name)) for name in ("full", "budgeted", "base")
-    )
+    full, budgeted, base = (open_local(tmp_path / name, store) for name in ("full", "budgeted", "base"))
     error = distance(store, budgeted, full, lambda _: None)
     changed = distance(store, full, base, lambda _: None)
     assert report.changed_norm == pytest.approx(changed, rel=1e-12)
@@ -128,7 +125,7 @@ FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def write(directory: Path, tensors: Tensors) -> Checkpoint:
-    return open_checkpoint(LocalStore(), Location.local(write_model(directory, tensors)))
+    return open_local(write_model(directory, tensors))
 
 
 def tensors_of(seed: int) -> Tensors:

@@ -17,11 +17,9 @@ import numpy as np
 import pytest
 
 import mergepipe
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.options import MergeOptions
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
 from support.hub_server import written_hub
+from support.local_models import open_local
 from support.model_folders import recipe_of
 from support.sparse_models import Shapes, decoder, nbytes_of, write_sparse
 
@@ -131,9 +129,9 @@ def test_merge__of_more_than_memory_holds_runs_at_the_promised_bound(tmp_path: P
     with out.open("rb") as stream:
         stream.seek(-(1 << 20), 2)
         assert not np.frombuffer(stream.read(), np.uint8).any()
+
+
 @pytest.mark.thorough
-
-
 def test_merge__the_bound_of_these_tests_is_one(tmp_path: Path) -> None:
     """A process that takes what no promise covers does not pass for one that keeps it."""
     body = f"import numpy\nlarge = numpy.ones({2 * (MEMORY_BYTES + OVERHEAD_BYTES)}, numpy.uint8)"
@@ -160,9 +158,9 @@ def test_merge__of_many_times_the_memory_runs_at_the_promised_bound(tmp_path: Pa
     models = write_family(tmp_path, shapes, 4)
     recipe = write_recipe(tmp_path / "recipe.yml", operator, models[0], models[1:])
     show(f"{operator} of 5 x {nbytes_of(shapes) / 1e9:.1f} GB", merge_capped(tmp_path, operator, recipe))
+
+
 @pytest.mark.thorough
-
-
 def test_merge__of_a_thousand_tensors_keeps_its_bound(tmp_path: Path) -> None:
     merge_many_tensors(tmp_path, 1000)
 
@@ -178,10 +176,10 @@ def merge_many_tensors(root: Path, n_tensors: int) -> None:
     models = write_family(root, shapes, 2)
     recipe = write_recipe(root / "recipe.yml", "ties", models[0], models[1:])
     show(f"ties of {n_tensors} tensors", merge_capped(root, "ties", recipe, n_tensors))
-    assert open_checkpoint(LocalStore(), Location.local(root / "out")).tensors.keys() == shapes.keys()
+    assert open_local(root / "out").tensors.keys() == shapes.keys()
+
+
 @pytest.mark.thorough
-
-
 def test_plan__of_a_hundred_experts_reads_headers_only(tmp_path: Path) -> None:
     plan_many_experts(tmp_path, 100)
 
@@ -196,7 +194,7 @@ def test_merge__of_a_thousand_experts_in_full_is_right(tmp_path: Path) -> None:
     recipe = many_experts(tmp_path, 1000)
     body = MERGE.format(recipe=str(recipe), out=str(tmp_path / "out"), memory=512 << 20)
     show("linear of 1000 experts", run_capped(tmp_path, "linear", body, (512 << 20) + OVERHEAD_BYTES))
-    assert len(open_checkpoint(LocalStore(), Location.local(tmp_path / "out")).tensors) == 20
+    assert len(open_local(tmp_path / "out").tensors) == 20
 
 
 def many_experts(root: Path, n_experts: int) -> Path:
@@ -207,9 +205,9 @@ def many_experts(root: Path, n_experts: int) -> Path:
 def plan_many_experts(root: Path, n_experts: int) -> None:
     body = PLAN.format(recipe=str(many_experts(root, n_experts)), budget="50%")
     show(f"plan of {n_experts} experts", run_capped(root, "linear", body, MEMORY_BYTES + OVERHEAD_BYTES))
+
+
 @pytest.mark.thorough
-
-
 @pytest.mark.parametrize("n_layers", [4, pytest.param(126, marks=pytest.mark.slow)])
 def test_plan__of_a_terabyte_takes_bounded_memory(tmp_path: Path, n_layers: int) -> None:
     plan_terabytes(tmp_path, 1, n_layers)
@@ -231,9 +229,9 @@ def plan_terabytes(root: Path, n_experts: int, n_layers: int = 126) -> None:
         root, "linear", body, (128 << 20) * n_layers // 126 + n_experts * OVERHEAD_BYTES, patience_seconds=300
     )
     show(f"plan of 1 + {n_experts} x {nbytes_of(shapes) / 1e12:.2f} TB", figures)
+
+
 @pytest.mark.thorough
-
-
 @pytest.mark.parametrize("operator", [pytest.param("linear", marks=pytest.mark.slow), "ties"])
 def test_merge__of_gigabytes_ends_soon_after_it_is_interrupted(tmp_path: Path, operator: str) -> None:
     models = write_family(tmp_path, {"large.weight": (50_000, 20_000)}, 2)
@@ -241,9 +239,9 @@ def test_merge__of_gigabytes_ends_soon_after_it_is_interrupted(tmp_path: Path, o
     seconds = interrupt(tmp_path, ["merge", str(recipe), str(tmp_path / "out")], until=".out.mergepipe-*/*")
     print(f"{operator} of 3 x 2 GB ended {seconds:.2f} s after Ctrl-C")
     assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.thorough
-
-
 def test_plan__of_a_terabyte_ends_soon_after_it_is_interrupted(tmp_path: Path) -> None:
     shapes = decoder(126, 20480, 53248, 128256)
     base = write_sparse(tmp_path / "base", shapes)

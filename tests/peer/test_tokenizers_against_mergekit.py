@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 import mergepipe
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.sentencepiece import read_pieces
 from mergepipe.checkpoints.vocabulary import read_vocabulary
 from mergepipe.core.blocks import F32
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
 from support.families import TINY_LLAMA, write_family
+from support.local_models import open_local
 
 pytestmark = pytest.mark.peer
 
@@ -177,7 +176,7 @@ def test_far_apart__counts_elements_that_are_two_units_apart() -> None:
 
 
 def token_ids(model: Path) -> dict[str, int]:
-    found = read_vocabulary(open_checkpoint(LocalStore(), Location.local(model)), LocalStore())
+    found = read_vocabulary(open_local(model), LocalStore())
     assert found is not None
     return dict(found.ids)
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe import Plan
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.operators.statistics import Cut
 from mergepipe.planning.plan import (
     PLAN_FORMAT,
     Access,
     ImportanceRecord,
-    Plan,
     PlannedModel,
     PlannedTensor,
     Runs,

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe import Plan
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.errors import LimitError
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH, NOTHING_KEPT, Cut
 from mergepipe.planning.budget import BudgetRequest, ByteBudget, OnOmit, PlanningChoices, Policy, ShareBudget
 from mergepipe.planning.candidates import REASON_MISSING, REASON_NO_CUT, REASON_OTHER_SIZE
-from mergepipe.planning.plan import NOTHING_READ, Plan, PlannedTensor, parse_plan
+from mergepipe.planning.plan import NOTHING_READ, PlannedTensor, parse_plan
 from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningProblem, sample_cost_bytes
 from mergepipe.planning.selection import ItemOrder
@@ -133,8 +134,8 @@ def test_plan__leaves_out_nothing_that_would_fit(
     assert not (items.cost_I[left_out_I] <= budget - selection.planned_bytes).any()
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.thorough
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("policy", Policy)
 @pytest.mark.parametrize(
     "missing", [(), ((0, "embed.weight"),), tuple((e, n) for e in range(3) for n in DEFAULT_SIZES)]

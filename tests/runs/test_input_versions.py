@@ -13,13 +13,13 @@ from safetensors.numpy import load_file
 
 import mergepipe
 from mergepipe.errors import ConflictError
-from mergepipe.jobs.snapshots import read_manifest_value
 from mergepipe.snapshots import work_log as work_log
 from mergepipe.storage.contract import version_of
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
 from support.faults import replaced
+from support.local_models import manifest_of
 from support.refusals import refuses
 from support.small_merges import RECIPES, Bench, Recipe, make_bench
 
@@ -148,7 +148,7 @@ def test_records__hold_files_of_any_time(bench: Bench, time: int) -> None:
     for model in ("base", "expert1", "expert2"):
         os.utime(bench.only_file(model), ns=(time, time))
     bench.merge(SUM, "out")
-    manifest = read_manifest_value(LocalStore(), Location.local(bench.folder / "out"))
+    manifest = manifest_of(bench.folder / "out")
     path = bench.only_file("expert1")
     assert manifest.inputs[1].files[0].version == version_of(path, path.stat())
     plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home)

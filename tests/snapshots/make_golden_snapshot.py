@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 
 import mergepipe
 from mergepipe.core.strict_json import digest_of
-from mergepipe.snapshots.manifest import MANIFEST_NAME, MANIFEST_VERSION
+from mergepipe.snapshots.manifest import MANIFEST_VERSION
+from support.public_names import MANIFEST_NAME
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 SHARD_BYTES = 4200

@@ -11,13 +11,10 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
-from mergepipe.jobs.snapshots import read_manifest_value
-from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.shards import BLOCKS_NAME
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
 from support.disk_families import tree_digest
 from support.families import TINY, write_family
+from support.local_models import manifest_of
+from support.public_names import BLOCKS_NAME, MANIFEST_NAME
 from support.refusals import refuses
 
 SHARD_BYTES = 30_000
@@ -57,7 +54,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 def test_verify__a_snapshot_is_sound(made: Path) -> None:
     report = mergepipe.verify(made / "out", deep_fraction=1.0)
-    manifest = read_manifest_value(LocalStore(), Location.local(made / "out"))
+    manifest = manifest_of(made / "out")
     assert (report.damages, report.notices) == ((), ())
     assert report.is_sound
     assert (report.sid, report.tensors) == (manifest.sid, len(manifest.tensors))
@@ -101,10 +98,10 @@ def scramble(path: Path) -> None:
         flip(path, position)
 
 
-@pytest.mark.thorough
 CHANGES: list[Callable[[Path], None]] = [cut, extend, empty, remove, scramble]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_repair__brings_every_file_back_to_the_byte(
@@ -153,7 +150,7 @@ def test_repair__leaves_a_sound_snapshot_alone(copy: Path) -> None:
 
 def test_replay__gives_the_same_bytes(made: Path, tmp_path: Path) -> None:
     report = mergepipe.replay(made / "out", tmp_path / "again", catalog=False)
-    manifest = read_manifest_value(LocalStore(), Location.local(made / "out"))
+    manifest = manifest_of(made / "out")
     assert report.sid == manifest.sid
     for file in manifest.files:
         assert (tmp_path / "again" / file.name).read_bytes() == (made / "out" / file.name).read_bytes()

@@ -12,8 +12,9 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
+from mergepipe.snapshots.manifest import parse_manifest
 from support.families import TINY, write_family
+from support.public_names import MANIFEST_NAME
 from support.refusals import refuses
 
 Content = dict[str, Any]

@@ -15,13 +15,13 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import ConflictError, OutputError, StorageError, UnsupportedError
-from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.staging import CONTENT_NAME, Staging, check_target, find_staging, remove_dead, temporary_folder
+from mergepipe.snapshots.staging import Staging, check_target, find_staging, remove_dead, temporary_folder
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
 from mergepipe.storage.owners import this_process
 from support.crashes import run_forked
 from support.faults import Fault, replaced, system_error
+from support.public_names import CONTENT_NAME, MANIFEST_NAME
 
 WITHOUT_RENAMEAT2 = [False, True]
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from mergepipe.errors import StorageError
-from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.snapshots.work_log import LoggedWork, Record, WorkLog, content_identity, forget_work_log, read_work_log
-from mergepipe.storage.owners import LOG_NAME
 from support.faults import Fault, open_descriptors, replaced, system_error
+from support.public_names import CONTENT_NAME, LOG_NAME
 
 UNITS: tuple[Record, ...] = tuple({"kind": "unit", "number": number, "name": "ü"} for number in range(4))
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import read_matrix, read_span
 from mergepipe.core.blocks import F32, Span
 from mergepipe.deltastore.encode_pass import read_sample
@@ -32,6 +31,7 @@ from mergepipe.tailor.copy_plan import CopyRange, FilePlan
 from mergepipe.tailor.copy_writer import FEWEST_BYTES, write_files
 from support.faults import replaced
 from support.fetching import AlignedFile
+from support.local_models import open_local
 from support.refusals import refuses
 from support.safetensors_bytes import file_bytes, record
 from support.source_code import trees_with
@@ -133,10 +133,10 @@ CALLERS: dict[str, Callable[[Path], object]] = {
     "span": lambda path: read_span(ENTRY, Span(100, 4000), opened(path), Purpose.BASE),
     "matrix": lambda path: read_matrix(ENTRY, opened(path), Purpose.BASE),
     "content id": lambda path: content_id(
-        open_checkpoint(LocalStore(), Location.local(path)),
+        open_local(path),
         {Location.local(path): LocalStore().open(Location.local(path))},
     ),
-    "norm": lambda path: norm(LocalStore(), open_checkpoint(LocalStore(), Location.local(path)), ignore),
+    "norm": lambda path: norm(LocalStore(), open_local(path), ignore),
     "band sample": lambda path: read_sample(
         ENTRY, {ENTRY.file: LocalStore().open(Location.local(path))}, Purpose.ANALYSIS
     ),

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
+from mergepipe.snapshots.manifest import parse_manifest
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.objects import BucketFolder
+from support.public_names import MANIFEST_NAME
 from support.remote_stores import set_environment
 from support.s3_server import S3Server, s3_server
 
@@ -101,15 +102,20 @@ def ignore_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BucketFolder, "create", create)
 
 
+def bucket_folder(location: str) -> BucketFolder:
+    """A place in a bucket, to look at or to change."""
+    return BucketFolder(Location.parse(location))
+
+
 def objects_below(location: str) -> dict[str, bytes]:
     """All objects below a place, by name."""
-    folder = BucketFolder(Location.parse(location))
+    folder = bucket_folder(location)
     return {name: folder.read(name, facts.size_bytes) or b"" for name, facts in sorted(folder.list_all().items())}
 
 
 def names_below(location: str) -> list[str]:
     """The names of all objects below a place."""
-    return sorted(BucketFolder(Location.parse(location)).list_all())
+    return sorted(bucket_folder(location).list_all())
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

@@ -12,12 +12,12 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe import run
+from mergepipe import Plan, run
 from mergepipe.catalog.statistics_file import parse_statistics, statistics_folder
 from mergepipe.core.blocks import BF16, F16, F32, F64, BlockGrid, DType
 from mergepipe.errors import LimitError
 from mergepipe.options import RunOptions
-from mergepipe.planning.plan import Plan, PlannedTensor
+from mergepipe.planning.plan import PlannedTensor
 from support.disk_families import FLOAT_NAMES, Model
 from support.rounding import decode, encode
 

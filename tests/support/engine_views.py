@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.tailor.checkpoint import Framework
-from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.partial import PartialManifest
 from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
 from mergepipe.tailor.saving.partial_run import open_partial
 from mergepipe.tailor.selection import Unit
+from support.public_names import ZERO_FORMAT
 from support.training_trees import KnownStates
 
 _Value = TypeVar("_Value")

@@ -14,14 +14,13 @@ import numpy as np
 
 from mergepipe import pack
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F16, F32, DType, Span
 from mergepipe.deltastore.bands import MANTISSA_BITS, encode_bands
 from mergepipe.deltastore.checkpoint import open_store
 from mergepipe.deltastore.codec import BlockContext, decode_block, decode_deltas, encode_block, encode_converted
 from mergepipe.deltastore.encode_pass import choose_cut
-from mergepipe.deltastore.index import HEADER_NAME, INDEX_NAME, PIECE_NAMES, ROW_BYTES, StoreIndex, index_digest
+from mergepipe.deltastore.index import PIECE_NAMES, ROW_BYTES, StoreIndex, index_digest
 from mergepipe.deltastore.pieces import BANDED_FROM_ELEMENTS, Codec, EncodedBlock, Level, Piece, RawBytes
 from mergepipe.deltastore.tensor import EncodedTensor, PackedTensor
 from mergepipe.errors import MergePipeError
@@ -30,7 +29,9 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support import fuzz_seals as seals
 from support.fuzzing import Target
+from support.local_models import open_local
 from support.mutations import Shape
+from support.public_names import HEADER_NAME, INDEX_NAME
 from support.rounding import decode, encode
 
 _LENGTHS = struct.Struct(f"<BB{len(Piece)}I")  # number of the block, level, length of each piece
@@ -40,7 +41,7 @@ LEVELS = (Level.HEAD, Level.LOSSLESS)
 
 def store_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
     """Targets over stores of the golden expert, packed anew, and over blocks in memory."""
-    base = open_checkpoint(LocalStore(), Location.local(golden / "base.safetensors"))
+    base = open_local(golden / "base.safetensors")
     pack(golden / "base.safetensors", [golden / "expert.safetensors"], folder / "stores", threads=1)
     place = folder / "stores" / "expert"
     indexed = shutil.copytree(place, folder / "indexed")

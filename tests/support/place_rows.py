@@ -12,13 +12,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mergepipe.snapshots import work_log
-from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.staging import Staging
 from mergepipe.snapshots.whole_output import WholeOutput
 from support.all_pairs import Row
 from support.bucket_outputs import objects_below
 from support.place_cells import MODEL_VERBS, OWN_SUBJECTS, Work, expect, recipe, run_in, steady, weights_below
 from support.placed_models import files_of
+from support.public_names import MANIFEST_NAME
 
 
 def name_of(row: Row) -> str:

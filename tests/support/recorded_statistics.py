@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mergepipe.catalog.catalog import Catalog
+from mergepipe import Catalog
 from mergepipe.catalog.statistics_file import StatisticsFile
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.runs.inputs import open_path

@@ -11,17 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe import tailor
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.errors import MergePipeError
 from mergepipe.options import ComposeOptions
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import plan_edited
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, PicklePath, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composition import CompositionReport, compose
+from mergepipe.tailor.composition import CompositionReport
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_writer import write_files
-from mergepipe.tailor.formats import open_training_checkpoint
+from support.local_models import open_local, open_training
 from support.refusals import refusal
 from support.stores import MetadataStore
 from support.training_trees import (
@@ -103,17 +102,16 @@ class Pair:
         return path
 
     def compose(self, text: str, options: ComposeOptions = FULL, out: Path | None = None) -> CompositionReport:
-        place = Location.local(self.out if out is None else out)
-        return compose(Location.local(self.recipe(text)), place, options, lambda *_: None)
+        return tailor.compose(self.recipe(text), self.out if out is None else out, options=options)
 
     def sources(self) -> dict[str, tuple[bytes, int, int]]:
         return tree(self.folder / "old") | tree(self.folder / "new")
 
     def refused(self, text: str) -> MergePipeError:
         """The error of a composition that writes nothing."""
-        recipe = Location.local(self.recipe(text))
+        recipe = self.recipe(text)
         before = tree(self.folder)
-        error = refusal(lambda: compose(recipe, Location.local(self.out), FULL, lambda *_: None))
+        error = refusal(lambda: tailor.compose(recipe, self.out, options=FULL))
         assert (self.out.exists(), hidden(self.folder), tree(self.folder) == before) == (False, [], True)
         return error
 
@@ -128,7 +126,7 @@ def make_pair(folder: Path, write: Write, shapes: Mapping[str, tuple[int, ...]] 
 
 def checkpoint_at(path: Path) -> TrainingCheckpoint:
     """Open a checkpoint through a store that gives metadata alone."""
-    return open_training_checkpoint(MetadataStore(), Location.local(path))
+    return open_training(path, MetadataStore())
 
 
 def step_of(checkpoint: TrainingCheckpoint, parameter: str) -> AdamStep | None:
@@ -148,7 +146,7 @@ def stored_values(state: StoredState) -> Array:
 def model_values(folder: Path) -> dict[str, npt.NDArray[np.generic]]:
     """The weights of a model, in numpy's or ml_dtypes' dtypes."""
     arrays = {}
-    for name, tensor in open_checkpoint(MetadataStore(), Location.local(folder)).tensors.items():
+    for name, tensor in open_local(folder, MetadataStore()).tensors.items():
         (entry,) = tensor.stored
         raw = entry.file.local_path.read_bytes()[entry.offset : entry.offset + entry.nbytes]
         arrays[name] = np.frombuffer(raw, NUMPY_TYPES[entry.dtype.name]).reshape(entry.shape)

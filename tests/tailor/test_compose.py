@@ -30,25 +30,21 @@ from composing import (
 )
 
 import mergepipe
-from mergepipe import Progress
-from mergepipe.checkpoints.torch_file import read_torch_zip
+from mergepipe import Progress, tailor
 from mergepipe.errors import ConflictError, CorruptError, MismatchError, OutputError, RecipeError, UnsupportedError
-from mergepipe.snapshots.manifest import MANIFEST_NAME, StepPolicy
+from mergepipe.snapshots.manifest import StepPolicy
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
 from mergepipe.tailor.composition import CompositionReport, compose
 from mergepipe.tailor.formats.contract import Node
-from mergepipe.tailor.formats.dcp import DCP_FORMAT
-from mergepipe.tailor.formats.hf_trainer import HF_FORMAT
-from mergepipe.tailor.formats.sharded import VERL_FORMAT
 from mergepipe.tailor.saving.frameworks import EngineView
 from mergepipe.tailor.selection import EMBED, layer
 from support.engine_views import write_partial
 from support.faults import replaced, short_reads, short_writes, worker_threads
+from support.local_models import torch_archive
+from support.public_names import DCP_FORMAT, HF_FORMAT, MANIFEST_NAME, VERL_FORMAT
 from support.refusals import refuses
-from support.stores import MetadataStore
 from support.torch_bytes import Member, zip_bytes
 from support.training_trees import (
     KnownStates,
@@ -112,11 +108,11 @@ def test_compose__gives_every_value_its_source_and_leaves_the_sources_alone(comp
     assert {links for _, _, links in composed.before.values()} == {1}
     assert composed.wrong_values(composed.pair.out) == []
     assert sum(map(from_old, composed.pair.old.shapes)) == 10
-@pytest.mark.thorough
     assert composed.report.manifest is not None
     assert (composed.report.manifest.self_check.elements > 0, hidden(composed.pair.folder)) == (True, [])
 
 
+@pytest.mark.thorough
 def test_compose__of_one_checkpoint_with_itself_is_the_same_bytes(composed: Composed, tmp_path: Path) -> None:
     new, out = composed.pair.folder / "new", tmp_path / "out"
     shutil.copytree(new, tmp_path / "twin")
@@ -145,11 +141,11 @@ def test_compose__leaves_valid_checksums(composed: Composed) -> None:
         for content in archives(path) if path.is_file() else []:
             with zipfile.ZipFile(BytesIO(content)) as archive:
                 assert archive.testzip() is None
-@pytest.mark.thorough
             checked += 1
     assert checked >= 1
 
 
+@pytest.mark.thorough
 def test_compose__takes_state_from_the_newest_or_as_asked_however_short_reads_are(
     composed: Composed, tmp_path: Path
 ) -> None:
@@ -167,11 +163,11 @@ def test_compose__counts_steps_as_its_policy_says(composed: Composed) -> None:
     found = {name: s.value for s in checkpoint_at(composed.pair.out).steps for name in s.parameters}
     is_shared = composed.kind in SHARED_STEPS
     assert found == {n: 7.0 if from_old(n) and not is_shared else 9.0 for n in composed.pair.old.shapes}
-@pytest.mark.thorough
     policies = {policy for unit in composed.report.plan.staleness for policy in unit.step_policies}
     assert policies == ({StepPolicy.NEWEST} if is_shared else {StepPolicy.EXACT})
 
 
+@pytest.mark.thorough
 def test_compose__reads_every_needed_byte_once_and_is_deterministic(composed: Composed, tmp_path: Path) -> None:
     options = replace(FULL, self_check="off", memory_bytes=16 << 20)
     report = composed.pair.compose(PARITY, options, tmp_path / "out")
@@ -369,7 +365,7 @@ def test_compose__stops_when_the_caller_does(zero2: Pair) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compose(Location.local(zero2.recipe(PARITY)), Location.local(zero2.out), FULL, stop)
+        tailor.compose(zero2.recipe(PARITY), zero2.out, options=FULL, on_progress=stop)
     assert (zero2.out.exists(), hidden(zero2.folder), worker_threads(2)) == (False, [], [])
 
 
@@ -442,7 +438,7 @@ def test_compose__resumes_at_the_step_of_a_partial_checkpoint(trainer: Pair) -> 
     assert wrong_values(trainer.out, trainer, old) == []
     assert checkpoint_at(trainer.out).step == 9
     assert [(trainer.out / name).read_text() for name in STATE_NAMES[1:]] == ["scheduler.pt at 9", "rng_state.pth at 9"]
-    root = read_torch_zip(MetadataStore(), Location.local(trainer.out / "optimizer.pt")).root
+    root = torch_archive(trainer.out / "optimizer.pt").root
     rates = [group.get("lr").value for group in Node(root, "optimizer.pt").get("param_groups").elements()]
     assert rates == [0.25, 0.5]
     with zipfile.ZipFile(trainer.out / "optimizer.pt") as archive:

@@ -16,14 +16,11 @@ from composing import FORMATS, FULL, Pair, make_pair, wrong_values
 from mergepipe import Progress, progress_bar, tailor
 from mergepipe.cli.printing import report_json
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError
-from mergepipe.storage.location import Location
 from mergepipe.tailor import api
-from mergepipe.tailor.composition import compose
-from mergepipe.tailor.inspection import InspectReport, inspect_checkpoints
+from mergepipe.tailor.inspection import InspectReport
 from mergepipe.tailor.saving.save_log import SaveRecord
 from mergepipe.tailor.selection import unit_named
 from support.refusals import refuses
-from support.stores import MetadataStore
 from support.training_trees import (
     decay_groups,
     decoder_shapes,
@@ -116,7 +113,7 @@ def test_recipe__composes_the_newest_checkpoints_at_a_step(run: Path) -> None:
 def test_recipe__is_a_recipe_that_composes(run: Path, tmp_path: Path, strategy: str) -> None:
     recipe = tmp_path / "recipe.yml"
     recipe.write_text(api.recipe(run, strategy=strategy, folder=tmp_path))
-    report = compose(Location.local(recipe), Location.local(tmp_path / "out"), FULL, lambda *_: None)
+    report = tailor.compose(recipe, tmp_path / "out", options=FULL)
     assert report.plan.assignment.skeleton.step == 9
     old, new = (known_states(decoder_shapes(6), seed=step, step=step) for step in (7, 9))
     older = {
@@ -182,7 +179,7 @@ def formats(tmp_path: Path) -> Path:
 
 
 def inspected(formats: Path, *names: str) -> InspectReport:
-    return inspect_checkpoints(MetadataStore(), [Location.local(formats / name) for name in names])
+    return tailor.inspect(*(formats / name for name in names))
 
 
 def test_inspect_checkpoints__counts_bytes_per_unit_and_kind(formats: Path) -> None:

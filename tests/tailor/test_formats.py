@@ -18,10 +18,10 @@ from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor import formats
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.formats import open_training_checkpoint
 from mergepipe.tailor.formats.contract import TrainingFormat
 from mergepipe.tailor.formats.dcp import read_dcp, unpack_piece
 from mergepipe.tailor.formats.deepspeed import read_zero
+from support.local_models import open_training
 from support.refusals import refuses
 from support.stores import MetadataStore
 from support.torch_bytes import Call, Named, torch_bytes
@@ -132,7 +132,7 @@ def test_read_zero__reads_steps_and_no_other_tensor_byte(tmp_path: Path) -> None
     known = known_states(decoder_shapes(width=41, vocabulary=200))
     folder = zero(tmp_path / "tag", known)
     store = MetadataStore()
-    checkpoint = open_training_checkpoint(store, Location.local(folder))
+    checkpoint = open_training(folder, store)
     pieces = [p for s in checkpoint.states.values() for p in s.pieces if p.nbytes > 1000]
     overlapping = [
         (piece, read)

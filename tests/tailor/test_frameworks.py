@@ -23,16 +23,14 @@ from frameworks import folder_name as folder
 
 from mergepipe import tailor
 from mergepipe.checkpoints.inert_pickle import PickledTensor, Record
-from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
+from mergepipe.checkpoints.torch_file import TorchArchive
 from mergepipe.options import ComposeOptions
-from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework, TrainingCheckpoint, differences
-from mergepipe.tailor.composition import CompositionReport, compose
-from mergepipe.tailor.formats.dcp import DCP_FORMAT
-from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
-from mergepipe.tailor.formats.hf_trainer import HF_FORMAT, ORDERS, defined_order, trainer_order
-from mergepipe.tailor.saving.save_log import LOG_NAME, read_journal
-from support.stores import MetadataStore
+from mergepipe.tailor.composition import CompositionReport
+from mergepipe.tailor.formats.hf_trainer import ORDERS, defined_order, trainer_order
+from mergepipe.tailor.saving.unit_choice import LOG_NAME, read_journal
+from support.local_models import torch_archive
+from support.public_names import DCP_FORMAT, HF_FORMAT, ZERO_FORMAT
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
@@ -173,7 +171,7 @@ def test_unknown_architecture__is_asked_from_transformers(tmp_path: Path) -> Non
 def compose_as(kind: str, out: Path, step: int, text: str, options: ComposeOptions = FULL) -> CompositionReport:
     recipe = out / f"recipe-{step}.yml"
     recipe.write_text(text)
-    return compose(Location.local(recipe), Location.local(out / folder(kind, step)), options, lambda *_: None)
+    return tailor.compose(recipe, out / folder(kind, step), options=options)
 
 
 def recipe(default: str, source: str) -> str:
@@ -311,7 +309,7 @@ def universal_files(folder: Path) -> dict[str, object]:
 
     files = {}
     for path in folder.glob("zero/**/*.pt"):
-        archive = read_torch_zip(MetadataStore(), Location.local(path))
+        archive = torch_archive(path)
         root = archive.root
         if isinstance(root, dict) and "optimizer_state_dict" in root:
             base = root["optimizer_state_dict"]

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from composing import checkpoint_at
 
+from mergepipe import tailor
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32
-from mergepipe.tailor.formats import open_training_checkpoint
-from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
-from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, read_partial_manifest
-from mergepipe.tailor.inspection import inspect_checkpoints
+from mergepipe.tailor.formats.partial import PARTIAL_FORMAT, read_partial_manifest
 from mergepipe.tailor.selection import EMBED, Unit, layer
 from support.engine_views import known_view, write_partial
+from support.local_models import open_training
+from support.public_names import PARTIAL_MANIFEST_NAME, ZERO_FORMAT
 from support.stores import MetadataStore
 from support.training_trees import decoder_shapes, known_states, write_zero3
 
@@ -52,11 +52,9 @@ def test_read_partial__holds_the_saved_units_and_no_other(folder: Path) -> None:
 
 def test_read_partial__compares_with_a_full_checkpoint_of_its_run(folder: Path, tmp_path: Path) -> None:
     write_zero3(tmp_path / "full", KNOWN, [list(SHAPES)], 2)
-    assert (
-        inspect_checkpoints(MetadataStore(), [Location.local(tmp_path / "full"), Location.local(folder)]).reasons == ()
-    )
+    assert tailor.inspect(tmp_path / "full", folder).reasons == ()
     write_zero3(tmp_path / "wide", KNOWN, [list(SHAPES)], 3)
-    reasons = inspect_checkpoints(MetadataStore(), [Location.local(tmp_path / "wide"), Location.local(folder)]).reasons
+    reasons = tailor.inspect(tmp_path / "wide", folder).reasons
     assert any("world size 3 and 2" in reason for reason in reasons)
 
 
@@ -73,7 +71,7 @@ def test_read_partial__says_what_a_rank_that_is_not_listed_would_have(folder: Pa
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = folder / MANIFEST_NAME
+    path = folder / PARTIAL_MANIFEST_NAME
     document = json.loads(path.read_text())
     change(document)
     document["digest"] = digest_of({key: value for key, value in document.items() if key != "digest"})
@@ -109,7 +107,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], type[MergePipeError], 
     "a shape that overflows": (lambda m: m["parameters"].update(x=[2**40, 2**40]), CorruptError, "overflows"),
     "a shape of words": (lambda m: m["parameters"].update(x=["2"]), CorruptError, "an integer"),
     "a file elsewhere": (set_shard("name", "../rank-00000.safetensors"), CorruptError, "in the manifest's folder"),
-    "a file of another kind": (set_shard("name", MANIFEST_NAME), CorruptError, "in the manifest's folder"),
+    "a file of another kind": (set_shard("name", PARTIAL_MANIFEST_NAME), CorruptError, "in the manifest's folder"),
     "a file that is not there": (set_shard("name", "x.safetensors"), CorruptError, "is not there"),
     "a wrong size": (set_shard("size_bytes", 5), CorruptError, "the manifest says 5 bytes"),
     "a shard twice": (lambda m: m["shards"].append(m["shards"][0]), CorruptError, "one name"),
@@ -136,7 +134,7 @@ def test_read_partial__refuses(folder: Path, lie: str) -> None:
     change, error, message = LIES[lie]
     edit(folder, change)
     with pytest.raises(error, match=message):
-        open_training_checkpoint(MetadataStore(), Location.local(folder))
+        open_training(folder, MetadataStore())
 
 
 def test_read_partial__refuses_ranks_at_different_steps(folder: Path) -> None:

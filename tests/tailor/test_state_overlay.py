@@ -13,15 +13,15 @@ import pytest
 from composing import FULL, Pair, checkpoint_at, edit, make_pair, tree, wrong_values
 
 from mergepipe.checkpoints.inert_pickle import load_inert
-from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.core.strict_json import JsonValue
-from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, Framework
 from mergepipe.tailor.composition import CompositionReport
 from mergepipe.tailor.formats.contract import Node
-from mergepipe.tailor.formats.dcp import DCP_FORMAT, unpack_piece
+from mergepipe.tailor.formats.dcp import unpack_piece
 from mergepipe.tailor.saving.frameworks import EngineView
 from support.engine_views import write_partial
+from support.local_models import torch_archive
+from support.public_names import DCP_FORMAT
 from support.stores import MetadataStore
 from support.torch_bytes import torch_bytes
 from support.training_trees import (
@@ -88,7 +88,7 @@ def write_trainer_zero(path: Path, known: KnownStates, stage: str, scheduler: ob
 def root_of(path: Path) -> Node:
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
-    return Node(read_torch_zip(MetadataStore(), Location.local(path)).root, path.name)
+    return Node(torch_archive(path).root, path.name)
 
 
 def ages(report: CompositionReport) -> Mapping[str, int]:
@@ -187,7 +187,7 @@ def plain_values(folder: Path) -> dict[str, object]:
             item = folder / "item.pt"
             whole = (folder / fields.get("relative_path").text()).read_bytes()
             item.write_bytes(whole[start : start + fields.get("length").integer()])
-            found[key] = read_torch_zip(MetadataStore(), Location.local(item)).root
+            found[key] = torch_archive(item).root
             item.unlink()
     return found
 

@@ -24,17 +24,15 @@ from composing import (
     wrong_weights,
 )
 
-from mergepipe.checkpoints.torch_file import read_torch_zip
+from mergepipe import tailor
 from mergepipe.errors import MergePipeError
 from mergepipe.options import ComposeOptions
-from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.checkpoint import FP32, PicklePath
-from mergepipe.tailor.composition import compose
 from mergepipe.tailor.formats.contract import Node
 from mergepipe.tailor.formats.deepspeed import base_optimizer_path
+from support.local_models import torch_archive
 from support.refusals import refusal
-from support.stores import MetadataStore
 from support.torch_bytes import torch_bytes
 from support.training_trees import (
     KnownStates,
@@ -65,12 +63,12 @@ def write_universal(kind: str) -> Callable[[Path, KnownStates], None]:
         FORMATS[kind](native, known)
         recipe = folder.with_name("export.yml")
         recipe.write_text(f"default: {native.name}\n")
-        compose(Location.local(recipe), Location.local(folder), UNIVERSAL, lambda *_: None)
+        tailor.compose(recipe, folder, options=UNIVERSAL)
 
     return write
+
+
 @pytest.mark.thorough
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_compose__exports_a_universal_checkpoint_and_takes_such_sources(tmp_path: Path, kind: str) -> None:
     pair = make_pair(tmp_path, FORMATS[kind])
@@ -200,9 +198,7 @@ def write_fused(folder: Path, known: KnownStates, stage: int) -> None:
     else:
         write_zero12(folder, known, groups, 2, stage=stage)
     for path in folder.glob("*optim_states.pt"):
-        edit(
-            path, dict(fused(Node(read_torch_zip(MetadataStore(), Location.local(path)).root, path.name), known, stage))
-        )
+        edit(path, dict(fused(Node(torch_archive(path).root, path.name), known, stage)))
 
 
 def fused(root: Node, known: KnownStates, stage: int) -> Iterator[tuple[PicklePath, object]]:

@@ -14,6 +14,7 @@ from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import version_of
 from mergepipe.storage.location import Location
+from support.local_models import open_local
 from support.refusals import refuses
 from support.safetensors_bytes import honest_file
 from support.stores import MetadataStore
@@ -48,7 +49,7 @@ def test_open_checkpoint__reads_a_bare_file(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     path.write_bytes(honest_file("b", "a"))
     (tmp_path / "config.json").write_text("{}")
-    checkpoint = open_checkpoint(MetadataStore(), Location.local(path))
+    checkpoint = open_local(path, MetadataStore())
     assert (checkpoint.path.local_path, checkpoint.root.local_path, checkpoint.sidecars) == (path, tmp_path, ())
     assert list(checkpoint.tensors) == ["b", "a"]
     assert checkpoint.tensors["a"].stored[0].file.local_path == path
@@ -57,7 +58,7 @@ def test_open_checkpoint__reads_a_bare_file(tmp_path: Path) -> None:
 def test_open_checkpoint__fingerprints_each_file(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     os.utime(tmp_path / SHARD_1, ns=(5, 123_456_789))
-    first, second = open_checkpoint(MetadataStore(), Location.local(tmp_path)).file_ids
+    first, second = open_local(tmp_path, MetadataStore()).file_ids
     header = read_header(MetadataStore(), Location.local(tmp_path / SHARD_1))
     version = version_of(tmp_path / SHARD_1, (tmp_path / SHARD_1).stat())
     assert (first.name, first.version, first.header_digest) == (SHARD_1, version, header.digest)
@@ -68,7 +69,7 @@ def test_open_checkpoint__fingerprints_each_file(tmp_path: Path) -> None:
 
 def test_open_checkpoint__orders_tensors_by_shard_then_offset(tmp_path: Path) -> None:
     write_sharded(tmp_path)
-    checkpoint = open_checkpoint(MetadataStore(), Location.local(tmp_path))
+    checkpoint = open_local(tmp_path, MetadataStore())
     assert [(t.name, t.stored[0].file.name) for t in checkpoint.tensors.values()] == [
         ("m", SHARD_1), ("z", SHARD_2), ("a", SHARD_2)
     ]  # fmt: skip
@@ -78,7 +79,7 @@ def test_open_checkpoint__orders_tensors_by_shard_then_offset(tmp_path: Path) ->
 def test_open_checkpoint__reads_only_headers_and_the_index(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     store = MetadataStore()
-    checkpoint = open_checkpoint(store, Location.local(tmp_path))
+    checkpoint = open_local(tmp_path, store)
     all_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert store.ledger.total_bytes() == all_bytes - checkpoint.tensor_bytes
 
@@ -86,29 +87,29 @@ def test_open_checkpoint__reads_only_headers_and_the_index(tmp_path: Path) -> No
 def test_open_checkpoint__ignores_safetensors_files_the_index_does_not_name(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     (tmp_path / "consolidated.safetensors").write_bytes(b"no safetensors file")
-    assert sorted(open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors) == ["a", "m", "z"]
+    assert sorted(open_local(tmp_path, MetadataStore()).tensors) == ["a", "m", "z"]
 
 
 def test_open_checkpoint__an_index_may_name_the_single_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(honest_file("a"))
     write_index(tmp_path, {"a": "model.safetensors"})
-    assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors) == ["a"]
+    assert list(open_local(tmp_path, MetadataStore()).tensors) == ["a"]
 
 
 def test_open_checkpoint__refuses_a_single_file_beside_an_index_of_others(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(honest_file("a"))
     with refuses(CorruptError, "checkpoint.damaged"):
-        open_checkpoint(MetadataStore(), Location.local(tmp_path))
+        open_local(tmp_path, MetadataStore())
 
 
 def test_open_checkpoint__an_index_needs_neither_metadata_nor_a_true_total_size(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(honest_file("a"))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "x.safetensors"}}')
-    assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors) == ["a"]
+    assert list(open_local(tmp_path, MetadataStore()).tensors) == ["a"]
     index.write_text('{"metadata": {"total_size": -1.5e3}, "weight_map": {"a": "x.safetensors"}}')
-    assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors) == ["a"]
+    assert list(open_local(tmp_path, MetadataStore()).tensors) == ["a"]
 
 
 def test_open_checkpoint__lists_sidecars_sorted_and_no_code(tmp_path: Path) -> None:
@@ -121,24 +122,24 @@ def test_open_checkpoint__lists_sidecars_sorted_and_no_code(tmp_path: Path) -> N
     (templates / "tool_use.jinja").write_text("x")
     (templates / "notes.txt").write_text("x")
     expected = sorted([*SIDECAR_NAMES, "qwen.tiktoken", "additional_chat_templates/tool_use.jinja"])
-    assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).sidecars) == expected
+    assert list(open_local(tmp_path, MetadataStore()).sidecars) == expected
 
 
 def test_open_checkpoint__follows_links_of_and_to_a_hub_cache(tmp_path: Path) -> None:
     snapshot = write_hub_snapshot(tmp_path)
-    checkpoint = open_checkpoint(MetadataStore(), Location.local(snapshot))
+    checkpoint = open_local(snapshot, MetadataStore())
     assert list(checkpoint.tensors) == ["a", "b"]
     assert checkpoint.sidecars == ("config.json",)
     assert checkpoint.tensors["a"].stored[0].file.local_path == snapshot / SHARD_1
     link = tmp_path / "model"
     link.symlink_to(snapshot)
-    assert list(open_checkpoint(MetadataStore(), Location.local(link)).tensors) == ["a", "b"]
+    assert list(open_local(link, MetadataStore()).tensors) == ["a", "b"]
 
 
 def test_open_checkpoint__follows_links_inside_the_directory(tmp_path: Path) -> None:
     (tmp_path / "real.bytes").write_bytes(honest_file("a"))
     (tmp_path / "model.safetensors").symlink_to("real.bytes")
-    assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors) == ["a"]
+    assert list(open_local(tmp_path, MetadataStore()).tensors) == ["a"]
 
 
 def test_open_checkpoint__follows_the_link_it_is_given(tmp_path: Path) -> None:
@@ -146,13 +147,13 @@ def test_open_checkpoint__follows_the_link_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "x.safetensors").write_bytes(honest_file("a"))
     link = tmp_path / "link.safetensors"
     link.symlink_to("elsewhere/x.safetensors")
-    assert open_checkpoint(MetadataStore(), Location.local(link)).file_ids[0].name == "link.safetensors"
+    assert open_local(link, MetadataStore()).file_ids[0].name == "link.safetensors"
 
 
 @pytest.mark.parametrize("path", ["absent", "absent/model.safetensors", "absent.safetensors", "nul\0byte"])
 def test_open_checkpoint__a_missing_path_is_not_found(tmp_path: Path, path: str) -> None:
     with refuses(NotFoundError, "model.not-found"):
-        open_checkpoint(MetadataStore(), Location.local(tmp_path / path))
+        open_local(tmp_path / path, MetadataStore())
 
 
 @pytest.mark.parametrize(("name", "hint"), [("model.onnx", "convert it to"), ("config.json", "name its folder")])
@@ -160,7 +161,7 @@ def test_open_checkpoint__a_bare_file_must_be_of_a_known_format(tmp_path: Path, 
     path = tmp_path / name
     path.write_bytes(honest_file("a"))
     with pytest.raises(UnsupportedError, match=rf"must end in one of \.safetensors, \.bin.*{hint}"):
-        open_checkpoint(MetadataStore(), Location.local(path))
+        open_local(path, MetadataStore())
 
 
 @pytest.mark.parametrize(

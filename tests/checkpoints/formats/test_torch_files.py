@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import TensorEntry, WeightHeader
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_weights, read_torch_zip
 from mergepipe.checkpoints.zip_directory import Window
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from support.late_modules import torch
+from support.local_models import open_local
 from support.stores import InMemoryStore, MetadataStore
 from support.torch_bytes import Call, Member, Named, View, torch_bytes, torch_members, zip_bytes
 
@@ -196,12 +196,12 @@ def test_open_checkpoint__reads_sharded_pickles(tmp_path: Path) -> None:
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {name: shard for shard, name in shards.items()}}))
     (tmp_path / "training_args.bin").write_bytes(b"not looked at")
-    checkpoint = open_checkpoint(MetadataStore(), Location.local(tmp_path))
+    checkpoint = open_local(tmp_path, MetadataStore())
     assert list(checkpoint.tensors) == ["a", "b"]
     assert [file.name for file in checkpoint.file_ids] == sorted(shards)
     index.write_text(json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")}))
     with pytest.raises(CorruptError, match=r"must be a plain file name ending in \.bin or"):
-        open_checkpoint(MetadataStore(), Location.local(tmp_path))
+        open_local(tmp_path, MetadataStore())
 
 
 @pytest.mark.transformers
@@ -210,7 +210,7 @@ def test_open_checkpoint__reads_what_torch_saves(tmp_path: Path, *, nested: bool
     first = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
     state = {"w": torch.nn.Parameter(first), "tied": first, "row": first[1], "buffer": torch.tensor([True, False])}
     torch.save({"state_dict": state, "step": 1} if nested else state, tmp_path / "pytorch_model.bin")
-    tensors = open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors
+    tensors = open_local(tmp_path, MetadataStore()).tensors
     places = {name: (t.dtype.name, t.shape, t.stored[0].offset) for name, t in tensors.items()}
     start = places["w"][2]
     assert places["w"] == ("BF16", (3, 4), start)

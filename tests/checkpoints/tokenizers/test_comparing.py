@@ -15,7 +15,7 @@ from mergepipe.errors import RecipeError
 from mergepipe.options import MergeOptions
 from mergepipe.runs.small_files import AUTO, NAMED, chosen_template, template_of
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
+from support.local_models import open_local
 
 TOKENS = ["<unk>", "a", "b", "c"]
 
@@ -150,22 +150,20 @@ def test_chosen_template__auto_is_the_most_common_one(tmp_path: Path) -> None:
         write_model(tmp_path / str(n), ["x"], seed=n)
         if template is not None:
             write_settings(tmp_path / str(n), template)
-    from mergepipe.checkpoints.directory import open_checkpoint
 
-    models = [open_checkpoint(LocalStore(), Location.local(tmp_path / str(n))) for n in range(6)]
+    models = [open_local(tmp_path / str(n)) for n in range(6)]
     assert chosen_template(AUTO, models, LocalStore(), where="r") == "{b}"
     assert chosen_template(AUTO, models[:5], LocalStore(), where="r") == "{a}"
     assert chosen_template(AUTO, models[2:3], LocalStore(), where="r") is None
 
 
 def test_template_of__a_file_of_its_own_comes_first_and_a_list_has_a_default(tmp_path: Path) -> None:
-    from mergepipe.checkpoints.directory import open_checkpoint
 
     write_model(tmp_path / "m", ["x"], seed=0)
     write_settings(tmp_path / "m", [{"name": "tool", "template": "{t}"}, {"name": "default", "template": "{d}"}])
-    assert template_of(open_checkpoint(LocalStore(), Location.local(tmp_path / "m")), LocalStore()) == "{d}"
+    assert template_of(open_local(tmp_path / "m"), LocalStore()) == "{d}"
     (tmp_path / "m" / "chat_template.jinja").write_text("{j}\n")
-    assert template_of(open_checkpoint(LocalStore(), Location.local(tmp_path / "m")), LocalStore()) == "{j}"
+    assert template_of(open_local(tmp_path / "m"), LocalStore()) == "{j}"
 
 
 def test_chosen_template__is_jinja_text_or_a_name() -> None:

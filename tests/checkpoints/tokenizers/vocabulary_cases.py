@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import Span
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, round_up
+from support.local_models import open_local
 
 WIDTH = 8
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -64,7 +63,7 @@ def write_model(
     (directory / "config.json").write_text(json.dumps({"vocab_size": rows}))
     if has_tokenizer:
         (directory / "tokenizer.json").write_text(json.dumps(fast_tokenizer(tokens, added), ensure_ascii=False))
-    return open_checkpoint(LocalStore(), Location.local(directory))
+    return open_local(directory)
 
 
 def values_of(tensor: Readable) -> NDArray[np.float64]:

@@ -14,20 +14,18 @@ from random import Random
 import pytest
 
 import mergepipe
+from mergepipe import Plan
 from mergepipe.catalog.statistics_file import STATISTICS_NAME, parse_statistics, statistics_folder
 from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import ConflictError, UnsupportedError
-from mergepipe.jobs.snapshots import read_manifest_value
 from mergepipe.options import RunOptions
-from mergepipe.planning.plan import Plan
 from mergepipe.reports import AnalyzeReport
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, store_plan, stored_plan
-from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
 from support.disk_families import make_models, write_family
 from support.hub_server import HubServer, hub_server
+from support.local_models import manifest_of
 from support.model_folders import recipe_of
+from support.public_names import MANIFEST_NAME
 from support.recorded_statistics import opened_with_digests, statistics_on_record
 from support.small_merges import RECIPES, Bench, make_bench
 
@@ -186,7 +184,7 @@ def test_run__a_plan_holds_for_a_copy_put_in_the_place_of_a_model(bench: Bench) 
         mergepipe.run(decided, bench.folder / "out", options=options)
     analyse(bench, "expert1")
     mergepipe.run(decided, bench.folder / "out", options=options)
-    manifest = read_manifest_value(LocalStore(), Location.local(bench.folder / "out"))
+    manifest = manifest_of(bench.folder / "out")
     assert manifest.inputs[1].files[0].sha256 is not None
     assert mergepipe.verify(bench.folder / "out").is_sound
 
