@@ -19,13 +19,13 @@ import pytest
 
 import mergepipe
 from mergepipe import options
-from mergepipe.cli.app import build_command
 from mergepipe.cli.guard import failure_of
 from mergepipe.core.flags import Options
 from mergepipe.errors import KEYWORD_OF_OPTION, LimitError, MergePipeError, RecipeError, with_keywords
 from mergepipe.kernels import compiled
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.tailor import api as tailor
+from support.command_line import command_tree
 from support.source_code import trees_with
 
 TOO_MANY = 99999999999999999999
@@ -164,7 +164,7 @@ def test_errors__name_options_that_have_a_keyword_argument() -> None:
 
 
 def test_errors__name_options_that_a_command_has() -> None:
-    commands: list[Any] = [build_command()]
+    commands: list[Any] = [command_tree()]
     declared: set[str] = set()
     while commands:
         command = commands.pop()

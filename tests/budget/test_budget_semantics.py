@@ -253,6 +253,7 @@ def happen(event: str, family: Path, operator: str, place: Path, number: int) ->
             merge(recipe, out, home, "25%")
 
 
+@pytest.mark.thorough
 @settings(max_examples=settings.default.max_examples // 5, deadline=None)  # type: ignore[union-attr]
 @given(data=st.data())
 @pytest.mark.parametrize("operator", THREE_OPERATORS)

@@ -69,6 +69,7 @@ def check_bytes(plan: Plan, out: Path) -> int:
     return sum(read)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_budget__that_holds_everything_gives_the_full_merge_by_any_method(tmp_path: Path, method: str) -> None:
     setting = make_method_setting(tmp_path, method)

@@ -20,11 +20,10 @@ from tracing import PAGE_BYTES, STRACE, TracedRun, TracedServer, traced_server
 
 from mergepipe import Plan, analyze, pack
 from mergepipe.core.blocks import BF16
-from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
 from mergepipe.storage.local import resident_fraction
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, make_budget_models, smallest_memory, tensor_plans
 from support.disk_families import DiskFamily, write_recipe, write_sharded
-from support.public_names import HEADER_NAME, INDEX_NAME, LOG_NAME, OWNER_NAME
+from support.public_names import BLOCK_ELEMENTS, HEADER_NAME, INDEX_NAME, LOG_NAME, OWNER_NAME
 from support.slow_cases import slow_unless
 
 EVERY_POLICY = (*POLICIES, "sample")
@@ -173,6 +172,7 @@ def test_budgeted_merge__of_packed_experts_requests_no_more_than_was_planned(
     assert partial > 1 or name != "ties"  # only rules that trim need less than all of a block
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", slow_unless({"dare_ties"}.__contains__, ("task_arithmetic", "ties", "dare_ties")))
 def test_budgeted_merge__of_cold_files_reads_no_more_from_the_disk(
     tmp_path: Path, server: TracedServer, name: str
@@ -227,6 +227,7 @@ def _resident_pages(file: Path) -> int:
         return round(resident_fraction(stream.fileno(), size) * -(-size // PAGE_BYTES))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", slow_unless({"ties"}.__contains__, ("linear", "ties", "dare_ties")))
 @pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["warm", "cold"])
 def test_budgeted_merge__whose_read_fails_stays_within_the_plan(

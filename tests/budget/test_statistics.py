@@ -131,6 +131,7 @@ def test_analyze__is_right_in_every_dtype_with_special_values_and_the_same_in_ev
     assert all(same_records(of_layouts[0], others) for others in of_layouts[1:])
 
 
+@pytest.mark.thorough
 def test_analyze__in_little_memory_reads_twice_and_is_right(tmp_path: Path) -> None:
     plans = (TensorPlanOf("w", (16 * GRAIN + 3,), F32, (F32,)), TensorPlanOf("v", (12 * GRAIN,), BF16, (F32,)))
     family = write_family(tmp_path, make_budget_models(2, 5, plans))

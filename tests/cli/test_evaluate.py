@@ -99,6 +99,7 @@ def test_merge__to_a_loss_that_no_budget_meets_publishes_nothing(work: Workplace
     assert [one["budget"] for one in again["tried"]][-1] == "100%"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -153,6 +154,7 @@ def test_merge__that_the_evaluation_changed_is_not_published(work: Workplace, ru
     assert run("ls", "--json").json()["snapshots"] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ending", ["SIGKILL", "SIGINT"])
 def test_merge__that_ends_while_it_is_evaluated_is_not_resumed(work: Workplace, run: Runner, ending: str) -> None:
     (work.root / "ending.py").write_text(
@@ -191,6 +193,7 @@ def test_merge__into_one_file_gives_the_evaluation_the_folder_of_that_file(work:
     assert run("verify", out, "-q").exit_code == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "printed",
     ["'1' * 300_000 + 'x 2.5'", "'9' * 300_000 + ' 2.5'", "'2.5\\n' * 20_000_000", "'word ' * 20_000_000 + '2.5'"],

@@ -45,6 +45,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     return make_workplace(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize(("command", "redirection", "exit_code", "said"), SHELL)
 def test_command__whose_streams_do_not_work_ends_as_it_would(

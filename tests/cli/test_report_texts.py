@@ -32,7 +32,6 @@ from mergepipe.reports import (
     CopiedTensor,
     ExpertCoverage,
     Fallback,
-    KeptShare,
     MergeReport,
     ModelUse,
     PackedExpert,
@@ -82,16 +81,8 @@ VERDICT = BudgetVerdict(
     experts=(ExpertCoverage("code", 0.0), ExpertCoverage("math", 0.376), ExpertCoverage("chat", 1.0, 0.5)),
     measured="34 % to 72 % (rules.md)", most_factor=4.891,
 )  # fmt: skip
+# What README.md and docs/guide/first-merge.md print is compared there: merges, what they keep, `verify`.
 FACTS: dict[str, tuple[Displayed, dict[str, list[str]]]] = {
-    "merge": (MERGED, {
-        "base read": ["1.19 GB"], "experts read": ["7.15 GB"], "written": ["1.19 GB"], "time": ["8.0 s"],
-        "speed": ["1.19 GB/s"], "peak memory": ["700 MB"], "tensors": ["310 merged, 2 copied, 1 dropped"],
-        "snapshot": ["ab" * 16], "output": ["/models/merged"], "kept": [], "read again": [], "read before": [],
-    }),
-    "merge that trims": (
-        replace(MERGED, kept=(KeptShare("models/math", 200, 1000), KeptShare("models/code", 999, 2500))),
-        {"kept": ["20 % of models/math, by size of the difference", "40 % of models/code, by size of the difference"]},
-    ),
     "resumed merge": (
         replace(MERGED, analysis_bytes=2_500_000, earlier_expert_bytes=2000),
         {"read again": ["2.50 MB"], "read before": ["up to 2.00 kB of it, by interrupted runs"]},
@@ -125,7 +116,6 @@ FACTS: dict[str, tuple[Displayed, dict[str, list[str]]]] = {
     "check without room": (
         replace(CHECKED, free_bytes=4999), {"disk": ["5.00 kB needed, 5.00 kB free here: not enough"]},
     ),
-    "verify": (VERIFIED, {"checked": ["4 blocks of 3 tensors in 1 file"], "result": ["sound"], "recomputed": []}),
     "verify a composite": (replace(VERIFIED, files=4, tensors=0), {"checked": ["4 files, every byte"]}),
 }  # fmt: skip
 

@@ -169,6 +169,7 @@ def run_on_terminal(work: Workplace, how: str) -> tuple[int, str]:
     return process.wait(timeout=120), re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
 
 
+@pytest.mark.thorough
 def test_merge__stopped_on_a_terminal_says_what_is_durable_and_resumes_there(work: Workplace) -> None:
     exit_code, shown = run_on_terminal(work, "stops")
     told = re.search(r"interrupted: nothing was published; (\d+)% of out is durable: the same command resumes", shown)

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 import mergepipe
-from mergepipe.cli.app import build_command
-from support.command_line import Runner, finish, make_workplace, start_command, start_python
+from support.command_line import Runner, command_tree, finish, make_workplace, start_command, start_python
 
 COMMANDS = (
     *([name] for name in ("merge", "check", "analyze", "plan", "run", "explain", "sweep", "ls", "show", "lineage")),
@@ -94,7 +93,7 @@ def test_root__describes_at_most_14_commands_and_names_the_others(run: Runner) -
     described = [line.split()[0] for line in lines if re.match(r"  [a-z-]+  +[A-Z]", line)]
     named = re.split(r"[,\s]+", text.split("Commands that are rarely needed: ")[1].split(";")[0])
     assert 10 <= len(described) <= 14
-    assert sorted((*described, *named)) == sorted(build_command().commands)
+    assert sorted((*described, *named)) == sorted(command_tree().commands)
 
 
 def test_root__without_a_command_it_helps(run: Runner) -> None:
@@ -131,7 +130,7 @@ def every_command(command: Any, *path: str) -> list[tuple[tuple[str, ...], Any]]
 
 
 def test_help__of_every_command_shows_examples_with_options_that_exist() -> None:
-    for path, command in every_command(build_command()):
+    for path, command in every_command(command_tree()):
         assert command.epilog, path
         known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
         for example in command.epilog.splitlines():
@@ -170,7 +169,7 @@ def test_help__is_as_wide_as_the_terminal(run: Runner, monkeypatch: pytest.Monke
 
 
 def test_arguments__every_option_with_a_value_refuses_none(run: Runner) -> None:
-    for path, command in every_command(build_command()):
+    for path, command in every_command(command_tree()):
         for option in command.params:
             if option.param_type_name == "option" and not option.is_flag:
                 ran = run(*path, option.opts[0])

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import BF16, DType
 from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.codec import BlockContext, decode_block, decode_deltas
-from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, PIECES_OF, EncodedBlock, Level, RawBytes
+from mergepipe.deltastore.pieces import PIECES_OF, EncodedBlock, Level, RawBytes
 from support.bucket_outputs import files_below
 from support.model_folders import recipe_of
-from support.public_names import HEADER_NAME
+from support.public_names import BLOCK_ELEMENTS, HEADER_NAME
 from support.rounding import decode, encode
 from support.safetensors_bytes import file_bytes
 

@@ -21,7 +21,7 @@ from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F32, Span
 from mergepipe.deltastore.checkpoint import open_store, read_header
 from mergepipe.deltastore.index import HEADERS_NAME, OWN_NAMES, PIECE_NAMES, ROW, ROW_BYTES, index_digest
-from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Codec, Level, Piece
+from mergepipe.deltastore.pieces import Codec, Level, Piece
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.storage.ledger import Purpose
@@ -30,7 +30,7 @@ from mergepipe.storage.location import Location
 from support.bucket_outputs import files_below
 from support.disk_families import make_models, write_single
 from support.local_models import open_local
-from support.public_names import HEADER_NAME, INDEX_NAME
+from support.public_names import BLOCK_ELEMENTS, HEADER_NAME, INDEX_NAME
 from support.refusals import refuses
 
 if sys.version_info >= (3, 14):

@@ -30,18 +30,10 @@ from mergepipe.deltastore.codec import (
     encode_planes,
 )
 from mergepipe.deltastore.encode_pass import choose_cut
-from mergepipe.deltastore.pieces import (
-    BLOCK_ELEMENTS,
-    HEAD_DENSITY,
-    RECORDED_LEVELS,
-    Codec,
-    EncodedBlock,
-    Level,
-    Piece,
-    RawBytes,
-)
+from mergepipe.deltastore.pieces import HEAD_DENSITY, RECORDED_LEVELS, Codec, EncodedBlock, Level, Piece, RawBytes
 from mergepipe.errors import CorruptError
 from mergepipe.testing import SPECIAL
+from support.public_names import BLOCK_ELEMENTS
 from support.refusals import refuses
 from support.rounding import decode, encode
 

@@ -25,7 +25,7 @@ from mergepipe import pack
 from mergepipe.checkpoints.contract import range_cost_bytes
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.index import PIECE_NAMES
-from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Level, Piece
+from mergepipe.deltastore.pieces import Level, Piece
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import ConflictError, CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.operators.base import OperatorInput
@@ -39,7 +39,7 @@ from support.budgets import smallest_memory
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family, write_recipe
 from support.local_models import open_recipe
 from support.oracle import MergeCase
-from support.public_names import HEADER_NAME
+from support.public_names import BLOCK_ELEMENTS, HEADER_NAME
 from support.recorded_statistics import statistics_on_record
 from support.refusals import refuses
 from support.rounding import decode, encode

@@ -35,11 +35,12 @@ from mergepipe.deltastore.codec import (
     encode_planes,
 )
 from mergepipe.deltastore.encode_pass import choose_cut, cut_of, sample_of
-from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Codec, EncodedBlock, Level, Piece, RawBytes
+from mergepipe.deltastore.pieces import Codec, EncodedBlock, Level, Piece, RawBytes
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
 from mergepipe.testing import SPECIAL
 from support.bucket_outputs import files_below
 from support.model_folders import recipe_of
+from support.public_names import BLOCK_ELEMENTS
 from support.rounding import decode, encode
 from support.safetensors_bytes import file_bytes
 

@@ -14,7 +14,7 @@ from packing_cases import make_family, write_model
 import mergepipe
 from mergepipe import Plan
 from mergepipe.deltastore.index import HEADER_FORMAT, PIECE_NAMES, StoreIndex
-from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
+from mergepipe.deltastore.pieces import PIECES_OF, Level, Piece
 from mergepipe.errors import MergePipeError, NotFoundError, OutputError, StorageError
 from mergepipe.reports import PackReport
 from mergepipe.storage.location import Location
@@ -30,7 +30,7 @@ from support.bucket_outputs import (
 )
 from support.fault_server import BucketServer
 from support.model_folders import recipe_of
-from support.public_names import HEADER_NAME, INDEX_NAME, MANIFEST_NAME
+from support.public_names import BLOCK_ELEMENTS, HEADER_NAME, INDEX_NAME, MANIFEST_NAME
 from support.refusals import refuses
 from support.remote_stores import set_environment
 from support.s3_server import S3Server

@@ -12,14 +12,13 @@ import pytest
 import mergepipe
 from mergepipe import Plan, pack
 from mergepipe.core.blocks import BF16
-from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions
 from mergepipe.planning.plan import NOTHING_READ
 from mergepipe.storage.ledger import Ledger, Purpose
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
 from support.oracle import MergeCase
-from support.public_names import INDEX_NAME
+from support.public_names import BLOCK_ELEMENTS, INDEX_NAME
 from support.rounding import decode, encode
 
 CASES = {

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import mergepipe
 from mergepipe import Plan, pack
 from mergepipe.core.blocks import BF16
-from mergepipe.deltastore.pieces import BLOCK_ELEMENTS, Level
+from mergepipe.deltastore.pieces import Level
 from mergepipe.engine.planned_access import level_of_blocks
 from mergepipe.options import PlanOptions
 from mergepipe.planning.budget import Policy
@@ -26,6 +26,7 @@ from mergepipe.planning.problem import Ladder, ladder_steps
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
 from support.model_folders import recipe_of, write_adapter
 from support.oracle import MergeCase
+from support.public_names import BLOCK_ELEMENTS
 from support.rounding import decode, encode
 
 SIZES = {"layers.0.up": 3 * BLOCK_ELEMENTS + 7001, "layers.1.up": 2 * BLOCK_ELEMENTS, "layers.1.norm": 700}

@@ -12,7 +12,7 @@ import pytest
 from tools.reference import pages
 from tools.reference.error_codes import UnknownCodeError, error_codes
 
-from mergepipe.cli.app import build_command
+from support.command_line import command_tree
 from support.places import DOCS
 from support.source_code import trees_with
 
@@ -32,7 +32,7 @@ def test_reference__is_what_the_code_says() -> None:
         written = (REFERENCE / name).read_text(encoding="utf-8")
         assert written == text, f"docs/reference/{name} is not what the code says: run `make reference`"
         if name == "cli.md":
-            assert all(f"\n## mergepipe {command}" in text for command in build_command().commands)
+            assert all(f"\n## mergepipe {command}" in text for command in command_tree().commands)
 
 
 def test_error_codes__are_followed_through_helpers_constants_and_choices(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_papers_page__names_modules_and_commands_that_there_are() -> None:
         (DOCS / "papers.md").read_text(encoding="utf-8").partition("### The papers' words")[2].partition("\n## ")[0]
     )
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
-    commands = set(build_command().commands)
+    commands = set(command_tree().commands)
     assert len(rows) > 12
     for term, module, command in rows:
         modules = re.findall(r"`([a-z_]+/[a-z_]+\.py)`", module)

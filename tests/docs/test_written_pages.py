@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mergepipe.cli.app import build_command
+from support.command_line import command_tree
 from support.console_blocks import WIDTH, PageRun, blocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +114,7 @@ def wrong_parts(line: str, command: Any) -> list[str]:
 
 def test_pages__show_commands_with_options_that_exist() -> None:
     shown = [(page.name, line) for page in WRITTEN for line in COMMAND.findall(page.read_text(encoding="utf-8"))]
-    root = build_command()
+    root = command_tree()
     assert len(shown) > 40
     assert [(page, line) for page, line in shown if wrong_parts(line, root)] == []
     assert wrong_parts("merge recipe.yml out/ --bugdet 3%", root) == ["--bugdet"]
@@ -135,7 +135,7 @@ def test_pages__name_error_codes_that_exist() -> None:
 
 
 def test_pages__and_help_agree_on_where_outputs_may_be() -> None:
-    commands: dict[str, Any] = dict(build_command().commands)
+    commands: dict[str, Any] = dict(command_tree().commands)
     for name in ("merge", "run", "replay", "pack"):
         texts = [param.help or "" for param in commands[name].params if param.name == "out"]
         assert [text for text in texts if "prefix of a bucket" in text] == texts != []

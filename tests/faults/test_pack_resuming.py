@@ -12,11 +12,10 @@ import pytest
 import mergepipe
 from mergepipe.deltastore import builder as store_building
 from mergepipe.deltastore.builder import StoreBuilder
-from mergepipe.deltastore.pieces import BLOCK_ELEMENTS
 from mergepipe.errors import StorageError
 from mergepipe.reports import PackReport, Progress
 from support.bucket_outputs import files_below
-from support.public_names import LOG_NAME
+from support.public_names import BLOCK_ELEMENTS, LOG_NAME
 from support.safetensors_bytes import file_bytes
 
 SIZES = (5000, BLOCK_ELEMENTS + 100, 300, 2 * BLOCK_ELEMENTS)

@@ -126,6 +126,7 @@ print("| tasks | 17 |")
 """
 
 
+@pytest.mark.thorough
 def test_lm_eval__gives_the_accuracy_of_each_task_and_their_mean_error(
     family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

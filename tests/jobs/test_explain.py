@@ -33,6 +33,7 @@ def snapshot(tmp_path: Path) -> Path:
     return tmp_path / "merged"
 
 
+@pytest.mark.thorough
 def test_masks__restore_what_is_nearest_to_each_expert(tmp_path: Path, snapshot: Path) -> None:
     report = mergepipe.explain(snapshot, masks=tmp_path / "masks", home=tmp_path / "home")
     base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))

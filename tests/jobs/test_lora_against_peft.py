@@ -45,6 +45,7 @@ def applied(base: Path, adapter: Path, out: Path, **options: Any) -> mergepipe.M
     return mergepipe.apply_lora(base, [adapter], out, catalog=False, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_lora_apply__equals_peft_and_lora_check_says_so_of_both(tmp_path: Path, name: str) -> None:
     case = CASES[name]

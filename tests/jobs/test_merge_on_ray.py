@@ -157,6 +157,7 @@ def test_merge__on_ray_is_resumed_within_its_budget(recipe: Path, tmp_path: Path
     assert report.expert_bytes + report.analysis_bytes == alone.expert_bytes + alone.analysis_bytes
 
 
+@pytest.mark.thorough
 def test_merge__on_ray_into_a_bucket_is_resumed_there(
     server: S3Server, cluster: FakeCluster, recipe: Path, whole: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

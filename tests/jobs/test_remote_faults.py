@@ -129,6 +129,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
         yield Remote(folder, family, bucket, hub.cdn, hub.url)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["s3", "gs", "az", "http", "hub"])
 def test_merge__of_remote_models_is_the_local_merge_and_is_made_again(
     kind: str, remote: Remote, tmp_path: Path

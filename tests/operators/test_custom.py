@@ -117,6 +117,7 @@ def test_load_entry_points__registers_what_packages_offer(
     assert load_entry_points() == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(set(operator_specs()) - {"passthrough"}))
 def test_contract__is_kept_by_every_operator(name: str) -> None:
     spec = operator_specs()[name]

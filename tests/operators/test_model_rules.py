@@ -165,6 +165,7 @@ def test_rule__agrees_with_its_formula(rule: Rule, data: st.DataObject) -> None:
     assert np.flatnonzero(is_wrong_N).tolist() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", [*RULES, *RANDOM_RULES, *OTHER_RULES], ids=str)
 @FEWER
 @given(st.data())

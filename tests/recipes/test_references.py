@@ -28,6 +28,7 @@ def test_text_with_relative_paths__replaces_whole_paths_in_comments_too(
     assert written == "models: [./a, ./a/b]\n" + expected.format(root=tmp_path)
 
 
+@pytest.mark.thorough
 def test_text_with_relative_paths__does_not_search_the_text_for_each_model(tmp_path: Path) -> None:
     n = 4_000  # a search of the text for each one would take minutes
     names = [f"{tmp_path}/model-{number}" for number in range(n)]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from mergepipe.cli import main
@@ -146,6 +147,11 @@ def finish(process: subprocess.Popen[str]) -> Ran:
 def file_bytes(directory: Path) -> Mapping[str, bytes]:
     """Name and content of every file of a directory."""
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def command_tree() -> click.Group:
+    """The program's commands, each with its options."""
+    return build_command()
 
 
 def command_names() -> list[str]:

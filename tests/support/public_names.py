@@ -1,4 +1,4 @@
-"""Names of files and formats that users meet, written out: a release that changes one of them fails in tests."""
+"""Names and numbers of public files and formats, written out: a release that changes one of them fails in tests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ MERGEKIT_CONFIG_NAME: Final = "mergekit_config.yml"
 # A packed expert.
 HEADER_NAME: Final = "mergepipe-store.json"
 INDEX_NAME: Final = "mergepipe-store.index"
+BLOCK_ELEMENTS: Final = 262_144
 
 # A staging directory, which a killed command leaves: what becomes the output, what is done so far, whose it is.
 CONTENT_NAME: Final = "snapshot"

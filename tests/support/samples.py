@@ -13,7 +13,6 @@ from zlib import crc32
 import pytest
 
 SHARE = 10
-FEWEST = 2
 
 Case = Mapping[str, str]
 """The values of a test's parameters, as texts."""
@@ -41,7 +40,7 @@ def sampled(name: str, cases: Sequence[Case]) -> set[int]:
         return set()
     uses = Counter(value for case in cases for value in case.items())
     shared = {value for value, n_uses in uses.items() if n_uses > 1}
-    fewest = min(len(cases), max(FEWEST, -(-len(cases) // SHARE)))
+    fewest = -(-len(cases) // SHARE)
 
     waiting = sorted(range(len(cases)), key=lambda number: crc32(f"{name} {sorted(cases[number].items())}".encode()))
     kept: set[int] = set()

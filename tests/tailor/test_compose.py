@@ -103,6 +103,7 @@ def zero2(tmp_path: Path) -> Pair:
     return make_pair(tmp_path, FORMATS["zero2"])
 
 
+@pytest.mark.thorough
 def test_compose__gives_every_value_its_source_and_leaves_the_sources_alone(composed: Composed) -> None:
     assert composed.pair.sources() == composed.before
     assert {links for _, _, links in composed.before.values()} == {1}

@@ -59,6 +59,7 @@ def test_export__of_a_bucket_is_that_of_a_folder(tmp_path: Path, sources: Bucket
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local") != {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "optimizer"), [("zero2", "none"), ("dcp", "average"), ("verl", "average")])
 def test_average__of_a_bucket_is_that_of_folders(
     tmp_path: Path, sources: BucketServer, kind: str, optimizer: str

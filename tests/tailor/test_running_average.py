@@ -69,6 +69,7 @@ def test_averager__equals_one_average_of_all(tmp_path: Path, kind: str) -> None:
     assert ("| 3 | 0.1 |" in card, "| 12 | 0.4 |" in card, str(tmp_path) in card) == (True, True, False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", ["sma", "ema", "decay-linear", "decay-cosine", "decay-1-sqrt"])
 def test_averager__weighs_as_every_scheme_does(tmp_path: Path, shape: str) -> None:
     paths = run_of(tmp_path)

@@ -197,6 +197,7 @@ def requantised(
     return made_codes, made_scales.reshape(kept_scales.shape)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("scale_dtype", "method"), [(np.float32, "ties"), (ml_dtypes.bfloat16, "task_arithmetic")], ids=["ties", "sum"]
 )
