@@ -60,6 +60,7 @@ def test_budget__of_nothing_gives_the_base(tmp_path: Path, name: str, known: boo
     assert manifest["coverage"]["touched"] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", slow_unless({"linear", "dare_ties", "slerp"}.__contains__, EVERY_OPERATOR))
 def test_budget__that_holds_everything_gives_the_full_merge(tmp_path: Path, name: str) -> None:
     setting = make_setting(tmp_path, CASES[name], layout=list(CASES).index(name))

@@ -212,6 +212,7 @@ def test_sample__is_the_same_before_and_after_an_analysis(tmp_path: Path, name: 
     assert mergepipe.plan(setting.recipe, "30%", home=setting.home, block_elements=UNIT).digest == plan.digest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["ties", "dare_ties", "slerp"])
 def test_sample__is_the_same_whatever_the_threads_the_memory_and_the_run(tmp_path: Path, name: str) -> None:
     setting = make_setting(tmp_path, CASES[name], plans=(*AWKWARD, *WIDE))

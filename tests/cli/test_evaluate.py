@@ -140,6 +140,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", CHANGES)
 def test_merge__that_the_evaluation_changed_is_not_published(work: Workplace, run: Runner, change: str) -> None:
     script = work.root / "changing.py"

@@ -100,6 +100,7 @@ def test_merge__stopped_while_replacing_the_old_snapshot_stays(work: Workplace) 
     assert work.names() == names
 
 
+@pytest.mark.thorough
 def test_merge__stopped_when_all_is_written_it_is_published_whole(work: Workplace) -> None:
     """The last moment to stop is before the manifest: from there on the run goes to its end, and says so."""
     ran = stop_at(work, signal.SIGINT, "open", "/mergepipe.json", "--quiet")

@@ -48,6 +48,7 @@ def test_example__runs_and_makes_a_sound_model(name: str, capsys: pytest.Capture
     assert mergepipe.verify(Path("example") / RUNNABLE[name]).is_sound
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook__has_no_outputs_and_its_cells_run_in_order(name: str) -> None:
     notebook = json.loads((EXAMPLES / name).read_text(encoding="utf-8"))

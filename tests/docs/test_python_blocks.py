@@ -136,6 +136,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).write_text(yaml.safe_dump(recipe_of(method, experts, "models/base")))
 
 
+@pytest.mark.thorough
 @pytest.mark.transformers
 @pytest.mark.usefixtures("models")
 @pytest.mark.parametrize("page", [page for page in PAGES if list(runs_of(page))], ids=lambda page: str(page.name))

@@ -106,6 +106,7 @@ def small_memory(case: Case) -> int:
     return CHUNK_BYTES + 3 * (GRAIN * n_bytes + 3 * 8192)  # two pages around each read
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [("ties", BF16), ("ties", F8_E4M3), ("breadcrumbs", F32)],

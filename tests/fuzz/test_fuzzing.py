@@ -405,6 +405,7 @@ def test_parse_plan__refuses_what_has_no_digest(targets: dict[str, Target], valu
 # --- the machine ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["plan", "manifest", "log", "statistics-header", "store-header"])
 def test_seal__changed_content_is_read_behind_its_checksum(targets: dict[str, Target], name: str) -> None:
     """Were seals wrong, every input would end at the checksum."""

@@ -233,6 +233,7 @@ def test_adapters__are_written_nowhere_where_a_place_takes_none(
     assert names_here() == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("maker", MAKERS)
 def test_adapters__appear_whole_or_not_at_all_whenever_the_process_is_killed(models: Path, maker: str) -> None:
     """The same command works afterwards; `gc` removes what a killed one left."""

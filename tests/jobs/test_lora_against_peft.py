@@ -138,6 +138,7 @@ def trained_after_resizing(base: Path, adapter: Path, rows: int, options: Mappin
     return adapted.eval()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "rows", "options"),
     [
@@ -306,6 +307,7 @@ def test_extract_lora__biases_norms_and_embeddings_reach_the_model_that_peft_loa
     torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(model), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
 @pytest.mark.parametrize("changed", ["experts", "gate_up_proj", "1.mlp.experts.down_proj"])
 def test_extract_lora__stacked_experts_reach_the_model_that_peft_loads(tmp_path: Path, name: str, changed: str) -> None:
@@ -390,6 +392,7 @@ def in_old_layout(adapter: Path) -> None:
     save_file(tensors, path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "is_fused"), [("qwen3-moe", False), ("qwen3-moe", True), ("mixtral", False)],
     ids=["single-experts-on-disk", "fused-on-disk", "mixtral"],
@@ -484,6 +487,7 @@ def test_lora_apply__names_what_is_left_over_where_that_is_allowed(tmp_path: Pat
 # --- names of the modules that a merged adapter adapts ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("first", "second", "targets"),
     [

@@ -47,6 +47,7 @@ def written(folder: Path) -> list[tuple[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operator", ["linear", "ties", "dare_ties", "breadcrumbs", "model_stock"])
 @pytest.mark.parametrize("budget", [None, "20%"])
 def test_merged_tensors__are_those_that_a_merge_writes(

@@ -205,6 +205,7 @@ def test_run_part__parts_in_any_order_and_repeated_make_what_one_machine_makes(
     assert sum(report.expert_bytes for report in reports) == ours.expert_bytes + ours.analysis_bytes
 
 
+@pytest.mark.thorough
 def test_run_part__of_racing_workers_makes_one_output(cases: Cases, place: Place) -> None:
     case = cases(PACKED)
     with ThreadPoolExecutor(3) as pool:
@@ -220,6 +221,7 @@ def test_run_part__where_renames_replace_is_coordinated_by_links(
     test_run_part__of_racing_workers_makes_one_output(cases, folder)
 
 
+@pytest.mark.thorough
 def test_run_part__finishes_when_it_is_asked_to(cases: Cases, place: Place) -> None:
     case = cases(BUDGETED)
     with pytest.raises(NotFoundError, match="no part of it is made"):
@@ -404,6 +406,7 @@ def with_other_digests(record: bytes) -> bytes:
     return json.dumps(content).encode()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("key", [("dare_ties", None, False), PACKED])
 def test_run_part__damage_of_any_record_is_refused(cases: Cases, tmp_path: Path, key: Key) -> None:
     """One changed byte, a digit for another digit where there is one, between a part and the end."""

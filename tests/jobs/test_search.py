@@ -159,6 +159,7 @@ else: print("loss", number)
     assert not list(family.glob("none-*[0-9]"))
 
 
+@pytest.mark.thorough
 def test_search__several_objectives_have_a_front(family: Path) -> None:
     code = """
 size = int.from_bytes((folder / "model.safetensors").read_bytes()[-4:], "little") % 97
@@ -193,6 +194,7 @@ def test_search__counts_an_evaluation_without_a_sound_result_as_a_failed_trial(
         mergepipe.search(write_recipe(family), family / "none", evaluate=evaluate, trials=1, objectives=objectives)
 
 
+@pytest.mark.thorough
 def test_search__gives_up_the_worse_half_after_a_rung(family: Path) -> None:
     distance, recipe = Distance(family, 0.6), write_recipe(family)
     report = mergepipe.search(recipe, family / "best", distance, trials=12, rungs=("60%", "100%"))

@@ -139,6 +139,7 @@ def test_merge__the_bound_of_these_tests_is_one(tmp_path: Path) -> None:
         run_capped(tmp_path, "linear", body, MEMORY_BYTES + OVERHEAD_BYTES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "spare_bytes",
     [4 << 20, 40 << 20, pytest.param(20 << 20, marks=pytest.mark.slow), pytest.param(70 << 20, marks=pytest.mark.slow)],

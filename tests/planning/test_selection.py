@@ -205,6 +205,7 @@ def test_position_numbers__do_not_depend_on_other_tensors() -> None:
     assert not (numbers([37], 4, ["b"]) == alone).any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("importance", [(1.0, 1.0, 1.0), (1.5, 1.0, 1.2)], ids=["alike", "by importance"])
 def test_sample__is_right_in_the_mean(importance: tuple[float, ...]) -> None:
     """Over seeds each position counts once: what is drawn of it, divided by its probability."""

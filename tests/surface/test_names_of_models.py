@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -263,8 +264,9 @@ def test_cache_folder_of_a_model__is_refused_and_its_revision_named(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("model", ["hf://org/model@try%2Fsecond", "org/model@try/second"])
+@pytest.mark.parametrize(
+    ("name", "model"), zip(COMMANDS, cycle(["hf://org/model@try%2Fsecond", "org/model@try/second"]), strict=False)
+)
 def test_revision_with_a_slash__is_asked_for_by_every_command(
     models: Path, work: Path, hub: HubServer, name: str, model: str
 ) -> None:
@@ -337,9 +339,14 @@ def test_token_without_the_right_to_write__is_one_precise_line(written: Path, hu
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", WRITING)
 @pytest.mark.parametrize(
-    ("written_place", "address"), [("hf:org/model", "hf://org/model"), ("s3:/bucket/x", "s3://bucket/x")]
+    ("name", "written_place", "address"),
+    [
+        (name, *forms)
+        for name, forms in zip(
+            WRITING, cycle([("hf:org/model", "hf://org/model"), ("s3:/bucket/x", "s3://bucket/x")]), strict=False
+        )
+    ],
 )
 def test_output_that_lacks_a_slash_of_an_address__is_no_folder_of_that_name(
     written: Path, hub: HubServer, name: str, written_place: str, address: str

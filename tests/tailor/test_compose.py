@@ -224,6 +224,7 @@ WRITE_TIED: dict[str, Callable[[Path, KnownStates], None]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", WRITE_TIED)
 def test_compose__takes_tied_weights_from_one_source(tmp_path: Path, kind: str) -> None:
     pair = make_pair(tmp_path, WRITE_TIED[kind], decoder_shapes(tied=True))

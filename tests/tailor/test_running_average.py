@@ -55,6 +55,7 @@ def assert_average_of(
         np.testing.assert_allclose(made[name], array, rtol=0, atol=(len(paths) + 1) * 8 * 2.0**-24)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["hf", "hf-zero2", "zero2-regrouped", "zero3", "dcp"])
 def test_averager__equals_one_average_of_all(tmp_path: Path, kind: str) -> None:
     paths = run_of(tmp_path, kind)

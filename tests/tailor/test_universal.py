@@ -236,6 +236,7 @@ def write_of_trainer(folder: Path, known: KnownStates, *, full: bool) -> None:
         path.replace(folder / path.name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("of_trainer", [True, False])
 def test_compose__takes_fsdp_checkpoints(tmp_path: Path, *, full: bool, of_trainer: bool) -> None:

@@ -136,6 +136,7 @@ def is_fast(case: tuple[str, str]) -> bool:
     return kind == "one-file" or options == "plain"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "options"), slow_unless(is_fast, [(kind, options) for kind in WRITERS for options in OPTIONS])
 )

@@ -102,6 +102,7 @@ def largest_growth() -> Iterator[list[int]]:
         watcher.join()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["create", "overwrite"])
 def test_file__larger_than_a_request_is_sent_in_bounded_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
