@@ -89,6 +89,7 @@ def test_options__are_checked_again_when_they_are_changed() -> None:
             value.threads = 0  # type: ignore[misc]
 
 
+@pytest.mark.thorough
 def test_cli__too_little_address_space_is_told_in_one_line(tmp_path: Path) -> None:
     commands = ("pack b e --out s", "merge r.yml o", "verify s", "analyze b e", "unpack s --out o")
     words = [[*command.split(), "--threads", "2"] for command in commands]
@@ -106,6 +107,7 @@ def test_cli__too_little_address_space_is_told_in_one_line(tmp_path: Path) -> No
     assert done.stderr.count("[memory.too-small]\n") == done.stderr.count("\n") == len(commands)
 
 
+@pytest.mark.thorough
 def test_pack__from_python_too_little_address_space_is_an_error_and_no_abort(tmp_path: Path) -> None:
     limit = compiled.COMPILER_ADDRESS_BYTES // 2
     done = subprocess.run(

@@ -79,6 +79,7 @@ def open_to(mode: int) -> Callable[[Path], None]:
     return lambda path: path.chmod(mode)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [give_away, open_to(0o770), open_to(0o702), open_to(0o1777), move_behind_a_link])
 def test_code__in_a_folder_that_others_could_have_filled_is_not_run(
     place: Path, change: Callable[[Path], None]

@@ -117,6 +117,7 @@ ALL = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "name", "model", "recipe"), FEW)
 def test_merge__of_odd_small_files_refuses_them_by_name_or_makes_a_whole_snapshot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str, model: str, recipe: str

@@ -276,6 +276,7 @@ def check_all_storage(work: Work, out: Path) -> None:
     assert [path.name for path in out.parent.glob(".*")] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
 def test_storage__works_without_what_some_file_systems_lack(work: Work, number: int) -> None:
     """Without reserving space, locks, direct writes, renaming with flags, and synchronising directories."""

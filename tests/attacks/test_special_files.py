@@ -245,6 +245,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         subprocess.run(["umount", inputs], check=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command",
     [

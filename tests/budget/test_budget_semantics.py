@@ -40,6 +40,7 @@ def blocks_of(model: Model, name: str, block_elements: int) -> list[bytes]:
     return [stored[span.start : span.stop].tobytes() for span in grid.spans()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "known"),
     slow_unless(
@@ -124,6 +125,7 @@ def test_budgeted_block__equals_the_full_one_or_the_base(tmp_path: Path, name: s
     assert untouched > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", slow_unless({"linear", "dare_ties", "slerp"}.__contains__, EVERY_OPERATOR))
 def test_frozen_block__is_never_read(tmp_path: Path, name: str) -> None:
     setting = make_setting(tmp_path, CASES[name])

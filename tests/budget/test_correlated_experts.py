@@ -45,6 +45,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> FamilyPaths:
     return family
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("budget", "most"), [("25%", 0.60), ("50%", 0.25)])
 def test_conflict__is_nearest_where_experts_agree_and_cancel(
     family: FamilyPaths, tmp_path: Path, budget: str, most: float

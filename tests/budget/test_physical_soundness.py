@@ -198,6 +198,7 @@ def test_budgeted_merge__of_cold_files_reads_no_more_from_the_disk(
     assert physical[-1] - physical[0] >= 0.9 * setting.plan("100%").planned_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", ["0", "100000B"])
 def test_budgeted_merge__of_many_small_files_costs_nothing_to_open_them(
     tmp_path: Path, server: TracedServer, budget: str

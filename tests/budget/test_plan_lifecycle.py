@@ -39,6 +39,7 @@ def is_within(setting: Setting, plan_budget: str, name: str) -> bool:
     return report.expert_bytes + report.analysis_bytes <= report.planned_bytes <= report.budget_bytes
 
 
+@pytest.mark.thorough
 def test_plan__has_the_same_digest_in_every_process(tmp_path: Path) -> None:
     setting = make_setting(tmp_path, CASES["ties"])
     setting.analyze()

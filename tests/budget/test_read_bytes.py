@@ -44,6 +44,7 @@ def make_settings(folder: Path, operator: str) -> dict[bool, Setting]:
     return {False: setting, True: packed}
 
 
+@pytest.mark.thorough
 def test_expert_bytes__of_budgeted_runs_are_what_the_system_counts(tmp_path: Path, goldens: Goldens) -> None:
     trial = shutil.which("strace") and subprocess.run([*STRACE, "-e", "trace=none", "true"], check=False).returncode
     if trial != 0:

@@ -68,6 +68,7 @@ def sampled(setting: Setting, budget: str, unit: int = UNIT, seed: int = 0) -> P
     return setting.plan(budget, "sample", block_elements=unit, seed=seed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_analyzed", [False, True], ids=["unknown", "analyzed"])
 def test_sample__of_a_larger_budget_holds_that_of_a_smaller_one(tmp_path: Path, is_analyzed: bool) -> None:
     setting = make_setting(tmp_path, CASES["ties"], plans=(*AWKWARD, *WIDE))

@@ -123,6 +123,7 @@ def test_adopt_snapshot__without_a_manifest_is_not_found(tmp_path: Path) -> None
 _SPAWN = multiprocessing.get_context("spawn")
 
 
+@pytest.mark.thorough
 def test_catalog__threads_share_one_catalog(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path / "home")
 
@@ -143,6 +144,7 @@ def record_until_killed(place: Path) -> None:
         )
 
 
+@pytest.mark.thorough
 def test_catalog__a_killed_process_leaves_whole_snapshots(tmp_path: Path) -> None:
     for name in ("base", "expert"):
         make_checkpoint(tmp_path / name)

@@ -87,6 +87,7 @@ def test_merge__to_a_target_loss_publishes_the_first_budget_that_meets_it(work: 
     assert 0 < manifest["run"]["tried_expert_bytes"] < manifest["realized"]["expert"] + manifest["realized"]["analysis"]
 
 
+@pytest.mark.thorough
 def test_merge__to_a_loss_that_no_budget_meets_publishes_nothing(work: Workplace, run: Runner) -> None:
     before = work.names()
     ran = run("merge", work.recipe, work.out, *SAMPLE, "--target-loss", "1.5", "--evaluate", COMMAND, "-q")

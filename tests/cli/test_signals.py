@@ -84,12 +84,14 @@ def test_merge__stopped_before_it_is_done_it_leaves_nothing(
     assert work.names() == before
 
 
+@pytest.mark.thorough
 def test_merge__stopped_with_json_it_says_so_as_json(work: Workplace) -> None:
     ran = stop_at(work, signal.SIGINT, "open", ".out.mergepipe-", "--json")
     error = json.loads(ran.out.splitlines()[0])["error"]
     assert (ran.exit_code, error["code"], error["exit_code"]) == (130, "run.interrupted", 130)
 
 
+@pytest.mark.thorough
 def test_merge__stopped_while_replacing_the_old_snapshot_stays(work: Workplace) -> None:
     mergepipe.merge(work.recipe, work.out)
     before, names = file_bytes(work.out), work.names()

@@ -60,6 +60,7 @@ def rewrite_header(store: Path, **changes: object) -> None:
     relabel(store, lambda document: document.update(changes))
 
 
+@pytest.mark.thorough
 def test_chain__is_packed_on_the_one_before_with_a_bounded_depth(run: PackFamily, packed: Path) -> None:
     headers = [header_of(packed / step.name) for step in run.experts]
     assert [header.get("depth", 0) for header in headers] == [0, 1, 2, 0, 1]
@@ -133,6 +134,7 @@ def test_chain__with_a_damaged_store_below_is_refused(copy: Path) -> None:
     assert not report.is_sound
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

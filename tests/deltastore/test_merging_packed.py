@@ -114,6 +114,7 @@ def test_merge__of_packed_experts_gives_the_bytes_of_the_originals(pair: Pair, f
     assert merged(pair.packed, CASES[name], folder) == merged(pair.raw, CASES[name], folder)
 
 
+@pytest.mark.thorough
 @given(name=st.sampled_from([*CASES]), memory=st.integers(SMALL, LARGE), threads=st.integers(1, 4), mixed=st.booleans())
 @settings(deadline=None, max_examples=8)
 def test_merge__of_packed_experts_does_not_depend_on_how_it_is_run(

@@ -83,6 +83,7 @@ def assert_packed(family: Path, out: str, name: str = "") -> None:
         assert (ours.tensors, ours.kept, ours.index_blake3) == (theirs.tensors, theirs.kept, theirs.index_blake3)
 
 
+@pytest.mark.thorough
 def test_pack__into_a_bucket_puts_each_header_last(family: Path, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = watch_buckets(monkeypatch)
     report = pack(family, out)

@@ -121,6 +121,7 @@ def test_plan__of_everything_gives_the_bytes_of_the_merge_in_full(place: Place, 
         assert Level.LOSSLESS not in levels_EB(plan_of(place, case, "100%"))
 
 
+@pytest.mark.thorough
 @given(
     share=st.integers(0, 100), policy=st.sampled_from(POLICIES), case=st.sampled_from([AVERAGE, TIES]),
     threads=st.integers(1, 3), memory=st.integers(40 << 20, 200 << 20),

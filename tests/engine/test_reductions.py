@@ -230,6 +230,7 @@ class StoredScore:
         scores_N[:] = block.raw[block.base_offset : block.base_offset + scores_N.nbytes].view(np.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("first_scale", "most_looks"), [(1.0, 1), (1e-6, 3), (1e6, 3), (0.0, 3)])
 @pytest.mark.parametrize("share", [None, 0.3, 0.9])
 @pytest.mark.parametrize("kind", ["all different", "few", "mostly zero"])

@@ -212,6 +212,7 @@ CHANGES: list[tuple[Callable[[Path], None], type[MergePipeError], str]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("change", "kind", "code"), CHANGES, ids=[c[0].__name__ for c in CHANGES])
 @pytest.mark.parametrize("is_cold", [False, True])
 def test_merge__notices_an_input_that_changes_meanwhile(

@@ -70,6 +70,7 @@ def interrupt_late(job: Command, error: BaseException) -> None:
 ERRORS = [KeyboardInterrupt(), system_error(errno.ENOSPC), system_error(errno.EDQUOT), system_error(errno.EIO)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", ERRORS, ids=["ctrl-c", "full", "quota", "io"])
 def test_merge__stopped_goes_on_where_it_was(
     job: Command, error: BaseException, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +120,7 @@ def swap_content(job: Command) -> None:
 CHANGES: list[Callable[[Command], None]] = [change_input, change_recipe, lose_file, cut_file, swap_content]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", CHANGES)
 def test_merge__does_not_go_on_with_something_else(job: Command, change: Callable[[Command], None]) -> None:
     interrupt_late(job, KeyboardInterrupt())
@@ -344,6 +346,7 @@ def unprepared_command(root: Path) -> Command:
     return Command(root, partial(mergepipe.merge, root / "recipe.yml", root / "results/out", options=options), {})
 
 
+@pytest.mark.thorough
 def test_merge__unprepared_and_killed_is_resumed_with_the_plan_that_it_was_begun_with(tmp_path: Path) -> None:
     job = unprepared_command(tmp_path)
     n_operations = len(count_operations(job.run))

@@ -78,6 +78,7 @@ def left_there(folder: Path) -> str:
     return json.dumps([[str(path), hash(path.read_bytes()) if path.is_file() else 0] for path in files])
 
 
+@pytest.mark.thorough
 def test_merge__survives_a_loss_of_power(tmp_path: Path) -> None:
     n_losses, went_on = check_all_losses(tmp_path, step=25)
     assert n_losses > 30

@@ -183,6 +183,7 @@ def test_adapters__have_a_card_of_their_base_and_no_path_of_this_machine(models:
     assert "base_model_relation" not in (models / "a2" / "README.md").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("maker", MAKERS)
 def test_adapters__are_pushed_to_the_hub_and_to_a_bucket(
     models: Path, maker: str, hub: HubServer, server: S3Server, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +198,7 @@ def test_adapters__are_pushed_to_the_hub_and_to_a_bucket(
     check_published(objects_below(prefix), models / "made")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("maker", MAKERS)
 def test_adapters__are_published_on_the_hub_and_in_a_bucket(
     models: Path, maker: str, hub: HubServer, server: S3Server, monkeypatch: pytest.MonkeyPatch
@@ -263,6 +265,7 @@ def test_adapters__appear_whole_or_not_at_all_whenever_the_process_is_killed(mod
         assert files_below(models / "made").keys() == mergepipe_files.keys()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("models")
 @pytest.mark.parametrize("method", ["cat", "svd", "linear", "ties"])
 def test_merge_lora__is_recorded_as_a_recipe_that_makes_it_again(method: str) -> None:

@@ -118,6 +118,7 @@ def test_merge__to_the_hub_has_two_shards_on_the_disk_at_most_and_one_where_two_
     assert sum(sizes[: n_shards - 1]) < most[0] <= room
 
 
+@pytest.mark.thorough
 def test_merge__that_was_killed_uploads_no_shard_twice(family: Path, hub: HubServer, tmp_path: Path) -> None:
     script = (
         "import sys, mergepipe\n"

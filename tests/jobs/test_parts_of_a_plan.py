@@ -188,6 +188,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 FAST = {("bucket", BUDGETED), ("folder", PACKED)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("where", "key"), slow_unless(FAST.__contains__, product(("folder", "bucket"), KEYS)))
 def test_run_part__parts_in_any_order_and_repeated_make_what_one_machine_makes(
     cases: Cases, request: pytest.FixtureRequest, where: str, key: Key
@@ -305,6 +306,7 @@ def test_run_part__stale_worker_after_the_commit_changes_nothing(
     place.check_made(case)
 
 
+@pytest.mark.thorough
 def test_run_part__tells_of_an_output_that_was_finished_before_its_report(
     cases: Cases, bucket: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,6 +491,7 @@ def test_run_part__failed_finish_gives_the_shards_back(
     folder.check_made(case)
 
 
+@pytest.mark.thorough
 def test_run_part__killed_within_a_file_goes_on_behind_its_last_unit(
     cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ def test_merge__of_whole_files_of_the_hub_is_held_to_their_digests(remote: Remot
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_budget__that_the_plan_spends_covers_one_cut_body(kind: str, remote: Remote, tmp_path: Path) -> None:
     """Of the budget the plan leaves a reserve, and says so; a request that was cut is repeated within it."""

@@ -92,6 +92,7 @@ def test_merge__draws_for_each_entry_by_itself(family: Path, operator: str) -> N
     assert shares[1] > 1.3 * shares[0]  # 0.5 and, of two draws, 0.75 of what the expert changes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operator", ["ties", "dare_linear"])
 def test_run__in_parts_and_by_a_plan_gives_the_same_bytes(family: Path, operator: str) -> None:
     path = recipe(family, operator, ["expert-1", "expert-1", "expert-2"])

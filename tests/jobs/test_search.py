@@ -131,6 +131,7 @@ def test_search__chooses_among_values_and_on_a_logarithm(family: Path) -> None:
     assert all(isinstance(weight, float) and 1e-3 <= weight <= 1.0 for weight in weights)
 
 
+@pytest.mark.thorough
 def test_search__marks_a_trial_that_fails_and_goes_on(family: Path) -> None:
     code = """
 weight = json.loads((folder / "mergepipe.json").read_text())
@@ -207,6 +208,7 @@ def test_search__gives_up_the_worse_half_after_a_rung(family: Path) -> None:
     assert report.best_trial.state == "complete"
 
 
+@pytest.mark.thorough
 @pytest.mark.transformers
 def test_search__with_loaded_models_writes_no_trial_and_finds_what_folders_find(
     family: Path, monkeypatch: pytest.MonkeyPatch

@@ -62,6 +62,7 @@ def test_sweep__errors_are_those_of_merges_made_apart(recipe: Path, tmp_path: Pa
     assert report.points[0].flattering_error == pytest.approx(error / report.full_norm, rel=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operator", ["task_arithmetic", "ties", "dare_linear"])
 def test_sweep__everything_is_the_full_merge_and_nothing_is_the_base(recipe: Path, operator: str) -> None:
     recipe.write_text(text_of(operator, **({} if operator == "task_arithmetic" else {"density": 0.5})))

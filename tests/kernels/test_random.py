@@ -118,6 +118,7 @@ def undefined_ones(rng: np.random.Generator, n: int) -> NDArray[Any]:
 KINDS = (np.random.Generator.standard_normal, few_values, wide_range, nearly_equal, undefined_ones)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("row_elements", [1, 2, 5, 63, 1024, 3072, 5000])
 @settings(max_examples=5)

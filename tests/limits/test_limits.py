@@ -119,6 +119,7 @@ def merge_capped(root: Path, operator: str, recipe: Path, n_tensors: int = 1) ->
     return run_capped(root, operator, body, MEMORY_BYTES + OVERHEAD_BYTES + n_tensors * TENSOR_BYTES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operator", [pytest.param("linear", marks=pytest.mark.slow), "ties"])
 def test_merge__of_more_than_memory_holds_runs_at_the_promised_bound(tmp_path: Path, operator: str) -> None:
     models = write_family(tmp_path, {"large.weight": (9000, 5000), "norm": (9000,)}, 3)

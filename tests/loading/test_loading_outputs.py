@@ -120,6 +120,7 @@ def logits(model: Any) -> Any:
         return model.eval().float()(tokens).logits
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operator", ["linear", "ties"])
 def test_merge__transformers_loads_the_output_and_computes_the_same(
     saved: Saved, operator: str, tmp_path: Path
@@ -143,6 +144,7 @@ def test_merge__transformers_loads_the_output_and_computes_the_same(
     assert (found - expected).norm() <= 0.02 * merging_changed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operator", ["linear", "ties"])
 def test_load_model__is_what_transformers_loads_of_the_written_merge(
     saved: Saved, operator: str, tmp_path: Path

@@ -165,6 +165,7 @@ def test_weight_file__is_refused_where_it_does_not_fit(tmp_path: Path, family: P
     refused("fisher", {"file": str(tmp_path / "smaller.safetensors")}, MismatchError, "shape")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("suffix", ["json", "safetensors"])
 @pytest.mark.parametrize("method", ["ties", "task_arithmetic", "fisher"])
 def test_weight_file__with_one_number_a_tensor_goes_with_any_rule(

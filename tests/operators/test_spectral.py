@@ -108,6 +108,7 @@ POSTS = ({"svc": 1.0}, {"svc": 0.2}, {"isotropic": True})
 RULES = ("task_arithmetic", "ties", "karcher")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("operator", "post"), slow_unless([*zip(RULES, POSTS, strict=True)].__contains__, product(RULES, POSTS))
 )

@@ -99,6 +99,7 @@ def test_merge__takes_a_model_with_an_adapter_from_any_places(
     assert mergepipe.explain(out).path == out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "other"), [("hub", "bucket"), ("folder", "hub"), ("bucket", "web")])
 def test_analyze__of_a_model_with_an_adapter_serves_plans_of_the_two_wherever_they_are(
     models: PlacedModels, tmp_path: Path, place: str, other: str

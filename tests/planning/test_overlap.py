@@ -114,6 +114,7 @@ def test_overlap__of_layers_together_is_that_of_the_joined_deltas() -> None:
     assert (nothing.cosine, nothing.cosine_error) == (0.0, 0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", [None, "40%"])
 def test_explain__tells_what_analyze_told_once_experts_are_analyzed(
     family: DiskFamily, tmp_path: Path, budget: str | None

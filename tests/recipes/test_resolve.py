@@ -233,6 +233,7 @@ def test_resolve__raises_the_mismatch_first_and_tells_all() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_resolve__lists_at_most_fifty_problems_of_a_large_model() -> None:
     base: Tensors = {**W, **{f"model.layer{i}.mlp.weight": (BF16, (1,)) for i in range(20_000)}}
     expert: Tensors = {**W, **{f"layer{i}.mpl.weight": (BF16, (1,)) for i in range(20_000)}}

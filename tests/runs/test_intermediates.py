@@ -56,6 +56,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in load_file(folder / "model.safetensors").items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("middle", [SUM, TIES, DARE])
 def test_merge__of_two_documents_is_what_two_merges_are(folder: Path, middle: str) -> None:
     mergepipe.merge(recipe(folder, "middle.yml", middle), folder / "middle", seed=7)

@@ -63,6 +63,7 @@ def test_verify__a_snapshot_is_sound(made: Path) -> None:
     assert len(manifest.files) > 2
 
 
+@pytest.mark.thorough
 def test_verify__a_flipped_bit_anywhere_is_found(copy: Path) -> None:
     for path in files_of(copy):
         sound = path.read_bytes()

@@ -118,6 +118,7 @@ def test_remove__ends_the_work_of_all(place: PartsPlace, tmp_path: Path) -> None
 # --- claims: who reads for which shard, and how much it was ---
 
 
+@pytest.mark.thorough
 @given(
     st.lists(st.integers(0, 1000), min_size=1, max_size=5),
     st.lists(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=4), min_size=2, max_size=3),

@@ -85,6 +85,7 @@ def test_scheme_weights__sum_to_one(scheme: str, count: int, alpha: float) -> No
 # --- values
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_average__writes_a_model_of_averaged_weights(tmp_path: Path, kind: str) -> None:
     paths, knowns = run_of(tmp_path, kind)

@@ -136,6 +136,7 @@ def archives(path: Path) -> list[bytes]:
     return [path.read_bytes()[p.offset : p.offset + p.nbytes] for p in pieces if p.file.local_path == path]
 
 
+@pytest.mark.thorough
 def test_compose__leaves_valid_checksums(composed: Composed) -> None:
     checked = 0
     for path in composed.pair.out.rglob("*"):

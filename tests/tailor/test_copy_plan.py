@@ -165,6 +165,7 @@ def test_checksum_renewal__writes_the_checksum_of_what_passed(
         assert out[start:stop] == whole[start:stop]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_cold", [False, True])
 @pytest.mark.parametrize("memory_bytes", [FEWEST_BYTES, 64 << 20])
 def test_write_files__writes_what_is_planned(tmp_path: Path, is_cold: bool, memory_bytes: int) -> None:
@@ -231,6 +232,7 @@ def write_sources(folder: Path, count: int) -> list[Location]:
     return [Location.local(path) for path in paths]
 
 
+@pytest.mark.thorough
 @given(data=st.data())
 def test_write_files__writes_what_each_plan_says(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("many")

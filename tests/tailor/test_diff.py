@@ -109,6 +109,7 @@ def test_recipe__composes_the_newest_checkpoints_at_a_step(run: Path) -> None:
     assert yaml.safe_load(api.recipe(run, strategy="parity", at=8, folder=run)) == wanted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["parity", "filter", "paper-parity", "paper-filter", "latest"])
 def test_recipe__is_a_recipe_that_composes(run: Path, tmp_path: Path, strategy: str) -> None:
     recipe = tmp_path / "recipe.yml"

@@ -77,6 +77,7 @@ def save(folder: Path, arrays: State, ends: Parts) -> None:
 # --- grids
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shape", "ends"),
     [

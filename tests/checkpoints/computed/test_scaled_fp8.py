@@ -336,6 +336,7 @@ def test_merge__reads_scales_of_groups_of_columns_and_exponents(tmp_path: Path, 
     np.testing.assert_array_equal(load_file(tmp_path / "out" / "model.safetensors")["l.weight"], expected)
 
 
+@pytest.mark.thorough
 def test_merge__reads_every_exponent_as_torch_does(tmp_path: Path) -> None:
     exponents = np.arange(256, dtype=np.uint8)[:, None]
     codes = np.ones((256, 32), ml_dtypes.float8_e4m3fn)

@@ -288,6 +288,7 @@ def test_gguf_out__is_what_gguf_makes_of_the_merge(tmp_path: Path, family: str, 
     assert not mergepipe.verify(out).is_sound
 
 
+@pytest.mark.thorough
 @pytest.mark.transformers
 @pytest.mark.parametrize("family", CONFIGS)
 def test_gguf_out__transformers_reads_the_same_model_and_tokenizer(tmp_path: Path, family: str) -> None:

@@ -103,6 +103,7 @@ def bare(bench: Bench, source: str, target: str) -> None:
 # --- contents ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("put", [move, copy, download, link, bare])
 def test_analyze__of_the_same_bytes_elsewhere_makes_the_same_file(
     bench: Bench, put: Callable[[Bench, str, str], None]
