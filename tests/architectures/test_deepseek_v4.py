@@ -19,7 +19,7 @@ from support.architectures import adapted, loaded, saved
 from support.coded_weights import codes_of, exponents
 from support.model_folders import write_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and PEFT
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]  # of transformers and PEFT
 CLASS = "DeepseekV4ForCausalLM"
 KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"]
 SIZES = {

@@ -15,7 +15,7 @@ from support.architecture_sweep import Subject, check_values
 from support.architectures import TEXT, adapted, saved, tensors_of
 from support.model_folders import write_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and PEFT
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]  # of transformers and PEFT
 RENAME = ("self_attn=mixer", "model.layers=stack.h")
 
 

@@ -11,7 +11,7 @@ import pytest
 import mergepipe
 from support.architectures import NARROW, loaded, saved, tensors_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and PEFT
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]  # of transformers and PEFT
 SPEECH = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 32,
     "conv_dim": (8,), "conv_stride": (2,), "conv_kernel": (3,), "num_feat_extract_layers": 1,

@@ -126,6 +126,7 @@ def test_code__of_another_kernel_is_not_run_under_this_name(place: Path) -> None
     assert call(place) == (14, True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", ["cut", "empty", "digest", "content", "longer"])
 def test_code__that_is_damaged_is_compiled_again(place: Path, damage: str) -> None:
     path = kept_file(place)

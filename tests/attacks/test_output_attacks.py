@@ -141,6 +141,7 @@ def test_staging__that_is_not_ours_is_refused_by_every_command(work: Work, comma
     assert not staging.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json", "mergepipe.blocks", "generation_config.json"])
 @pytest.mark.parametrize("kind", ["to an input", "hard", "to nowhere"])
 def test_repair__of_a_link_puts_a_file_in_its_place(work: Work, name: str, kind: str) -> None:

@@ -29,6 +29,7 @@ STORED = DOCS / "benchmarks/results"
 TOY = {"name": "toy"}
 
 
+@pytest.mark.thorough
 def test_markdown_files__are_those_in_the_documentation() -> None:
     texts = markdown_files(PARTS, STORED)
     assert len(texts) > 1
@@ -39,6 +40,7 @@ def test_markdown_files__are_those_in_the_documentation() -> None:
     assert [name for name in texts if f"benchmarks/{name}" not in navigation] == []
 
 
+@pytest.mark.thorough
 def test_figures__are_drawn_from_the_stored_results() -> None:
     figures = [figure for _, page in stored_pages(PARTS, STORED).values() for figure in page.figures]
     assert figures
@@ -48,11 +50,13 @@ def test_figures__are_drawn_from_the_stored_results() -> None:
     assert {path.stem for path in (DOCS / "benchmarks").glob("*.svg")} == {figure.name for figure in figures}
 
 
+@pytest.mark.thorough
 def test_papers_page__has_the_figures_of_the_stored_results() -> None:
     page = (DOCS / "papers.md").read_text()
     assert page == papers_text(page, PARTS, STORED)
 
 
+@pytest.mark.thorough
 def test_pages__begin_with_what_they_mean() -> None:
     for name, text in markdown_files(PARTS, STORED).items():
         assert re.match(r"# .+\n\n(\*\*|What to expect)", text), name

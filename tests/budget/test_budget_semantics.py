@@ -93,6 +93,7 @@ def test_merge__with_a_budget_does_what_plan_and_run_do(tmp_path: Path, name: st
     assert weights_digest(tmp_path / "some") == weights_digest(tmp_path / "planned")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "policy", "share"),
     slow_unless(

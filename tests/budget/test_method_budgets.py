@@ -83,6 +83,7 @@ def test_budget__that_holds_everything_gives_the_full_merge_by_any_method(tmp_pa
         setting.analyze()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "budget"),
     slow_unless(set(zip(METHODS, cycle(BUDGETS), strict=False)).__contains__, product(METHODS, BUDGETS)),

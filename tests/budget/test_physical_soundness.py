@@ -147,6 +147,7 @@ def test_budgeted_merge__requests_no_more_than_was_planned(tmp_path: Path, serve
     assert spent > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", slow_unless("ties".__eq__, ("task_arithmetic", "ties", "dare_linear")))
 def test_budgeted_merge__of_packed_experts_requests_no_more_than_was_planned(
     tmp_path: Path, server: TracedServer, name: str

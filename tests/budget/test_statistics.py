@@ -118,6 +118,7 @@ def check_family(family: DiskFamily, found: list[Mapping[str, TensorStatistics]]
     return checked
 
 
+@pytest.mark.thorough
 def test_analyze__is_right_in_every_dtype_with_special_values_and_the_same_in_every_layout(tmp_path: Path) -> None:
     models = tuple({**model, "large": np.full(99, 1e38 * e, np.float32)} for e, model in enumerate(make_models(3)))
     of_layouts = []

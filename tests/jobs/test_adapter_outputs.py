@@ -117,6 +117,7 @@ def test_adapters__are_compared_tensor_by_tensor() -> None:
     assert not mergepipe.diff("a1", "a1").tensors
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("name", sorted(FILES - {MANIFEST_NAME}))
 def test_verify__finds_a_changed_byte_of_an_adapter(models: Path, maker: str, name: str) -> None:
@@ -219,6 +220,7 @@ def test_adapters__are_published_on_the_hub_and_in_a_bucket(
     check_published(hub.model_files(MODEL), models / "made")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("models")
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("place", ["hf://me/adapter", "https://host/adapter", "out.safetensors"])

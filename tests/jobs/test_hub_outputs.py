@@ -82,6 +82,7 @@ def test_merge__to_the_hub_is_the_local_merge_in_one_commit(family: Path, hub: H
     assert mergepipe.verify(f"hf://{MODEL}", home=tmp_path, threads=2).is_sound
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n_shards", [1, 2])
 def test_merge__to_the_hub_has_two_shards_on_the_disk_at_most_and_one_where_two_have_no_room(
     family: Path, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_shards: int

@@ -122,6 +122,7 @@ def test_pack__names_no_path_but_in_files_kept_bit_for_bit(root: Path, outputs: 
     assert files_below(outputs / "back") == originals
 
 
+@pytest.mark.thorough
 def test_push__publishes_no_path_of_this_machine(
     server: S3Server, root: Path, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ def test_merge_lora__one_adapter_at_weight_one_is_itself(tmp_path: Path, name: s
     assert_close(applied(base, tmp_path / "x", adapter), applied(base, tmp_path / "y", tmp_path / "merged"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "names", [("plain", "patterns"), ("rslora", "bias"), ("experts", "plain"), ("saved", "rslora")]
 )

@@ -290,6 +290,7 @@ def test_lora_merge__refuses_what_has_no_factors_of_its_own(tmp_path: Path, name
         mergepipe.merge_lora([tmp_path / "a"], tmp_path / "out")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
 def test_extract_lora__biases_norms_and_embeddings_reach_the_model_that_peft_loads(tmp_path: Path, name: str) -> None:
     base = base_of(tmp_path, name)
@@ -334,6 +335,7 @@ def test_extract_lora__stacked_experts_reach_the_model_that_peft_loads(tmp_path:
 # --- what servers make of an adapter that is written ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["cat", "svd", "extract"])
 def test_written_adapters__follow_the_conventions_of_vllm(tmp_path: Path, method: str) -> None:
     """It knows one scale, `lora_alpha / r` or that of rsLoRA, and no patterns; names of modules and two factors."""

@@ -189,6 +189,7 @@ def test_merge__on_ray_into_a_bucket_is_resumed_there(
     assert not list((tmp_path / "home").rglob("*"))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("operator", ["ties", "dare_ties"])
 def test_merge__on_ray_under_a_budget_reads_what_threads_read(tmp_path: Path, operator: str) -> None:

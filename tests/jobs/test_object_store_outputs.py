@@ -87,6 +87,7 @@ def out(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 # --- whole outputs ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "budget"),
     [
@@ -236,6 +237,7 @@ RACES: dict[str, tuple[Callable[[BucketFolder, pytest.MonkeyPatch], object], str
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("race", RACES)
 def test_upload__publishes_its_record_or_nothing(out: str, race: str, monkeypatch: pytest.MonkeyPatch) -> None:
     meanwhile, code, record = RACES[race]

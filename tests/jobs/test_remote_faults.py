@@ -191,6 +191,7 @@ def test_budget__that_the_plan_spends_covers_one_cut_body(kind: str, remote: Rem
     assert remote.sent_of_experts(kind) <= plan.budget_bytes + remote.header_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_budget__is_kept_by_what_the_server_counts(kind: str, remote: Remote, tmp_path: Path) -> None:
     server = remote.server(kind)

@@ -180,6 +180,7 @@ def test_rule__does_not_depend_on_how_the_tensor_is_cut(rule: Rule, data: st.Dat
     np.testing.assert_array_equal(whole.view(np.uint16), parts.view(np.uint16))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", [*RULES, *RANDOM_RULES, *OTHER_RULES], ids=str)
 def test_rule__takes_stored_deltas_as_they_are(rule: Rule) -> None:
     shape = (60, 500)
@@ -189,6 +190,7 @@ def test_rule__takes_stored_deltas_as_they_are(rule: Rule) -> None:
     np.testing.assert_array_equal(plain, of_deltas)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", [r for r in (*RULES, *RANDOM_RULES, *OTHER_RULES) if r.n_experts > 1], ids=str)
 def test_rule__takes_an_omitted_expert_for_one_without_a_delta(rule: Rule) -> None:
     shape = (60, 500)
@@ -198,6 +200,7 @@ def test_rule__takes_an_omitted_expert_for_one_without_a_delta(rule: Rule) -> No
     np.testing.assert_array_equal(omitted, merged(rule, shape, StoredTensor(unchanged, F32)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", [*RULES, *RANDOM_RULES], ids=str)
 def test_rule__gives_the_base_where_no_expert_differs(rule: Rule) -> None:
     base_N = exact_family(1, 5000, 0).base
@@ -211,6 +214,7 @@ def test_rule__gives_the_base_where_no_expert_differs(rule: Rule) -> None:
         np.testing.assert_array_equal(found_N, base_N)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", [*RULES, *RANDOM_RULES, *OTHER_RULES], ids=str)
 def test_rule__survives_values_that_are_no_numbers(rule: Rule) -> None:
     family = exact_family(2, 600, rule.n_experts)

@@ -74,6 +74,7 @@ def expect_of_scratch(bench: Bench, recipe: Recipe, name: str) -> None:
     assert bench.digest(name) == bench.digest("from-scratch")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["base", "expert1"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_merge__reads_another_version_as_it_is_now(bench: Bench, change: str, model: str) -> None:

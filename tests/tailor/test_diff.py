@@ -32,6 +32,7 @@ from support.training_trees import (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", FORMATS)
 def test_diff__is_the_relative_change_of_every_unit(tmp_path: Path, kind: str) -> None:
     pair = make_pair(tmp_path, FORMATS[kind])

@@ -154,6 +154,7 @@ def test_export__reads_a_file_of_a_bucket(tmp_path: Path, sources: BucketServer)
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local") != {}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("bucket")
 @pytest.mark.parametrize("optimizer", ["none", "last"])
 def test_average__to_a_bucket_is_a_pushed_one(tmp_path: Path, optimizer: str) -> None:

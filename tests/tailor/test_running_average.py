@@ -146,6 +146,7 @@ def test_averager__refuses_options_before_training(tmp_path: Path, options: dict
         Averager(tmp_path / "out", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 @pytest.mark.transformers
 def test_averager__averages_the_checkpoints_of_the_trainer(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(

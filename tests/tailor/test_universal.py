@@ -89,6 +89,7 @@ def test_compose__exports_a_universal_checkpoint_and_takes_such_sources(tmp_path
     assert counters(universal) == counters(pair)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [2, 3])
 def test_compose__exports_counters_that_are_numbers(tmp_path: Path, stage: int) -> None:
     pair = make_pair(tmp_path, lambda folder, known: write_fused(folder, known, stage))
@@ -148,6 +149,7 @@ def test_average__reads_universal_checkpoints(tmp_path: Path) -> None:
         np.testing.assert_allclose(stored_values(made.states[name, FP32]), mean, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
 def test_average__of_native_checkpoints_becomes_universal(tmp_path: Path, kind: str) -> None:
     """The way of an average to another number of ranks: weights, moments and step stay what was averaged."""
@@ -215,6 +217,7 @@ def counters(pair: Pair) -> dict[str, float]:
     return {name: step.value for step in made.steps for name in step.parameters}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [None, 1, 2, 3])
 def test_compose__writes_counters_of_optimizer_pt_and_of_fused_optimizers(tmp_path: Path, stage: int | None) -> None:
     pair = make_pair(tmp_path, write_hf_with_numbers if stage is None else partial(write_fused, stage=stage))

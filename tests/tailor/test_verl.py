@@ -19,6 +19,7 @@ from support.training_trees import d_tensor, decoder_shapes, known_states, write
 MODEL, OPTIMIZER = "model_world_size_2_rank_1.pt", "optim_world_size_2_rank_1.pt"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (3, 1), (16, 1), (2, 2)])
 def test_open__joins_the_rows_of_all_ranks(tmp_path: Path, world_size: int, replicas: int) -> None:
     known = known_states(decoder_shapes())

@@ -91,6 +91,7 @@ def gpt_oss(seed: int, experts: int = 3, outputs: int = 48, groups: int = 4) -> 
     return {"e.gate_up_proj_blocks": blocks, "e.gate_up_proj_scales": scales}
 
 
+@pytest.mark.thorough
 @pytest.mark.transformers
 def test_merge__of_gpt_oss_has_the_bits_of_transformers(tmp_path: Path) -> None:
     mxfp4_of = LateModule("transformers.integrations.mxfp4")

@@ -293,6 +293,7 @@ def test_like_base__refuses_what_it_cannot_store(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.transformers
 def test_like_base__is_loaded_by_transformers(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -133,6 +133,7 @@ def merged(root: Path, recipe: Mapping[str, object], out: str = "out", **options
     return root / out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "first"), [("llama", 0), ("llama", 8), ("qwen2", 0), ("qwen3", 0), ("mixtral", 3), ("qwen3moe", 8)]
 )
