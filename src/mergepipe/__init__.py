@@ -68,16 +68,16 @@ _HOMES = {
     "jobs.without": ("without",),
     "operators.custom": ("operator",),
     "options": (
-        "AnalyzeOptions", "ApplyLoraOptions", "CheckLoraOptions", "CheckOptions", "ConvertLoraOptions", "ExtractLoraOptions",
-        "MergeLoraOptions", "MergeOptions", "OutputOptions", "PackOptions", "PlanOptions", "PushOptions", "RunOptions",
-        "SearchOptions", "SweepOptions", "UnpackOptions", "VerifyOptions",
+        "AnalyzeOptions", "ApplyLoraOptions", "CheckLoraOptions", "CheckOptions", "ConvertLoraOptions",
+        "ExtractLoraOptions", "MergeLoraOptions", "MergeOptions", "OutputOptions", "PackOptions", "PlanOptions",
+        "PushOptions", "RunOptions", "SearchOptions", "SweepOptions", "UnpackOptions", "VerifyOptions",
     ),
     "planning.plan": ("Plan", "store_plan"),
     "reports": (
-        "AnalyzeReport", "CheckLoraReport", "CheckReport", "ConvertLoraReport", "Explanation", "ExtractLoraReport", "GcReport",
-        "MergeLoraReport", "MergeReport", "PackReport", "PartReport", "PartsStatus", "Progress", "PushReport",
-        "RepairReport", "SearchReport", "SnapshotDiff", "SnapshotReport", "SweepReport", "UnpackReport", "VerifyReport",
-        "WithoutReport",
+        "AnalyzeReport", "CheckLoraReport", "CheckReport", "ConvertLoraReport", "Explanation", "ExtractLoraReport",
+        "GcReport", "MergeLoraReport", "MergeReport", "PackReport", "PartReport", "PartsStatus", "Progress",
+        "PushReport", "RepairReport", "SearchReport", "SnapshotDiff", "SnapshotReport", "SweepReport", "UnpackReport",
+        "VerifyReport", "WithoutReport",
     ),
 }  # fmt: skip
 """Modules of the public names. Type checkers see them in `__init__.pyi`, which `make reference` writes."""
