@@ -56,7 +56,9 @@ from mergepipe.operators.custom import (
 from mergepipe.options import (
     AnalyzeOptions as AnalyzeOptions,
     ApplyLoraOptions as ApplyLoraOptions,
+    CheckLoraOptions as CheckLoraOptions,
     CheckOptions as CheckOptions,
+    ConvertLoraOptions as ConvertLoraOptions,
     ExtractLoraOptions as ExtractLoraOptions,
     MergeLoraOptions as MergeLoraOptions,
     MergeOptions as MergeOptions,
@@ -76,7 +78,9 @@ from mergepipe.planning.plan import (
 )
 from mergepipe.reports import (
     AnalyzeReport as AnalyzeReport,
+    CheckLoraReport as CheckLoraReport,
     CheckReport as CheckReport,
+    ConvertLoraReport as ConvertLoraReport,
     Explanation as Explanation,
     ExtractLoraReport as ExtractLoraReport,
     GcReport as GcReport,
@@ -95,6 +99,7 @@ from mergepipe.reports import (
     SweepReport as SweepReport,
     UnpackReport as UnpackReport,
     VerifyReport as VerifyReport,
+    WithoutReport as WithoutReport,
 )
 from pathlib import (
     Path,
@@ -155,6 +160,7 @@ def apply_lora(
     address: str | None = None,
     weights: float | Sequence[float] = (),
     dtype: str | None = None,
+    rounding: str | None = None,
     allow_unapplied: str | Sequence[str] = (),
     adapter_names: str | Sequence[str] = (),
     tokenizer_of: str | None = None,
@@ -176,6 +182,7 @@ def check(
     recipe: str | Path | Mapping[str, object],
     *,
     options: CheckOptions | None = None,
+    rounding: str | None = None,
     allow_dropped: str | Sequence[str] = (),
     strict: bool = False,
     lenient: bool = False,
@@ -183,6 +190,58 @@ def check(
     shard_bytes: int | None = None,
 ) -> CheckReport:
     """Validate a recipe and its inputs without reading any tensor data."""
+
+def check_lora(
+    base: str | Path,
+    adapter: str | Path,
+    model: str | Path | None = None,
+    *,
+    options: CheckLoraOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    adapter_names: str | Sequence[str] = (),
+    threads: int | None = None,
+) -> CheckLoraReport:
+    """Tell whether `model` is `base` with `adapter` applied; without a model whether the adapter fits the base.
+
+    Every tensor of the model is compared with the exact result, rounded to the dtype in which the model is stored: see
+    `checkpoints.stored_changes.measure` for the bound. Base and model are read once, those that disagree once or twice
+    more to find out what they hold instead. Nothing is written. Memory: 64 MiB and the factors of a tensor for each
+    thread, and 4 KiB for each matrix.
+
+    Raises:
+        MismatchError: nothing that the adapter changes is in the base, or in the model.
+        CorruptError: with a model, factors hold infinities or NaN.
+    """
+
+def convert_lora(
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    options: ConvertLoraOptions | None = None,
+    force: bool = False,
+    base_model_id: str | None = None,
+    home: str | Path | None = None,
+    catalog: bool = True,
+    form: str = 'peft',
+    base: str | Path | None = None,
+    adapter_names: str | Sequence[str] = (),
+    experts: str | None = None,
+    unsloth_experts: bool = False,
+) -> ConvertLoraReport:
+    """Write `adapter` at `out` in another form: the delta of every module stays what it is.
+
+    The form of `adapter` is recognised: a folder of PEFT, MLX or Tinker, a file of Kohya's scripts, diffusers or
+    ComfyUI, or llama.cpp's GGUF. `out` is a folder, a prefix of a bucket or a repository of the Hub, where the adapter
+    appears with a card and a record, complete or not at all. Where the form has no place for the scale of a module, it
+    goes into its factor B, which keeps its dtype if that holds the product exactly, and is float32 else.
+
+    Args:
+        options: `ConvertLoraOptions`: the form, and the base, whose headers alone are read.
+
+    Raises:
+        UnsupportedError: the form cannot hold what the adapter has, or needs the base.
+        MismatchError: the adapter does not fit the base.
+    """
 
 def extract_lora(
     base: str | Path,
@@ -217,6 +276,7 @@ def load_model(
     torch_dtype: Any = None,
     device_map: Any = None,
     options: OutputOptions | None = None,
+    rounding: str | None = None,
     allow_dropped: str | Sequence[str] = (),
     strict: bool = False,
     lenient: bool = False,
@@ -264,6 +324,7 @@ def merge(
     *,
     options: OutputOptions | None = None,
     on_progress: ProgressCallback | None = None,
+    rounding: str | None = None,
     allow_dropped: str | Sequence[str] = (),
     strict: bool = False,
     lenient: bool = False,
@@ -312,6 +373,7 @@ def merge_into(
     only: Collection[str] | None = None,
     changed_from: str | Path | Mapping[str, object] | None = None,
     options: OutputOptions | None = None,
+    rounding: str | None = None,
     allow_dropped: str | Sequence[str] = (),
     strict: bool = False,
     lenient: bool = False,
@@ -390,6 +452,7 @@ def merged_tensors(
     framework: str = 'numpy',
     only: Collection[str] | None = None,
     options: OutputOptions | None = None,
+    rounding: str | None = None,
     allow_dropped: str | Sequence[str] = (),
     strict: bool = False,
     lenient: bool = False,
@@ -441,11 +504,14 @@ def pack(
     options: PackOptions | None = None,
     on_progress: ProgressCallback | None = None,
     chain: int | None = None,
+    form: str = 'packs',
     strict: bool = False,
     threads: int | None = None,
     home: str | Path | None = None,
 ) -> PackReport:
     """Pack each expert into a store `out/NAME`, bit for bit; one that is there already is left as it is.
+
+    With `form` "sparse" it is a patch instead: the values that differ and their positions, as TRL sends them to vLLM.
 
     With `out` in a bucket or on the Hub the stores grow in `home`, which needs room for those of eight experts, and are
     uploaded when they are complete. In a bucket each is visible with its header, which is written last, on the Hub by a
@@ -479,6 +545,7 @@ def plan(
     *,
     everything: bool = False,
     options: PlanOptions | None = None,
+    rounding: str | None = None,
     allow_dropped: str | Sequence[str] = (),
     strict: bool = False,
     lenient: bool = False,
@@ -670,6 +737,7 @@ def sweep(
     *,
     options: Options | None = None,
     on_progress: ProgressCallback | None = None,
+    rounding: str | None = None,
     allow_dropped: str | Sequence[str] = (),
     strict: bool = False,
     lenient: bool = False,
@@ -690,7 +758,7 @@ def sweep(
     """Merge in full and under each budget, and measure bytes, time, and what is lost; nothing is recorded.
 
     Each budget gives the bytes of the merge under it. What is lost is the distance from the full merge, with `random`
-    as a second policy, but for samples, of which it tells nothing; with `evaluate` it is the loss too.
+    as a second policy; for samples it says nothing, and is left out. With `evaluate` the loss is measured too.
 
     Args:
         options: `SweepOptions`: how each budget is spent, what is measured, threads, memory, the home folder.
@@ -707,7 +775,8 @@ def unpack(
 ) -> UnpackReport:
     """Write the files that the store in `path` was made from into the new directory `out`, byte for byte.
 
-    Every block is compared with the digest of the original. `on_progress` tells the bytes of tensors that are restored.
+    Every block is compared with the digest of the original. Of a sparse patch the weights are restored, next to the
+    other files of its base. `on_progress` tells the bytes of tensors that are restored.
 
     Raises:
         NotFoundError: the store, or its base.
@@ -737,4 +806,41 @@ def verify(
     Args:
         snapshot: its directory, where it is in a bucket or repository, its sid, or first digits of it.
         options: `VerifyOptions`: how much is made again, threads, memory, the catalog's home, where sids are looked up.
+    """
+
+def without(
+    expert: str | Path,
+    snapshots: str | Path | Sequence[str | Path],
+    out: str | Path,
+    *,
+    dry_run: bool = False,
+    options: RunOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    threads: int | None = None,
+    memory: int | str | None = None,
+    memory_bytes: int | None = None,
+    home: str | Path | None = None,
+    connections: int = 32,
+    catalog: bool = True,
+    force: bool = False,
+    strict: bool = False,
+    shard_size: int | str | None = None,
+    shard_bytes: int | None = None,
+    paths: str = 'relative',
+    base_model_ids: str | Sequence[str] = (),
+    resume: bool | None = None,
+    executor: str = 'threads',
+    address: str | None = None,
+) -> WithoutReport:
+    """Make snapshots again without a model, with all that was made from them, into folders in `out`, parents first.
+
+    Each keeps its recipe, seed and budget, but for the entries of the model; snapshots that it was made from and that
+    hold the model are made again before it. What cannot be made again is listed with the reason, and so is all that
+    was made from it. The snapshots themselves stay as they are.
+
+    Args:
+        expert: the model, named as `list_snapshots` takes it.
+        snapshots: see `verify`; the catalog must know them.
+        dry_run: only say what would be read and written.
+        options: `OutputOptions`: threads, memory and the catalog, and `force`.
     """

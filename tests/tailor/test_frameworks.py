@@ -28,7 +28,7 @@ from mergepipe.options import ComposeOptions
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework, TrainingCheckpoint, differences
 from mergepipe.tailor.composition import CompositionReport
 from mergepipe.tailor.formats.hf_trainer import ORDERS, defined_order, trainer_order
-from mergepipe.tailor.saving.unit_choice import LOG_NAME, read_journal
+from mergepipe.tailor.saving.save_log import LOG_NAME, read_journal
 from support.local_models import torch_archive
 from support.public_names import DCP_FORMAT, HF_FORMAT, ZERO_FORMAT
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mergepipe.checkpoints.adapted_tensors import Adapted, LowRankDelta
+from mergepipe.checkpoints.adapter_forms import read_adapter
 from mergepipe.checkpoints.adapters import (
     apply_adapter,
     base_names,
@@ -25,7 +26,7 @@ from mergepipe.checkpoints.codes import CodedTensor
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.embedding_rows import is_head
 from mergepipe.checkpoints.open_files import check_unchanged, open_files, read_span
-from mergepipe.checkpoints.stored_adapters import name_in_peft_file, read_adapter
+from mergepipe.checkpoints.stored_adapters import name_in_peft_file
 from mergepipe.checkpoints.stored_changes import (
     CHUNK_ELEMENTS,
     Agreement,

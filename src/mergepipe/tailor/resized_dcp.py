@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mergepipe.checkpoints.inert_pickle import Record
-from mergepipe.checkpoints.torch_file import Window, read_torch_zip
+from mergepipe.checkpoints.torch_file import read_torch_zip
+from mergepipe.checkpoints.zip_directory import Window
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
-from mergepipe.tailor.archives import InertPickler, new_archive
+from mergepipe.tailor.archives import new_archive
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment
 from mergepipe.tailor.formats.contract import Node, root_of
 from mergepipe.tailor.formats.dcp import METADATA_NAME, read_dcp_metadata, tensor_keys
+from mergepipe.tailor.pickle_writer import InertPickler
 from mergepipe.tailor.resized_model import ResizedModel, no_other_layers
 from mergepipe.tailor.restacking import names_after, restacked_names
 

@@ -11,7 +11,7 @@ from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.recipes.tasks import LayerCount
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
-from mergepipe.tailor.archives import plan_rewritten, torch_size
+from mergepipe.tailor.archives import plan_rewritten
 from mergepipe.tailor.assignment import StepChoice
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, TrainingCheckpoint
 from mergepipe.tailor.composition_plan import (
@@ -27,6 +27,7 @@ from mergepipe.tailor.formats.deepspeed import (
     list_zero_files,
     masters_key,
 )
+from mergepipe.tailor.pickle_writer import torch_size
 from mergepipe.tailor.resized_model import FlatGroup, ResizedModel, new_counter, no_other_layers
 from mergepipe.tailor.restacking import in_layers, names_after, restacked_names
 
