@@ -26,12 +26,13 @@ FEWEST_DRAWS = 3  # of which an interval is told
 class Kept:
     """What merges keep of the full merge's gain, over all families and draws there are.
 
-    `gain` is in mean nats a token, of the full merges over the base, and `by_merge` the shares merge by merge. Where
-    they are draws the interval is over these; else `lost_interval` is half of the 95 % interval, in nats, over windows
-    of the paired difference from the full merge.
+    `gain` and `lost` are in mean nats a token: of the full merges over the base, and of the merges below the full ones.
+    `by_merge` are the shares merge by merge. Where they are draws the interval is over these; else `lost_interval` is
+    half of the 95 % interval of `lost` over windows, paired.
     """
 
     gain: float
+    lost: float
     by_merge: tuple[float, ...]
     lost_interval: float
     is_drawn: bool
@@ -49,7 +50,7 @@ class Kept:
 
     def __str__(self) -> str:
         if self.gain <= 0:
-            return f"{self.share * self.gain:+.4f} nats"  # there is no gain to keep a share of
+            return f"{self.lost:+.4f} nats"  # there is no gain to keep a share of
         if self.interval is None:
             return f"{100 * self.share:.0f}, {plural(len(self.by_merge), 'draw')}"
         return f"{100 * self.share:.0f} ± {100 * self.interval:.0f}"
@@ -77,7 +78,8 @@ def _kept(results: Results, merges: Sequence[tuple[Entry, ...]], *, is_drawn: bo
         return None
     gains = [_gain(results, full) for _, full in merges]
     by_merge = tuple(_gain(results, merged) / gain for (merged, _), gain in zip(merges, gains, strict=True))
-    return Kept(mean(gains), by_merge, half_interval(paired_losses(merges)), is_drawn)
+    lost = paired_losses(merges)
+    return Kept(mean(gains), mean(lost), by_merge, half_interval(lost), is_drawn)
 
 
 def _order_difference(results: Results, kind: str, merge: str, share: int) -> str:

@@ -346,7 +346,7 @@ JUMPS = (TEN_YEARS, -TEN_YEARS)
 HOLD = """
 import fcntl, os, sys
 from pathlib import Path
-from mergepipe.storage.owned import try_lock, write_owner
+from mergepipe.storage.owners import try_lock, write_owner
 staging = Path(sys.argv[1])
 staging.mkdir()
 folder = os.open(staging, os.O_RDONLY)

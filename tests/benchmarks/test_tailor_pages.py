@@ -187,7 +187,7 @@ def results(
         entries[f"full/{seed}/family"] = {"own_losses": own, "deltas": [DELTA] * 4, "packed_share": 0.08}
         entries[f"full/{seed}/ties/full"] = {"losses": losses(3.0 - gain)}
         for form, value in lost.items():
-            loss = losses(3.0 - gain + value, spread if "sample" in form else 0.0)
+            loss = losses(3.0 - gain + value, spread)
             entries |= {f"full/{seed}/ties/{form}/{share}": {"losses": loss} for share in (5, 10)}
     return Results(Path("trained.json"), {"entries": entries})
 
@@ -198,16 +198,16 @@ def kept(stored: Results) -> dict[str, str]:
     return {row[1]: row[2] for table in tables if table.header[1] == "what is read" for row in table.rows}
 
 
-def test_page__tells_the_share_of_the_gain_with_the_interval_over_windows() -> None:
+def test_page__tells_one_draw_without_an_interval_and_other_rows_with_that_over_windows() -> None:
     told = kept(results({0: 0.02}, full={0: 0.2}, spread=0.01))
-    # 24 windows, half at 0.01 and half at 0.03: a deviation of 0.0102; 2.069 * 0.0102 / sqrt(24) = 0.0043 of 0.2
-    assert told["sample, 32 Ki"] == told["packed: sample"] == "90 ± 2"
-    assert told["blocks by norm"] == "50 ± 0"
+    assert told["sample, 32 Ki"] == told["packed: sample"] == "90, 1 draw"
+    # 24 windows, half at 0.09 and half at 0.11: a deviation of 0.0102; 2.069 * 0.0102 / sqrt(24) = 0.0043 of 0.2
+    assert told["blocks by norm"] == "50 ± 2"
 
 
-def test_page__tells_the_interval_over_three_seeds() -> None:
+def test_page__tells_the_interval_over_three_draws() -> None:
     told = kept(results({0: 0.02, 1: 0.0, 2: 0.04}, full={0: 0.2, 1: 0.2, 2: 0.2}))
-    assert told["sample, 32 Ki"] == "90 ± 0 (25)"  # shares of 90, 100 and 80 %: 4.303 * 10 / sqrt(3)
+    assert told["sample, 32 Ki"] == "90 ± 25"  # shares of 90, 100 and 80 %: 4.303 * 10 / sqrt(3)
 
 
 def test_page__tells_the_paired_difference_of_the_orders() -> None:
@@ -217,7 +217,7 @@ def test_page__tells_the_paired_difference_of_the_orders() -> None:
 
 def test_page__says_first_what_samples_and_whole_blocks_keep() -> None:
     meaning = PART.page(results({0: 0.05}, full={0: 0.2})).meaning
-    assert "samples keep 75 % (full fine-tuning) of what TIES, linear and DARE-TIES merges gain" in meaning
+    assert "samples keep 75 % (full fine-tuning), in the mean of" in meaning
     assert "whole blocks keep 50 % (full fine-tuning) by norm and 50 % (full fine-tuning) at random" in meaning
     assert "Packed experts keep at 5 % of the raw bytes 75 % (full fine-tuning)" in meaning
 
