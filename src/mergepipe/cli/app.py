@@ -67,7 +67,7 @@ EXPERT_PART = Flag(
 SECTIONS = ("Merging", "Budgets", "Snapshots", "Experts", "Training", "Maintenance")
 """The sections of the help: each has the commands of one module of `cli.commands`."""
 GROUPS = {
-    "lora": "Apply LoRA adapters to a base, check, merge, convert or extract them.",
+    "lora": "Apply, check, merge, convert or extract LoRA adapters.",
     "tailor": "Export models from training checkpoints, or compose a resumable one from parts of several.",
     "catalog": "Rebuild the catalog, or print its contents.",
 }
