@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import mergepipe
 from mergepipe.checkpoints.safetensors import MAX_HEADER_BYTES
+from mergepipe.core import strict_json
 from mergepipe.core.strict_json import MOST_MADE_BYTES, made_bytes, object_members, parse_object
 from mergepipe.errors import CorruptError, OutputError
 from mergepipe.storage.contract import CARD_BYTES, WEIGHT_INDEX_BYTES
@@ -133,6 +134,13 @@ VALUES = st.recursive(
 )
 
 
+@pytest.fixture(params=[0, strict_json.MOST_AT_ONCE_BYTES], ids=["one by one", "at once"])
+def _each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the members of small documents in both ways."""
+    monkeypatch.setattr(strict_json, "MOST_AT_ONCE_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("_each_way")
 @given(st.dictionaries(st.sampled_from(["nested", "a", "b", ""]) | st.text(), VALUES, max_size=5), st.integers(0, 2))
 def test_object_members__are_those_of_the_whole_object(document: dict[str, object], indent: int) -> None:
     raw = json.dumps(document, indent=indent or None, ensure_ascii=indent == 1).encode("utf-8", "surrogatepass")
@@ -143,6 +151,7 @@ def test_object_members__are_those_of_the_whole_object(document: dict[str, objec
     assert inner == (list(nested.items()) if isinstance(nested, dict) else [])
 
 
+@pytest.mark.usefixtures("_each_way")
 @given(
     st.text(alphabet='{}[]",:\\u0a1e- \nt', max_size=20) | st.binary(max_size=12).map(lambda raw: raw.decode("latin-1"))
 )

@@ -106,7 +106,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "dtype in lower case": (one_with("dtype", "f32"), "tensor 'w' has the unknown dtype 'f32'"),
     "dtype number": (one_with("dtype", 32), "the dtype of tensor 'w' must be a string,"),
     "dtype list": (one_with("dtype", ["F32"]), "the dtype of tensor 'w' must be a string,"),
-    "long dtype": (one_with("dtype", "F" * 1_000_000), "the value at character 6 has more than"),
+    "long dtype": (one_with("dtype", "F" * 1_000_000), "tensor 'w' has the unknown dtype 'FFF"),
     "shape null": (one_with("shape", None), "the shape of tensor 'w' must be a list of"),
     "shape number": (one_with("shape", 1), "the shape of tensor 'w' must be a list of"),
     "shape string": (one_with("shape", "1"), "the shape of tensor 'w' must be a list of"),

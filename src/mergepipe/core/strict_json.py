@@ -32,6 +32,8 @@ JsonValue: TypeAlias = "dict[str, JsonValue] | list[JsonValue] | str | int | flo
 MAX_DEPTH = 64
 MOST_MADE_BYTES = 768 << 20
 """The memory of the values of one document: half of it goes into a log of 35 MB, a tenth into 262,000 tokens."""
+MOST_AT_ONCE_BYTES = 32 << 20
+"""Of a document whose members are read one by one otherwise: the header of 30,000 tensors is below it."""
 MAX_INTEGER_DIGITS = 20  # 2**64 has 20; also keeps clear of Python's own limit on long integers
 _SPACES = " \t\n\r"
 _SPACE = re.compile(rf"[{_SPACES}]*")
@@ -88,10 +90,10 @@ def object_members(raw: bytes, *, where: object, code: str, nested: str = "") ->
     """Yield the members of one JSON object one by one, so that the document never is in memory as a whole.
 
     Each as ("", key, value), but of an object under the key `nested` its members, as (nested, key, value).
-    A text of at most 64 Ki characters is parsed at once: that is fast. Memory: twice a longer text. Its values but
-    strings have at most 64 Ki characters: short ones take 35 times their text.
+    A text whose values take at most `MOST_AT_ONCE_BYTES` is parsed at once: that is fast. Memory: these bytes, or twice
+    a longer text. Its values but strings have at most 64 Ki characters: short ones take 35 times their text.
     """
-    if len(raw) <= _MOST_CHARACTERS:
+    if made_bytes(raw) <= MOST_AT_ONCE_BYTES:
         for key, value in parse_object(raw, where=where, code=code).items():
             if key == nested and nested and isinstance(value, dict):
                 yield from ((key, name, inner) for name, inner in value.items())
