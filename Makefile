@@ -50,7 +50,7 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-seconds test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-architectures architectures test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench-codecs bench-saving bench-resuming reproduce pages clean
+.PHONY: help demo test test-thorough test-seconds test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-architectures architectures test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs kernels reference bench-codecs bench-saving bench-resuming reproduce pages clean
 
 help:
 	@echo "make demo        install, write small models, merge them three ways, print a table"
@@ -73,6 +73,7 @@ help:
 	@echo "make test-notebook  the example notebook in a kernel, in an environment of its own"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in build/site, in an environment of its own"
+	@echo "make kernels     compile the kernels again after a change, in an environment that has numba"
 	@echo "make reference   write the pages of docs/reference and the type stubs, which come from the code"
 	@echo "make bench-codecs  sizes of packing beside zstd, lmz, ZipNN and XOR, and its speed, in an environment of its own"
 	@echo "make bench-saving, bench-resuming  partial saves under the Trainer: their cost, and the losses after resuming"
@@ -86,7 +87,11 @@ $(VENV)/.made:
 	$(call MAKE_VENV,$(VENV))
 	@touch $@
 
-$(VENV)/.package: $(VENV)/.made pyproject.toml
+# Installing builds the kernels: again when what they are compiled of has changed.
+KERNELS := setup.py $(wildcard tools/kernels/*) src/mergepipe/core/blocks.py $(wildcard src/mergepipe/kernels/*.py) \
+	$(addprefix src/mergepipe/deltastore/,bands.py planes.py symbols.py)
+
+$(VENV)/.package: $(VENV)/.made pyproject.toml $(KERNELS)
 	@echo "installing mergepipe into $(VENV)"
 	@$(PIP) -e .
 	@touch $@
@@ -262,6 +267,10 @@ lint: $(VENV)/.lint
 # Strict: a broken link, a missing anchor or a page outside the navigation fails it.
 docs: $(DOCS_VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --clean
+
+# Quicker than to install again: with the compiler that tests need, for this processor alone.
+kernels: $(VENV)/.made
+	PYTHONPATH=src:. $(BIN)/python -m tools.kernels.building src/mergepipe/kernels/built
 
 reference: $(VENV)/.package
 	$(BIN)/python -m tools.reference docs/reference

@@ -52,16 +52,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-def _kernel_folder() -> Path:
-    """Return where the package keeps compiled kernels for its user, which all runs of all checkouts share.
-
-    Their names hold a digest of their sources. Without such a folder it is one of this checkout.
-    """
-    of_user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - never raises
-    return of_user if os.access(of_user, os.W_OK) else Path(__file__).parent.parent / "build" / "kernels"
-
-
-os.environ.setdefault("NUMBA_CACHE_DIR", str(_kernel_folder()))
 # Threads of torch spin while they wait for one another, and take the processor from the other worker.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A width that pytest-xdist sets, and settings of the machine that would decide what a test finds.

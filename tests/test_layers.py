@@ -175,10 +175,9 @@ def test_layers__frameworks_are_imported_lazily_and_in_one_module_at_most(packag
     assert len({each.source for each in importing}) <= 1
 
 
-def test_layers__the_compiler_is_imported_only_to_compile() -> None:
-    importing = [each for each in all_imports() if each.module.split(".")[0] == "numba"]
-    assert len(importing) > 3
-    assert [str(each) for each in importing if not each.is_lazy] == []
+def test_layers__the_compiler_is_not_imported() -> None:
+    """Kernels are compiled when the package is built."""
+    assert [str(each) for each in all_imports() if each.module.split(".")[0] in {"numba", "llvmlite"}] == []
 
 
 def test_layers__third_party_imports_are_declared() -> None:
@@ -188,10 +187,9 @@ def test_layers__third_party_imports_are_declared() -> None:
         project["optional-dependencies"][name] for name in ("torch", "train", "remote", "ray", "search", "gguf")
     ]
     extras = {_import_name(each) for requirements in optional for each in requirements}
-    core |= {"llvmlite"}  # numba's own half, of the version that numba needs
     extras |= {"deepspeed", "IPython"}  # never installed by us: read where a training run or a notebook has them
     foreign = [each for each in (*all_imports(), *all_called_imports()) if _is_foreign(each)]
-    assert {each.module.split(".")[0] for each in foreign} >= {"numpy", "numba", "torch"}
+    assert {each.module.split(".")[0] for each in foreign} >= {"numpy", "torch"}
     assert [str(each) for each in foreign if each.module.split(".")[0] not in core | extras] == []
     assert [str(each) for each in foreign if each.module.split(".")[0] in extras - core and not each.is_lazy] == []
 
@@ -221,7 +219,7 @@ def test_called_imports_of__sees_names_that_are_strings() -> None:
 # What changes what is stored; `storage/owned.py` alone knows how nothing is written through a link.
 BY_PATH = {"unlink", "rmdir", "rmtree", "truncate", "rename", "mkdir", "makedirs", "write_text", "write_bytes"}
 BY_PATH |= {"fsync", "fdatasync", "posix_fallocate", "symlink_to", "hardlink_to", "touch", "O_CREAT", "O_TRUNC"}
-OWN_PLACES = {"storage/owned.py", "kernels/compiled.py"}  # compiled kernels, in a private folder
+OWN_PLACES = {"storage/owned.py"}
 
 
 def test_only_one_module_changes_what_is_stored() -> None:

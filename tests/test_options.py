@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 import resource
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
@@ -22,7 +19,6 @@ from mergepipe import options
 from mergepipe.cli.guard import failure_of
 from mergepipe.core.flags import Options
 from mergepipe.errors import KEYWORD_OF_OPTION, LimitError, MergePipeError, RecipeError, with_keywords
-from mergepipe.kernels import compiled
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.tailor import api as tailor
 from support.command_line import command_tree
@@ -89,45 +85,11 @@ def test_options__are_checked_again_when_they_are_changed() -> None:
             value.threads = 0  # type: ignore[misc]
 
 
-@pytest.mark.thorough
-def test_cli__too_little_address_space_is_told_in_one_line(tmp_path: Path) -> None:
-    commands = ("pack b e --out s", "merge r.yml o", "verify s", "analyze b e", "unpack s --out o")
-    words = [[*command.split(), "--threads", "2"] for command in commands]
-    limit = compiled.COMPILER_ADDRESS_BYTES + 2 * compiled.THREAD_ADDRESS_BYTES - 1
-    done = subprocess.run(
-        [sys.executable, "-c", f"from mergepipe.cli import main; print([main(words) for words in {words}])"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MERGEPIPE_HOME": str(tmp_path / "home"), "OPENBLAS_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, f"{[10] * len(commands)}\n")
-    assert done.stderr.count("[memory.too-small]\n") == done.stderr.count("\n") == len(commands)
-
-
-@pytest.mark.thorough
-def test_pack__from_python_too_little_address_space_is_an_error_and_no_abort(tmp_path: Path) -> None:
-    limit = compiled.COMPILER_ADDRESS_BYTES // 2
-    done = subprocess.run(
-        [sys.executable, "-c", "import mergepipe; mergepipe.pack('base', ['expert'], 'packed')"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "LimitError: ulimit -v: the address space is limited to 512 MiB" in done.stderr.splitlines()[-1]
-
-
 def test_failure_of__a_library_that_does_not_fit_the_address_space_is_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiled, "address_space_limit_bytes", lambda: 1 << 20)
-    failure = failure_of(OSError("Could not find/load shared object file 'libllvmlite.so'"), 130)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    failure = failure_of(OSError("Could not find/load shared object file 'libscipy_openblas64_.so'"), 130)
     assert failure.problems[0].code == "storage.exhausted"
 
 

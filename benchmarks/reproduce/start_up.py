@@ -18,7 +18,6 @@ from support.families import FamilyPaths
 
 _K = 3
 _RUNS = 7
-_FIRST = "merge, the first ever"
 _SETTINGS = {"PYTHONDONTWRITEBYTECODE": ""}  # users have compiled Python
 
 
@@ -27,20 +26,12 @@ def _measure(place: Workplace, size: Size, results: Results) -> None:
     family = place.family("tiny" if size.is_toy else "demo", _K)
     for command in ("--version", "check", "merge"):
         results.measure(command, partial(_least, place, family, command, 1 if size.is_toy else _RUNS))
-    results.measure(_FIRST, partial(_first, place, family))
 
 
 def _least(place: Workplace, family: FamilyPaths, command: str, n_runs: int) -> dict[str, Any]:
-    """Run a command once for what it compiles, then some times more; return the least that it took."""
+    """Run a command once for what Python compiles, then some times more; return the least that it took."""
     costs = [_run(place, family, command, _SETTINGS) for _ in range(1 + n_runs)][1:]
     return {name: min(cost[name] for cost in costs) for name in costs[0]}
-
-
-def _first(place: Workplace, family: FamilyPaths) -> dict[str, Any]:
-    """Merge where no compiled kernels are kept yet."""
-    kernels = place.folder / "kernels"
-    shutil.rmtree(kernels, ignore_errors=True)
-    return _run(place, family, "merge", {**_SETTINGS, "NUMBA_CACHE_DIR": str(kernels)})
 
 
 def _run(place: Workplace, family: FamilyPaths, command: str, settings: Mapping[str, str]) -> dict[str, float]:
@@ -57,10 +48,7 @@ def _run(place: Workplace, family: FamilyPaths, command: str, settings: Mapping[
 
 def _page(results: Results) -> Page:
     version, merge = (results[command]["cpu_seconds"] for command in ("--version", "merge"))
-    meaning = (
-        f"**A command starts in {version:.2f} processor seconds, and merges a small model in {merge:.2f}**; the first"
-        f" merge on a machine, which compiles, in {results[_FIRST]['cpu_seconds']:.1f}."
-    )
+    meaning = f"**A command starts in {version:.2f} processor seconds, and merges a small model in {merge:.2f}.**"
     about = f"DARE-TIES of {_K} experts of 34 MB (tiny ones at size `toy`); the least of {_RUNS} runs."
     rows = tuple(
         (name, f"{entry['cpu_seconds']:.2f}", f"{entry['seconds']:.2f}") for name, entry in results.entries.items()
@@ -68,6 +56,4 @@ def _page(results: Results) -> Page:
     return Page("Start-up", meaning, (about, Table(("command", "CPU s", "s"), rows)))
 
 
-PART = Part(
-    "start_up", "small commands, and the first merge on a machine", lambda _: Needs(300_000_000, 2), _measure, _page
-)
+PART = Part("start_up", "small commands", lambda _: Needs(300_000_000, 2), _measure, _page)

@@ -690,14 +690,9 @@ def default_threads() -> int:
 
 
 def threads_of(threads: int | None) -> int:
-    """Return the number of compute threads (the default for None), after checking that the address space suffices."""
-    n_threads = positive(
-        "--threads", default_threads() if threads is None else whole("--threads", threads), MAX_THREADS
-    )
-    from mergepipe.kernels.compiled import check_address_space
-
-    check_address_space(n_threads)
-    return n_threads
+    """Return the number of compute threads; the default for None."""
+    wanted = default_threads() if threads is None else whole("--threads", threads)
+    return positive("--threads", wanted, MAX_THREADS)
 
 
 def engine_options(options: MachineOptions) -> EngineOptions:

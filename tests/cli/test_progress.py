@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.cli.progress import COMPILING, LINE_SECONDS, BarDisplay, Display, LineDisplay, Meter, choose_display
-from mergepipe.kernels.compiled import listen_to_compilation, mark_compilation
+from mergepipe.cli.progress import LINE_SECONDS, BarDisplay, Display, LineDisplay, Meter, choose_display
 from mergepipe.reports import Progress
 
 
@@ -74,14 +73,6 @@ def test_meter__time_left_does_not_jump_with_bursts() -> None:
     assert all(abs(after - before) < 0.02 * before for before, after in pairwise(lefts))
 
 
-def test_meter__restarts_after_a_pause() -> None:
-    meter = Meter()
-    meter.read(Progress("merge", 0, 100), 0.0)
-    meter.restart()
-    meter.read(Progress("merge", 10, 100), 50.0)
-    assert meter.read(Progress("merge", 14, 100), 52.0).bytes_per_second == pytest.approx(2.0)
-
-
 def test_meter__knows_no_time_left_without_a_speed() -> None:
     reading = Meter().read(Progress("merge", 0, 100), 1.0)
     assert reading.seconds_left is None
@@ -123,33 +114,6 @@ def test_line_display__tells_retries_once_there_are_any() -> None:
         display.update(Progress("merge", 10, 20))
         display.update(Progress("publish", 10, 20, retries=3))
     assert [line.endswith(", 3 retried") for line in stream.getvalue().splitlines()] == [False, True]
-
-
-def test_line_display__says_once_that_kernels_are_compiled() -> None:
-    stream = io.StringIO()
-    with LineDisplay(stream, FakeClock()) as display, listen_to_compilation(display.compile):
-        for _ in range(2):
-            with mark_compilation(), mark_compilation():
-                pass
-    assert stream.getvalue() == f"{COMPILING}\n"
-
-
-def test_bar_display__shows_no_share_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = FakeTerminal()
-    monkeypatch.setenv("COLUMNS", "120")
-    clock = FakeClock()
-    with BarDisplay(terminal, clock) as display, listen_to_compilation(display.compile):
-        display.update(Progress("merge", 4, 5))
-        before = len(terminal.getvalue())
-        with mark_compilation():
-            clock.now += 1
-            display.update(Progress("merge", 4, 5))
-        while_compiling = terminal.getvalue()[before:]
-        clock.now += 1
-        display.update(Progress("merge", 4, 5))
-    assert COMPILING in while_compiling
-    assert "80%" not in while_compiling
-    assert "80%" in terminal.getvalue()[before + len(while_compiling) :]
 
 
 def test_bar_display__draws_phase_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +160,6 @@ def test_bar_display__is_one_line_that_fits_and_is_wiped_at_the_end(
             assert lines[-1].startswith("merge     [")
             assert len(lines[-1]) < columns
         display.update(Progress("publish", 4 * 10**9, 4 * 10**9))
-        with listen_to_compilation(display.compile), mark_compilation():
-            assert screen_of(terminal.getvalue())[-1] == COMPILING[: columns - 1]
     assert screen_of(terminal.getvalue()) == ["a notice", ""]
     assert terminal.getvalue().endswith("\r")
 

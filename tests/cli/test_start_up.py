@@ -21,7 +21,7 @@ COMMANDS = (
     *([name] for name in ("verify", "repair", "replay", "diff", "gc")),
     *(["catalog", name] for name in ("rebuild", "stats")),
 )
-OF_OTHERS = ("numpy", "numba", "yaml", "jinja2", "torch", "transformers", "numpy.ma")
+OF_OTHERS = ("numpy", "yaml", "jinja2", "torch", "transformers", "numpy.ma")
 HEAVY = (*OF_OTHERS, "mergepipe.jobs.merge")
 LOADED = f"""
 import sys
@@ -60,17 +60,16 @@ def test_help__of_commands_imports_nothing_heavy() -> None:
     assert [(command, code, loaded) for command, code, loaded in told if code or loaded] == []
 
 
-def test_check__compiles_nothing(tmp_path: Path) -> None:
+def test_check__loads_nothing_that_merges(tmp_path: Path) -> None:
     loaded = loaded_by("check", make_workplace(tmp_path).recipe)
     assert "yaml" in loaded
-    assert loaded.isdisjoint({"numba", "torch", "transformers"})
+    assert loaded.isdisjoint({"torch", "transformers"})
 
 
-def test_plan_and_ls__load_nothing_that_merges_and_the_compiler_only_to_look_at_experts(tmp_path: Path) -> None:
+def test_plan_and_ls__load_nothing_that_merges(tmp_path: Path) -> None:
     recipe = make_workplace(tmp_path).recipe
     plan = ("plan", recipe, "--budget", "50%", "--home", tmp_path / "home")
-    assert loaded_by(*plan) <= {"numpy", "numba", "numpy.ma", "yaml"}  # numba imports numpy as a whole
-    for command in (plan, ["ls"]):
+    for command in (plan, plan, ["ls"]):
         assert loaded_by(*command) <= {"numpy", "yaml"}
 
 

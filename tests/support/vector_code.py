@@ -12,11 +12,12 @@ from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
+from tools.kernels.compiling import dispatcher_of, prepare_numba
 
 from mergepipe.core.blocks import BF16, RawBlock
 from mergepipe.deltastore.codec import encode_block
 from mergepipe.kernels import codec, merge, numerics, ranked, reduce, rounding, select
-from mergepipe.kernels.compiled import Kernel
+from mergepipe.kernels.compiled import ExportedKernel, Kernel
 
 N = codec.TILE_ELEMENTS
 ONE = np.float32(1)
@@ -31,8 +32,8 @@ RULE = merge.Rule(
     FLOATS, FLOATS, 0, ROWS_3N, ROWS_3N, BOUNDS, BOUNDS, FLOATS, np.zeros((1, 1), np.uint8), True, True, ONE, ONE, ONE
 )
 LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
-    (codec.decode_tile, (BYTES, 0, codec.CODE_BF16, 1, FLOATS, True), 12),
-    (codec.encode_tile, (FLOATS, 1, BYTES, 0, codec.CODE_BF16, True), 9),
+    (codec.decode_tile, (BYTES, 0, codec.CODE_BF16, 1, FLOATS), 12),
+    (codec.encode_tile, (FLOATS, 1, BYTES, 0, codec.CODE_BF16), 9),
     (rounding._fill_random_words, (np.uint64(1), 0, 1, WORDS), 4),
     (rounding._encode_bf16, (FLOATS, 1, HALVES, HALVES), 2),
     (merge.take_delta, (FLOATS, FLOATS, 1, FLOATS), 1),
@@ -63,9 +64,14 @@ PACKING = {"_split_steps": 10, "_encode_pieces": 1, "_decode_tiles": 4}
 
 def optimised_text(kernel: Any, arguments: tuple[object, ...]) -> str:
     """What LLVM made of a kernel for such arguments."""
-    types = tuple(kernel.dispatcher.typeof_pyval(argument) for argument in arguments)
-    kernel.dispatcher.compile(types)
-    return str(kernel.dispatcher.overloads[types].library._get_module_for_linking())
+    prepare_numba()
+    from numba.core.compiler_lock import global_compiler_lock
+
+    dispatcher = dispatcher_of(kernel)
+    types = tuple(dispatcher.typeof_pyval(argument) for argument in arguments)
+    with global_compiler_lock:
+        dispatcher.compile(types)
+        return str(dispatcher.overloads[types].library._get_module_for_linking())
 
 
 def vector_loops(text: str) -> int:
@@ -82,13 +88,13 @@ def vector_instructions(text: str) -> int:
 def kernels_of_a_pack() -> dict[str, tuple[Kernel, tuple[object, ...]]]:
     """Encode and verify a block; return the kernels that ran, each with the arguments of its first call."""
     ran: dict[str, tuple[Kernel, tuple[object, ...]]] = {}
-    call = Kernel.__call__
+    call = ExportedKernel.__call__
 
-    def noted(kernel: Kernel, *arguments: object) -> object:
+    def noted(kernel: ExportedKernel, *arguments: object) -> object:
         ran.setdefault(kernel.__name__, (kernel, arguments))
         return call(kernel, *arguments)
 
-    with patch.object(Kernel, "__call__", noted):
+    with patch.object(ExportedKernel, "__call__", noted):
         base_N, expert_N = near_pair(70_000)
         encode_block(base_N.view(np.uint8), expert_N.view(np.uint8), BF16, 2e-5)
     return ran

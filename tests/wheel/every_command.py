@@ -18,7 +18,18 @@ from mergepipe.core.blocks import F16
 from support.families import TINY, write_family
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_trainer_files, write_zero12
 
-NOT_REQUIRED = ("torch", "transformers", "safetensors", "ml_dtypes", "pytest", "hypothesis", "jsonschema", "peft")
+NOT_REQUIRED = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "ml_dtypes",
+    "pytest",
+    "hypothesis",
+    "jsonschema",
+    "peft",
+    "numba",
+    "llvmlite",
+)
 RECIPE = """merge_method: ties
 base_model: family/base
 models:

@@ -204,13 +204,15 @@ def _notes(error: BaseException) -> tuple[str, ...]:
 
 def _is_lack_of_memory(error: BaseException) -> bool:
     """Whether the interpreter or the loader says in its own words that the system gave no memory."""
-    from mergepipe.kernels.compiled import address_space_limit_bytes
+    import resource
 
     text = str(error)
     if isinstance(error, RuntimeError):
         return text.startswith(("can't start new thread", "can't allocate lock"))
     is_unloaded = isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno is None)
-    return is_unloaded and "shared object" in text and address_space_limit_bytes() is not None
+    return (
+        is_unloaded and "shared object" in text and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    )
 
 
 def _system_failure(error: OSError) -> Failure:

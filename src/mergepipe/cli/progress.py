@@ -27,7 +27,6 @@ BAR_COLUMNS = 30
 STANDARD_ERROR = 2
 COLUMNS_WITHOUT_TERMINAL = 80
 LINE_SECONDS = 5.0
-COMPILING = "compiling this method for these data types: 5 to 20 s, once"
 
 Clock = Callable[[], float]
 OnProgress = Callable[["Progress"], None]
@@ -68,10 +67,6 @@ class Meter:
         self._samples: deque[tuple[float, int]] = deque()
         self._key: tuple[str, int, int] | None = None
 
-    def restart(self) -> None:
-        """Forget the speed: the time since the last reading went into something else."""
-        self._key = None
-
     def read(self, progress: Progress, now: float) -> TimedProgress:
         """Note `progress` at `now` (seconds) and return how it goes. Reads beyond the plan never show as over 100 %."""
         key = (progress.phase, progress.total_bytes, progress.earlier_bytes)
@@ -111,9 +106,6 @@ class Display:
     def update(self, progress: Progress) -> None:
         """Take a report of progress."""
 
-    def compile(self, is_compiling: bool) -> None:
-        """Take that kernels are being compiled, or are compiled by now."""
-
 
 def choose_display(*, silent: bool) -> Display:
     """The display that fits standard error."""
@@ -139,7 +131,6 @@ class LineDisplay(Display):
         self._meter = Meter()
         self._phase = ""
         self._due = 0.0
-        self._has_told = False
 
     def update(self, progress: Progress) -> None:
         """Write a line if it is time to."""
@@ -150,13 +141,6 @@ class LineDisplay(Display):
             return
         self._phase, self._due = progress.phase, now + LINE_SECONDS
         self._write(self._meter.read(progress, now).text())
-
-    def compile(self, is_compiling: bool) -> None:
-        """Write that kernels are being compiled, once."""
-        self._meter.restart()
-        if is_compiling and not self._has_told:
-            self._has_told = True
-            self._write(COMPILING)
 
     def _write(self, line: str) -> None:
         """Write a line, if anybody takes it: no run fails for that."""
@@ -175,7 +159,6 @@ class BarDisplay(Display):
         self._clock = clock
         self._meter = Meter()
         self._due = 0.0
-        self._is_compiling = False
         self._drawn = ""
 
     def __enter__(self) -> Self:
@@ -193,20 +176,13 @@ class BarDisplay(Display):
             self._write(f"{printable(notice)}\n")
             self._draw(drawn)
         now = self._clock()
-        if now < self._due or self._is_compiling:
+        if now < self._due:
             return
         self._due = now + BAR_SECONDS
         reading = self._meter.read(progress, now)
         filled = round(reading.fraction * BAR_COLUMNS)
         bar = f"[{'#' * filled}{'-' * (BAR_COLUMNS - filled)}]"
         self._draw("  ".join([f"{reading.phase:<8}", f"{bar} {reading.fraction:>4.0%}", *reading.pace()]))
-
-    def compile(self, is_compiling: bool) -> None:
-        """Show that kernels are being compiled instead of a share: nothing else goes on until they are."""
-        self._is_compiling = is_compiling
-        self._meter.restart()
-        if is_compiling:
-            self._draw(COMPILING)
 
     def _draw(self, line: str) -> None:
         """Draw a line, cut to the terminal's width, over the one that is there; an empty one only wipes that."""
@@ -226,9 +202,7 @@ class BarDisplay(Display):
 @contextlib.contextmanager
 def progress_bar(*, silent: bool = False) -> Iterator[OnProgress]:
     """Show progress in a notebook, on a terminal or as lines; give it to a call as `on_progress`."""
-    from mergepipe.kernels.compiled import listen_to_compilation
-
-    with choose_display(silent=silent) as display, listen_to_compilation(display.compile):
+    with choose_display(silent=silent) as display:
         yield display.update
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -77,11 +77,6 @@ def itemsize_of_code(code: int) -> int:
     return ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]
 
 
-def has_rare(codes: Iterable[int]) -> bool | None:
-    """Return True where a kernel code, a delta's or not, is of neither BF16 nor F32, else None; see `RawBlock.rare`."""
-    return True if {code & ~DELTA_FLAG for code in codes} - {BF16.kernel_code, F32.kernel_code} else None
-
-
 DTYPES_BY_RECIPE_NAME: dict[str, DType] = {d.recipe_name: d for d in _DTYPES if d.recipe_name}
 
 
@@ -152,8 +147,7 @@ class RawBlock(NamedTuple):
     to it: byte offsets into `raw` and kernel dtype codes. `counted_E` lists the experts whose delta is known: those
     present, and those known to equal the base. The result goes to `out` at `out_offset`, rounded stochastically by a
     `rounding_key` other than 0. What rounding keeps of it is added to `sums_G2`, of the tensor's grains from
-    `first_grain` on, if it has rows and the result is no float32. Kernels take it as it is: with `rare` None they are
-    compiled without code for dtypes other than BF16 and F32, which none must have.
+    `first_grain` on, if it has rows and the result is no float32.
     """
 
     raw: NDArray[np.uint8]
@@ -171,7 +165,27 @@ class RawBlock(NamedTuple):
     rounding_key: np.uint64
     sums_G2: NDArray[np.float64]
     first_grain: int
-    rare: bool | None = True
+
+    def check_bounds(self) -> None:
+        """Refuse a block whose elements are not all in its buffers: compiled code does not look."""
+        n_bytes = len(self.raw)
+        are_inside = len(self.present_E) == len(self.offsets_E) and self._fits(
+            self.base_offset, self.base_code, n_bytes
+        )
+        for offset, code in zip(self.offsets_E.tolist(), self.codes_E.tolist(), strict=True):
+            are_inside = are_inside and self._fits(offset, code, n_bytes)
+        if not are_inside:
+            places = f"{self.base_offset} and {self.offsets_E.tolist()}"
+            raise ValueError(f"{self.n_elements} elements at {places} of a buffer of {n_bytes} bytes")
+
+    def check_output_bounds(self) -> None:
+        """Refuse a block whose result does not fit into `out`."""
+        if not self._fits(self.out_offset, self.out_code, len(self.out)):
+            place = f"{self.n_elements} elements of code {self.out_code} at {self.out_offset}"
+            raise ValueError(f"{place} of an output of {len(self.out)} bytes")
+
+    def _fits(self, offset: int, code: int, nbytes: int) -> bool:
+        return offset >= 0 and 0 <= self.n_elements * itemsize_of_code(code) <= nbytes - offset
 
     def part(self, skip: int, n_elements: int) -> RawBlock:
         """Return `n_elements` elements from `skip` on."""

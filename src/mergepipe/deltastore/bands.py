@@ -27,7 +27,18 @@ from mergepipe.deltastore.symbols import (
     read_numbers,
 )
 from mergepipe.kernels.codec import decode_tile
-from mergepipe.kernels.compiled import Bits16, Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel, template
+from mergepipe.kernels.compiled import (
+    Bits16,
+    Bits32,
+    Bits64,
+    Bytes,
+    Counts,
+    Doubles,
+    Floats,
+    exported,
+    kernel,
+    template,
+)
 from mergepipe.kernels.merge import take_delta
 from mergepipe.storage.ranges import scratch
 
@@ -125,7 +136,7 @@ def _context_bounds(base: Bits16, mantissa_bits: int) -> Bytes:
     return np.array([*lows, 0], np.uint8)
 
 
-@kernel
+@exported("counts")
 def _count_exponents(base: Bits16, mantissa_bits: int, stride: int, counts: Counts) -> None:
     """Add the exponents of every `stride`th element to `counts`."""
     shift = np.uint16(mantissa_bits)
@@ -218,7 +229,7 @@ def _sum(values: Doubles) -> np.float64:
     return np.float64((first + second) + (third + fourth))
 
 
-@kernel
+@exported("head", "rest", "squares")
 def _split_steps(
     base: Bits16, expert: Bits16, code: int, cut: np.float32, head: Bits16, rest: Bits16, squares: Doubles
 ) -> int:
@@ -243,7 +254,7 @@ def _split_steps(
     return count if np.isfinite(squares[0]) else -1
 
 
-@kernel
+@exported("rows", "symbols", "words", "content")
 def _encode_pieces(
     base: Bits16, mantissa_bits: int, lows: Bytes, n_contexts: int, head: Bits16, rest: Bits16,
     rows: Bits16, symbols: Bytes, words: Bits32, content: Bytes,
@@ -257,7 +268,7 @@ def _encode_pieces(
     return head_end, head_end + encode_numbers(rest, rows, n_contexts, symbols, words, content[head_end:])
 
 
-@kernel
+@exported("head_states", "rest_states", "values", "deltas")
 def _decode_tiles(
     base: Bits16, mantissa_bits: int, code: int, lows: Bytes, positions: Bits64,
     head_words: Bits16, head_bytes: int, head_states: Bits64, head_table: Bits64,

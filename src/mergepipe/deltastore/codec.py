@@ -29,10 +29,22 @@ from mergepipe.deltastore.pieces import (
     Piece,
     RawBytes,
     concatenate_bytes,
+    copied_to_layout,
     corrupt,
+    in_layout,
+)
+from mergepipe.deltastore.planes import (
+    ESCAPE,
+    Words,
+    extract_plane,
+    fold_differences,
+    fold_quarters,
+    insert_plane,
+    unfold_differences,
+    unfold_quarters,
 )
 from mergepipe.kernels.codec import decode_all, decode_tile, encode_all
-from mergepipe.kernels.compiled import Bytes, Floats, kernel
+from mergepipe.kernels.compiled import Floats
 from mergepipe.kernels.merge import take_delta
 from mergepipe.storage.ranges import scratch
 
@@ -41,12 +53,11 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-Words = NDArray[np.integer]
 _UNSIGNED: Final[dict[int, type[np.unsignedinteger]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 FORM_PLAIN, FORM_COMPRESSED, FORM_QUARTERS, FORM_SPARSE = range(4)
-_ESCAPE, _MOST_ESCAPES = 3, 1 / 8
-"""Four bytes are written as one where at most this share is from `_ESCAPE` on: zstd takes at least a bit a byte."""
+_MOST_ESCAPES = 1 / 8
+"""Four bytes are written as one where at most this share is from `ESCAPE` on: zstd takes at least a bit a byte."""
 _LONG_GAP, _MOST_OTHER = 255, 1 / 32
 """Only bytes other than 0 are written, with the gaps before them, where they are at most this share."""
 _PARAMETERS: Final[Mapping[int, int]] = {
@@ -63,68 +74,32 @@ _PARAMETERS: Final[Mapping[int, int]] = {
 # --- words: differences from the base in value order, folded, in planes of one byte of each ---
 
 
-@kernel
-def fold_differences(base: Words, expert: Words, flip: np.integer, folded: Words) -> None:
-    """Write differences modulo their width in value order, zigzag-folded so that small magnitudes are small numbers.
-
-    All are signed. `flip` is what puts negative elements in order: all bits but the sign of floats, 0 of integers; from
-    a base of zeros floats become magnitudes above signs. Only elements of arrays are compared with 0, and each loop
-    does so once: it is then vector code of their width.
-    """
-    for i in range(len(folded)):
-        base_bits, expert_bits = base[i], expert[i]
-        folded[i] = (expert_bits ^ (flip if expert_bits < 0 else 0)) - (base_bits ^ (flip if base_bits < 0 else 0))
-    for i in range(len(folded)):
-        folded[i] = (folded[i] << 1) ^ (-1 if folded[i] < 0 else 0)
-
-
-@kernel
-def unfold_differences(base: Words, folded: Words, flip: np.integer, expert: Words) -> None:
-    """Restore the expert's elements: the inverse of `fold_differences`; `folded` is unsigned, the others signed."""
-    for i in range(len(expert)):
-        base_bits, folded_bits = base[i], np.int64(folded[i])
-        difference = ((folded_bits >> 1) & np.int64(0x7FFFFFFFFFFFFFFF)) ^ -(folded_bits & 1)
-        expert[i] = (base_bits ^ (flip if base_bits < 0 else 0)) + difference
-    for i in range(len(expert)):
-        expert[i] ^= flip if expert[i] < 0 else 0
-
-
-@kernel
-def _extract_plane(words: Words, byte: int, plane: Bytes) -> None:
-    """Extract byte number `byte` of every word."""
-    shift = np.uint64(8 * byte)
-    for i in range(len(plane)):
-        plane[i] = np.uint8((np.uint64(words[i]) >> shift) & np.uint64(0xFF))
-
-
-@kernel
-def _insert_plane(plane: Bytes, byte: int, words: Words) -> None:
-    """Set byte number `byte` of every word, which is 0 before."""
-    shift = np.uint64(8 * byte)
-    for i in range(len(words)):
-        words[i] = np.uint64(words[i]) | (np.uint64(plane[i]) << shift)
-
-
 def encode_planes(base: RawBytes | None, expert: RawBytes, dtype: DType) -> RawBytes:
     """Encode a block of any dtype relative to the same elements of its base, or to zeros."""
-    words, parts = _words(expert, dtype), []
+    parts = []
+    words = copied_to_layout("plane-expert", _words(expert, dtype))
+    base_words = copied_to_layout("plane-base", _words_of(base, expert, dtype))
     folded, plane = scratch("folded", len(words), words.dtype.type), scratch("plane", len(words), np.uint8)
-    fold_differences(_words_of(base, expert, dtype), words, _flip_of(dtype), folded)
+    fold_differences(base_words, words, _flip_of(dtype), folded)
     for byte in range(dtype.itemsize):
-        _extract_plane(folded, byte, plane)
+        extract_plane(folded, byte, plane)
         parts.append(_packed_plane(plane))
     return concatenate_bytes(*parts)
 
 
 def decode_planes(content: RawBytes, base: RawBytes | None, dtype: DType, where: str, out: RawBytes) -> None:
     """Decode the expert's bytes into `out`: the inverse of `encode_planes`."""
-    reader, expert = ByteReader(content, where), _words(out, dtype)
+    reader, words = ByteReader(content, where), _words(out, dtype)
+    expert = in_layout("plane-out", words)
     folded = scratch("folded", len(expert), _UNSIGNED[dtype.itemsize])
     folded[:] = _unpacked_plane(reader, len(expert), where)
     for byte in range(1, dtype.itemsize):
-        _insert_plane(_unpacked_plane(reader, len(expert), where), byte, folded)
+        insert_plane(_unpacked_plane(reader, len(expert), where), byte, folded)
     reader.end()
-    unfold_differences(_words_of(base, out, dtype), folded, _flip_of(dtype), expert)
+    base_words = copied_to_layout("plane-base", _words_of(base, out, dtype))
+    unfold_differences(base_words, folded, _flip_of(dtype), expert)
+    if expert is not words:
+        words[:] = expert
 
 
 def _words(content: RawBytes, dtype: DType) -> Words:
@@ -137,42 +112,10 @@ def _words_of(base: RawBytes | None, expert: RawBytes, dtype: DType) -> Words:
     return _words(np.zeros(len(expert), np.uint8) if base is None else base, dtype)
 
 
-def _flip_of(dtype: DType) -> np.integer:
+def _flip_of(dtype: DType) -> np.signedinteger:
     """The `flip` of `fold_differences`."""
-    signed = np.iinfo(f"i{dtype.itemsize}")
-    return signed.dtype.type(signed.max if dtype.kind is DTypeKind.FLOAT else 0)
-
-
-@kernel
-def _fold_quarters(plane: Bytes, quarters: Bytes, escapes: Bytes) -> int:
-    """Write four bytes as one, those from `_ESCAPE` on apart; return how many these are.
-
-    `plane` is four times as long as `quarters`, `escapes` longer by one.
-    """
-    count = np.uint64(0)
-    for i in range(len(quarters)):
-        quarter = np.uint8(0)
-        for j in range(4):
-            byte = plane[4 * i + j]
-            escapes[count] = np.uint8(byte - np.uint8(_ESCAPE))  # overwritten by the next unless it is counted
-            count += np.uint64(byte >= np.uint8(_ESCAPE))
-            quarter |= np.uint8(min(byte, np.uint8(_ESCAPE)) << np.uint8(2 * j))
-        quarters[i] = quarter
-    return int(count)
-
-
-@kernel
-def _unfold_quarters(quarters: Bytes, escapes: Bytes, plane: Bytes) -> None:
-    """Undo `_fold_quarters`; `escapes` has one more byte than there are."""
-    fours, count = plane.view(np.uint32), np.uint64(0)
-    for i in range(len(fours)):
-        four = np.uint32(quarters[i])
-        spread = four | (four << np.uint32(6)) | (four << np.uint32(12)) | (four << np.uint32(18))
-        fours[i] = np.uint32(spread & np.uint32(0x03030303))
-    for j in range(len(plane)):
-        byte, escape = plane[j], escapes[count]  # read in any case: escapes are too frequent to be predicted
-        plane[j] = np.uint8(byte + escape) if byte == np.uint8(_ESCAPE) else byte
-        count += np.uint64(byte == np.uint8(_ESCAPE))
+    signed: np.dtype[np.signedinteger] = np.dtype(f"i{dtype.itemsize}")
+    return signed.type(np.iinfo(signed).max if dtype.kind is DTypeKind.FLOAT else 0)
 
 
 # --- planes: bytes compressed by zstd; four in one where most are small, only those other than 0 where few are ---
@@ -196,12 +139,12 @@ def _packed_plane(plane: RawBytes) -> RawBytes:
         gaps = _packed_gaps(np.diff(places, prepend=-1) - 1)
         form, n_gaps = np.array([FORM_SPARSE], np.uint8), np.array([len(gaps)], np.uint32)
         return concatenate_bytes(form, n_gaps, _compressed(gaps), _compressed(plane[places]))
-    if np.count_nonzero(plane >= _ESCAPE) > _MOST_ESCAPES * len(plane):
+    if np.count_nonzero(plane >= ESCAPE) > _MOST_ESCAPES * len(plane):
         return _compressed(plane)
     quarters, escapes = np.empty(-(-len(plane) // 4), np.uint8), scratch("escapes", len(plane) + 4, np.uint8)
     padded = scratch("padded-plane", 4 * len(quarters), np.uint8)
     padded[: len(plane)], padded[len(plane) :] = plane, 0
-    count = _fold_quarters(padded, quarters, escapes)
+    count = fold_quarters(padded, quarters, escapes)
     form = np.array([FORM_QUARTERS], np.uint8)
     return concatenate_bytes(form, _compressed(quarters), _compressed(escapes[:count]))
 
@@ -233,7 +176,7 @@ def _unpacked_plane(reader: ByteReader, n: int, where: str) -> RawBytes:
     quarters = _unpacked(reader, -(-n // 4), where)
     count = int(np.bitwise_count(quarters & (quarters >> 1) & 0x55).sum())
     plane = scratch("padded-plane", 4 * len(quarters), np.uint8)
-    _unfold_quarters(quarters, np.append(_unpacked(reader, count, where), np.uint8(0)), plane)
+    unfold_quarters(quarters, np.append(_unpacked(reader, count, where), np.uint8(0)), plane)
     return plane[:n]
 
 

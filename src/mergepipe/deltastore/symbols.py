@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from mergepipe.kernels.codec import TILE_ELEMENTS
-from mergepipe.kernels.compiled import Bits16, Bits32, Bits64, Bytes, Counts, kernel, template
+from mergepipe.kernels.compiled import Bits16, Bits32, Bits64, Bytes, Counts, exported, kernel, template
 
 N_SYMBOLS: Final = 32
 N_STATES: Final = 512
@@ -84,9 +84,10 @@ def _fill_decoding(frequencies: Bits16, row: Bits64) -> None:
     """
     symbols, following = np.empty(N_STATES, np.uint8), np.empty(N_SYMBOLS, np.int64)
     _spread_symbols(frequencies, symbols)
-    is_used = frequencies.max() > 0
+    is_used = False
     for s in range(N_SYMBOLS):
         following[s] = frequencies[s]
+        is_used = is_used or frequencies[s] > 0
     for state in range(N_STATES):
         if not is_used:
             row[state] = np.uint64(state) << np.uint64(32)
@@ -306,7 +307,7 @@ def _write_words(bits: np.uint64, count: np.uint64, word: np.uint64, words: Bits
     return np.uint64(word - (count >> np.uint64(4))), np.uint64(count & np.uint64(15))
 
 
-@kernel
+@exported("table", "states", "words")
 def read_numbers(content: Bytes, n_contexts: int, table: Bits64, states: Bits64, words: Bits16) -> int:
     """Read what `encode_numbers` wrote: fill the decoding table, the states and the words.
 

@@ -286,7 +286,7 @@ def scores_of(score: Score, blocks: Iterable[RawBlock]) -> Iterator[DeltaStretch
             scores_N = room_N[: part.n_elements]
             score(part, scores_N)
             stretch = part.first_element, part.n_elements, 0, 0, F32.kernel_code | DELTA_FLAG
-            yield DeltaStretches(scores_N.view(np.uint8), F32.kernel_code, np.array([stretch], np.int64), None)
+            yield DeltaStretches(scores_N.view(np.uint8), F32.kernel_code, np.array([stretch], np.int64))
 
 
 def values_of(scores: DeltaStretches) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, RawBlock, has_rare, itemsize_of_code
+from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, RawBlock, itemsize_of_code
 from mergepipe.core.rounding import UNMEASURED
 from mergepipe.engine.segments import HoldLimits, Piece, SegmentLayout, Segments, SegmentShape
 from mergepipe.operators.base import BlockFunction, Reduced
@@ -331,5 +331,4 @@ def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawB
         rounding_key=np.uint64(0),
         sums_G2=NOT_MEASURED,
         first_grain=piece.run.span.start // GRAIN_ELEMENTS,
-        rare=has_rare((task.base.kernel_code, task.dtype.kernel_code, *codes)),
     )

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG
-from mergepipe.kernels.compiled import Bits32, Bytes, Floats, kernel
+from mergepipe.kernels.compiled import Bits32, Bytes, Floats, exported, kernel
 
 TILE_ELEMENTS = 2048
 
@@ -34,12 +34,9 @@ def itemsize_of(code: int) -> int:
     return 2 if dtype <= CODE_BF16 else 1
 
 
-@kernel
-def decode_tile(raw: Bytes, offset: int, code: int, n: int, out: Floats, rare: bool | None = True) -> None:
-    """Decode `n` elements at byte `offset` of `raw` into `out[:n]` (float32).
-
-    With `rare` None the code of dtypes other than BF16 and F32 is not compiled, and `code` must be one of the two.
-    """
+@exported("out")
+def decode_tile(raw: Bytes, offset: int, code: int, n: int, out: Floats) -> None:
+    """Decode `n` elements at byte `offset` of `raw` into `out[:n]` (float32)."""
     out_bits = out.view(np.uint32)
     code &= _DTYPE_BITS
     if code == CODE_BF16:
@@ -50,7 +47,7 @@ def decode_tile(raw: Bytes, offset: int, code: int, n: int, out: Floats, rare: b
         words = raw[offset : offset + 4 * n].view(np.uint32)
         for i in range(n):
             out_bits[i] = words[i]
-    elif rare is not None:
+    else:
         _decode_less_common(raw, offset, code, n, out)
 
 
@@ -125,9 +122,9 @@ def _decode_e5m2(stored: Bytes, n: int, out: Floats, out_bits: Bits32) -> None:
         out_bits[i] = sign | (special if is_special else out_bits[i])
 
 
-@kernel
-def encode_tile(tile: Floats, n: int, raw: Bytes, offset: int, code: int, rare: bool | None = True) -> None:
-    """Encode `tile[:n]` (float32) at byte `offset` of `raw`; `rare` as `decode_tile` has it."""
+@exported("raw")
+def encode_tile(tile: Floats, n: int, raw: Bytes, offset: int, code: int) -> None:
+    """Encode `tile[:n]` (float32) at byte `offset` of `raw`."""
     bits = tile.view(np.uint32)
     if code == CODE_BF16:
         halves = raw[offset : offset + 2 * n].view(np.uint16)
@@ -142,7 +139,7 @@ def encode_tile(tile: Floats, n: int, raw: Bytes, offset: int, code: int, rare: 
             u = bits[i]
             is_nan = (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
             words[i] = np.uint32(0x7FC00000) if is_nan else u
-    elif rare is not None:
+    else:
         _encode_less_common(tile, n, raw, offset, code)
 
 
@@ -217,7 +214,7 @@ def _encode_f8(tile: Floats, bits: Bits32, n: int, stored: Bytes, shift: int, li
         stored[i] = np.uint8(nan if is_nan else (sign | rounded))
 
 
-@kernel
+@exported("out")
 def decode_all(raw: Bytes, code: int, n: int, out: Floats) -> None:
     """Decode any number of elements from the start of `raw`, as `decode_tile` does for one tile."""
     start = 0
@@ -227,7 +224,7 @@ def decode_all(raw: Bytes, code: int, n: int, out: Floats) -> None:
         start += m
 
 
-@kernel
+@exported("raw")
 def encode_all(values: Floats, raw: Bytes, code: int) -> None:
     """Encode any number of elements to the start of `raw`, as `encode_tile` does for one tile."""
     start = 0

@@ -1,56 +1,24 @@
-"""Compile kernels, all with the same settings, and name the array types of their signatures."""
+"""Declare kernels and call them from Python: arguments are checked, then passed to the library that was built ahead.
+
+A kernel is written in Python, in the part of it that numba compiles. Nothing is compiled at run time: `tools/kernels`
+builds a shared library of all exported kernels, and `kernels.library` loads it.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pickle
-import stat
-import subprocess
-import sys
-import threading
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache, partial
-from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar, cast
+import ctypes
+import itertools
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.errors import LimitError, UnsupportedError
-from mergepipe.storage.owned import write_all
-from mergepipe.storage.ranges import read_up_to
-
-# --- refuse an address space limit that is too small for LLVM before it is loaded ---
-
-
-COMPILER_ADDRESS_BYTES = 1 << 30  # LLVM and numpy, mapped; most of it is never touched
-THREAD_ADDRESS_BYTES = 64 << 20  # a stack and a malloc arena
-
-
-def address_space_limit_bytes() -> int | None:
-    """Return the address space limit of this process (`ulimit -v`); None if there is none."""
-    import resource
-
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def check_address_space(threads: int) -> None:
-    """Refuse an address space limit under which the loaded compiler would abort the process."""
-    limit = address_space_limit_bytes()
-    needed = COMPILER_ADDRESS_BYTES + threads * THREAD_ADDRESS_BYTES
-    if limit is None or limit >= needed or "llvmlite" in sys.modules:
-        return
-    message = f"the address space is limited to {limit >> 20} MiB; {threads} threads need {needed >> 20} MiB"
-    raise LimitError.of("memory.too-small", "ulimit -v", message, "raise `ulimit -v`, or lower --threads")
-
-
-# --- compile kernels, and name the array types of their signatures ---
-
+from mergepipe.kernels.library import loaded_library
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,324 +31,299 @@ Bits32 = NDArray[np.uint32]
 Bits64 = NDArray[np.uint64]
 Counts = NDArray[np.int64]
 
-_SETTINGS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
-_making = threading.RLock()
-_LONGEST_SECONDS = 60  # that a second process is waited for
+# --- parameters: what the library reads of an argument, one 8-byte word each ---
+
+_PACKED = {"i": {1: "b7x", 2: "h6x", 4: "i4x", 8: "q"}, "u": {1: "B7x", 2: "H6x", 4: "I4x", 8: "Q"}} | {
+    "f": {4: "f4x", 8: "d"},
+    "b": {1: "?7x"},
+}
+_CALL_TYPES = (
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p,
+)  # fmt: skip
+_REFUSED = 2
+"""From here on, what a call returns is the number of an argument that is not as it should be."""
+_DIMENSIONS = re.compile(r"_([A-Z0-9]+)$")
+_PYTHON_TYPES: dict[Any, type[np.generic]] = {int: np.int64, float: np.float64, bool: np.bool_}
+_GENERIC: dict[Any, str] = {np.signedinteger: "i", np.unsignedinteger: "u"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number."""
+
+    name: str
+    dtype: np.dtype[Any]
+
+    def layout(self) -> bytes:
+        """How the library reads the word: `struct argument` of `tools/kernels/runtime.c`."""
+        return b"s\0\0\0"
+
+    def packed(self) -> str:
+        """The word in the notation of `struct`."""
+        return _PACKED[self.dtype.kind][self.dtype.itemsize]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """A contiguous array, which the library reads by its capsule. Its dimensions are the last letters of its name."""
+
+    name: str
+    dtype: np.dtype[Any]
+    n_dims: int
+    is_written: bool
+
+    def layout(self) -> bytes:
+        """How the library reads the array, and what it refuses."""
+        return bytes([ord(self.dtype.kind), self.dtype.itemsize, self.n_dims, self.is_written])
+
+    def packed(self) -> str:
+        """The word in the notation of `struct`."""
+        return "Q"
+
+    def refusal(self, value: NDArray[Any]) -> str:
+        """Say why the library refuses an array."""
+        flags = value.flags
+        laid_out = f"contiguous {flags.c_contiguous}, aligned {flags.aligned}, writeable {flags.writeable}"
+        needed = "contiguous, aligned" + (", writeable" if self.is_written else "")
+        return (
+            f"{self.name}: an array of {value.ndim} dimensions of {value.dtype} ({laid_out}); "
+            f"needed are {self.n_dims} of {self.dtype} ({needed})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A named tuple of numbers and arrays, which has checks of its own.
+
+    These are its methods `check_bounds`, and `check_output_bounds` where its array `out` is written.
+    """
+
+    name: str
+    kind: type[Any]
+    fields: tuple[Scalar | Array, ...]
+    checks: tuple[Callable[[Any], None], ...]
+
+
+Parameter = Scalar | Array | Record
+
+
+def _parameter(name: str, annotation: Any, written: Sequence[str], itemsize: int) -> Parameter:
+    """Return the parameter of an annotation; `written` are the arrays that are written to, as `exported` has them."""
+    if hasattr(annotation, "_fields"):
+        return _record(name, annotation, written)
+    return _number_or_array(name, annotation, name in written, itemsize)
+
+
+def _record(name: str, kind: Any, written: Sequence[str]) -> Record:
+    # Some modules import numpy for types alone.
+    hints = get_type_hints(kind, localns={"np": np, "NDArray": NDArray})
+    fields = tuple(_number_or_array(field, hints[field], f"{name}.{field}" in written) for field in kind._fields)
+    names = ("check_bounds", "check_output_bounds") if f"{name}.out" in written else ("check_bounds",)
+    checks = tuple(getattr(kind, check) for check in names if hasattr(kind, check))
+    return Record(name, kind, fields, checks)
+
+
+def _number_or_array(name: str, annotation: Any, is_written: bool, itemsize: int = 0) -> Scalar | Array:
+    if get_origin(annotation) is np.ndarray:
+        dimensions = _DIMENSIONS.search(name)
+        n_dims = len(dimensions[1]) if dimensions else 1
+        return Array(name, _dtype(_element(annotation), itemsize), n_dims, is_written)
+    return Scalar(name, _dtype(annotation, itemsize))
+
+
+def _element(annotation: Any) -> Any:
+    """Return the class of an array's elements."""
+    return get_args(get_args(annotation)[1])[0]
+
+
+def _dtype(annotation: Any, itemsize: int) -> np.dtype[Any]:
+    """Return the dtype of an element or number; those of abstract classes have the size of the specialization."""
+    if annotation in _GENERIC:
+        return np.dtype(f"{_GENERIC[annotation]}{itemsize}")
+    element: type[np.generic] = _PYTHON_TYPES.get(annotation, annotation)
+    return np.dtype(element)
+
+
+# --- kernels: functions that kernels call, and those that Python calls too ---
 
 
 class Kernel:
-    """A compiled function: called from Python, or from other kernels.
+    """A function that is compiled ahead of time, on its own. Only other kernels call it."""
 
-    numba is imported for the first call of any kernel. It compiles what no earlier process has kept on disk.
-    """
+    is_inlined = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.__doc__, self.__name__ = function.__doc__, function.__name__
-        self._source = Path(function.__code__.co_filename)
-        self.sources = sources_of(self._source)
-        self.before_compiling: Callable[[], object] = lambda: None
-        self._elsewhere: subprocess.Popen[bytes] | None = None
-        self._dispatcher: Any = None
+        self.__doc__ = function.__doc__
+        self.__name__ = function.__name__
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the kernel."""
-        return (self._dispatcher or self.dispatcher)(*arguments)
-
-    @property
-    def dispatcher(self) -> Any:
-        """numba's dispatcher of the function: one, whichever threads ask for it."""
-        with _making:
-            if self._dispatcher is None:
-                self._dispatcher = self._make_dispatcher()
-            return self._dispatcher
-
-    def _make_dispatcher(self) -> Any:
-        numba = _numba()
-        if getattr(numba.config, "DISABLE_JIT", 0):  # Python's integers do not wrap around: results would be others
-            message = "it turns the compiler off, and kernels run only compiled"
-            raise UnsupportedError.of("platform.unsupported", "NUMBA_DISABLE_JIT", message, "unset it")
-        dispatcher: Any = numba.njit(**_SETTINGS)(self.function)
-        dispatcher._cache = CodeCache(f"{self._source.stem}.{self.__name__}", self.sources, self._wait)
-        _announce_compiling(dispatcher, self.before_compiling)
-        return dispatcher
-
-    def compile_elsewhere(self, statement: str) -> None:
-        """Run, once, a statement that calls this kernel in a process of its own, where a second core and a cache are.
-
-        A call in this process waits for it.
-        """
-        is_python = sys.executable and not getattr(sys, "frozen", False)  # not a program that has Python in it
-        if self._elsewhere is None and is_python and (os.cpu_count() or 1) > 1:
-            command, null = [sys.executable, "-P", "-c", statement], subprocess.DEVNULL
-            with suppress(OSError), _open_folder(make=True):
-                self._elsewhere = subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
-
-    def _wait(self) -> bool:
-        """Wait until the kernel is compiled elsewhere; return whether it was asked to be."""
-        if self._elsewhere is not None and self._elsewhere.poll() is None:
-            with mark_compilation(), suppress(subprocess.TimeoutExpired):
-                self._elsewhere.wait(_LONGEST_SECONDS)
-        return self._elsewhere is not None
-
-
-@cache
-def _numba() -> Any:
-    """Import numba, if LLVM fits into the address space; no other function imports it."""
-    check_address_space(threads=1)  # loading LLVM would abort the process
-    import numba
-    from numba.core import types
-    from numba.extending import typeof_impl
-
-    @typeof_impl.register(Kernel)
-    def _dispatcher_type(value: Any, _context: Any) -> Any:
-        """Let compiled functions call kernels by their dispatchers."""
-        return types.Dispatcher(value.dispatcher)
-
-    return numba
+        """Refuse: Python's integers do not wrap around, so results would be others."""
+        raise TypeError(f"{self.__name__} is compiled into other kernels, and called by these alone")
 
 
 class Template(Kernel):
     """A function that is compiled into each kernel that calls it."""
 
-    def _make_dispatcher(self) -> Any:
-        """Make numba's dispatcher of the function, which is not cached itself: its callers are."""
-        return _numba().njit(**_SETTINGS, forceinline=True)(self.function)
+    is_inlined = True
 
 
-def template(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile `function` into each kernel that calls it, where its constant arguments are known.
+@dataclass(frozen=True)
+class Specialization:
+    """An exported kernel with the types of its parameters and results, as one function of the library."""
 
-    So loops are vectorized for one dtype.
-    """
-    compiled: Any = Template(function)
-    template_function: Callable[P, R] = compiled
-    return template_function
+    symbol: str
+    parameters: tuple[Parameter, ...]
+    results: tuple[np.dtype[Any], ...]
+
+    def call(self, arguments: Sequence[Any], library: ctypes.CDLL | None = None) -> Any:
+        """Run the function, without the interpreter lock, after checking the arguments."""
+        call = self._call if library is None else self.call_in(library)
+        for place, check in self._checks:
+            check(arguments[place])
+        words: list[Any] = []
+        for is_record, argument in zip(self._are_records, arguments, strict=True):
+            if is_record:
+                words.extend(argument)
+            else:
+                words.append(argument)
+        capsules = [words[place].__array_struct__ for place in self._arrays]
+        for place, capsule in zip(self._arrays, capsules, strict=True):
+            words[place] = id(capsule)  # its address, while it is held here
+        results = ctypes.create_string_buffer(self._results.size) if self.results else None
+        code = call(self._arguments.pack(*words), results)
+        if code:
+            raise self._failure(code, arguments)
+        if results is None:
+            return None
+        values = self._results.unpack(results)
+        return values if len(values) > 1 else values[0]
+
+    def call_in(self, library: ctypes.CDLL) -> Callable[[bytes, Any], int]:
+        """Return what calls the function in a library."""
+        address = ctypes.cast(library[self.symbol], ctypes.c_void_p)
+        reader = ctypes.cast(ctypes.pythonapi.PyCapsule_GetPointer, ctypes.c_void_p)
+        layout = b"".join(item.layout() for item in self._items)
+        function = library.mergepipe_call
+        function.argtypes = _CALL_TYPES
+        return partial(function, address, reader, layout, len(self._items))
+
+    @cached_property
+    def _call(self) -> Callable[[bytes, Any], int]:
+        return self.call_in(loaded_library())
+
+    @cached_property
+    def _are_records(self) -> tuple[bool, ...]:
+        return tuple(isinstance(parameter, Record) for parameter in self.parameters)
+
+    @cached_property
+    def _checks(self) -> tuple[tuple[int, Callable[[Any], None]], ...]:
+        """The checks of records, with the places of these among the arguments."""
+        records = ((place, p) for place, p in enumerate(self.parameters) if isinstance(p, Record))
+        return tuple((place, check) for place, record in records for check in record.checks)
+
+    @cached_property
+    def _items(self) -> tuple[Scalar | Array, ...]:
+        """The numbers and arrays of all parameters, one word each."""
+        nested = (parameter.fields if isinstance(parameter, Record) else (parameter,) for parameter in self.parameters)
+        return tuple(itertools.chain.from_iterable(nested))
+
+    @cached_property
+    def _arrays(self) -> tuple[int, ...]:
+        """The places of the words of arrays."""
+        return tuple(place for place, item in enumerate(self._items) if isinstance(item, Array))
+
+    @cached_property
+    def _arguments(self) -> struct.Struct:
+        return struct.Struct("=" + "".join(item.packed() for item in self._items))
+
+    @cached_property
+    def _results(self) -> struct.Struct:
+        return struct.Struct("=" + "".join(_PACKED[dtype.kind][dtype.itemsize] for dtype in self.results))
+
+    def _failure(self, code: int, arguments: Sequence[Any]) -> Exception:
+        """Return the error of a call that was refused, or in which a kernel raised."""
+        if code < _REFUSED:
+            return MemoryError(f"no memory for the arrays of {self.symbol}")
+        values: list[Any] = []
+        for parameter, argument in zip(self.parameters, arguments, strict=True):
+            values.extend(argument if isinstance(parameter, Record) else (argument,))
+        item, value = self._items[code - _REFUSED], values[code - _REFUSED]
+        return TypeError(item.refusal(value) if isinstance(item, Array) else f"{self.symbol} has too many parameters")
+
+
+class ExportedKernel(Kernel):
+    """A kernel that Python calls; `written` are the arrays that it writes to, those of records as record.field."""
+
+    def __init__(self, function: Callable[..., Any], written: Sequence[str], itemsizes: Sequence[int]) -> None:
+        super().__init__(function)
+        self.written = tuple(written)
+        self.itemsizes = tuple(itemsizes)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the kernel."""
+        return self.specialization_of(arguments).call(arguments)
+
+    def specialization_of(self, arguments: Sequence[Any]) -> Specialization:
+        """Return the function of the library that takes these arguments."""
+        itemsize = arguments[self._generic_place].dtype.itemsize if self.itemsizes else 0
+        if itemsize not in self.specializations:
+            raise TypeError(f"{self.__name__}: elements of {itemsize} bytes; it is compiled for {self.itemsizes}")
+        return self.specializations[itemsize]
+
+    @cached_property
+    def _generic_place(self) -> int:
+        """The place of the first argument whose elements have the size of the specialization."""
+        hints = list(get_type_hints(self.function).values())
+        is_generic = [get_origin(hint) is np.ndarray and _element(hint) in _GENERIC for hint in hints]
+        return is_generic.index(True)
+
+    @cached_property
+    def specializations(self) -> dict[int, Specialization]:
+        """The functions of this kernel in the library, by the itemsize of its elements; 0 of one without such."""
+        return dict(self._specialize())
+
+    def _specialize(self) -> Iterator[tuple[int, Specialization]]:
+        hints = get_type_hints(self.function)
+        returned = hints.pop("return")
+        for itemsize in self.itemsizes or (0,):
+            suffix = f"_{itemsize}" if itemsize else ""
+            parameters = tuple(_parameter(name, hint, self.written, itemsize) for name, hint in hints.items())
+            kinds = get_args(returned) if get_origin(returned) is tuple else (returned,)
+            results = tuple(_dtype(kind, itemsize) for kind in kinds if kind is not type(None))
+            yield itemsize, Specialization(f"mergepipe_{self.__name__.strip('_')}{suffix}", parameters, results)
+
+
+EXPORTED: list[ExportedKernel] = []
+"""Every kernel that Python calls, as far as their modules are imported."""
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile `function` on first use, without the interpreter lock, cached on disk for this machine.
+    """Have `function` compiled for the kernels that call it.
 
     Floating point is strict (no reassociation, no contraction): results are the same on every machine.
     """
-    compiled: Any = Kernel(function)
-    kernel_function: Callable[P, R] = compiled
-    return kernel_function
+    return cast(Callable[P, R], Kernel(function))
 
 
-def compile_in_parallel(first: Callable[..., Any], then: Callable[..., Any], call: Callable[[], None]) -> None:
-    """Let a second process compile kernel `then` as soon as `first` is compiled because it is not kept.
+def template(function: Callable[P, R]) -> Callable[P, R]:
+    """Have `function` compiled into each kernel that calls it, where its constant arguments are known.
 
-    numba compiles one kernel at a time in a process. `call` calls `then` with arguments of the types that it will have.
+    So loops are vectorized for one dtype.
     """
-    statement = f"from {call.__module__} import {call.__name__} as call; call()"
-    cast(Kernel, first).before_compiling = partial(cast(Kernel, then).compile_elsewhere, statement)
+    return cast(Callable[P, R], Template(function))
 
 
-KERNELS = Path(__file__).parent
-BLOCKS = KERNELS.with_name("core") / "blocks.py"
+def exported(*written: str, itemsizes: Sequence[int] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have the decorated function compiled as a kernel that Python calls, with the types of its annotations.
 
-
-@cache
-def sources_digest(place: Path = KERNELS) -> str:
-    """Hash a source file, or all source files in a directory and in those below it."""
-    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
-    return blake3(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def sources_of(file: Path) -> str:
-    """A hash of all files that the code of kernels in `file` can depend on.
-
-    Kernels inline others of their rooms, and constants of `core.blocks`. The hash is taken when a kernel is defined:
-    code that is compiled later is of the files as they were imported.
+    `written` are the arrays that it writes to, those of records as record.field. With `itemsizes` it is compiled once
+    for each: numpy's abstract integers among the annotations have that size.
     """
-    return "".join(sources_digest(room) for room in sorted({BLOCKS, KERNELS, room_of(file)}))
 
+    def export(function: Callable[P, R]) -> Callable[P, R]:
+        compiled = ExportedKernel(function, written, itemsizes)
+        EXPORTED.append(compiled)
+        return cast(Callable[P, R], compiled)
 
-def room_of(file: Path) -> Path:
-    """The room of this package that a file belongs to: kernels inline those of their whole room."""
-    package = KERNELS.parent
-    return package / file.relative_to(package).parts[0] if file.is_relative_to(package) else file.parent
-
-
-def _announce_compiling(compiled: Any, before: Callable[[], object]) -> None:
-    """Call `before` a kernel is really compiled, as its code is not on disk, and let listeners know while it is."""
-    compiler = compiled._compiler
-    compile_function = compiler.compile
-
-    def announced(*arguments: Any) -> Any:
-        before()
-        with mark_compilation():
-            return compile_function(*arguments)
-
-    compiler.compile = announced
-
-
-# --- tell listeners when kernels are being compiled: on the first use on a machine, later ones load them from disk ---
-
-
-Listener = Callable[[bool], None]
-
-_lock = threading.Lock()
-_listeners: list[Listener] = []
-_n_compilations = 0
-
-
-@contextlib.contextmanager
-def mark_compilation() -> Iterator[None]:
-    """Mark that a kernel is being compiled; listeners are called when the first begins and when none is left."""
-    _change(+1)
-    try:
-        yield
-    finally:
-        _change(-1)
-
-
-@contextlib.contextmanager
-def listen_to_compilation(listener: Listener) -> Iterator[None]:
-    """Call `listener(True)` when compiling begins, `listener(False)` when it ends, from the thread that compiles."""
-    with _lock:
-        _listeners.append(listener)
-    try:
-        yield
-    finally:
-        with _lock:
-            _listeners.remove(listener)
-
-
-def _change(step: int) -> None:
-    global _n_compilations
-    with _lock:
-        before, _n_compilations = _n_compilations, _n_compilations + step
-        listeners = tuple(_listeners) if bool(before) != bool(_n_compilations) else ()
-    for listener in listeners:
-        listener(step > 0)
-
-
-# --- keep the code of compiled kernels in a private folder of the user, and load it from there alone ---
-
-
-CACHE_BYTES = 256 << 20
-"""The most that is kept, some ten times the code of all kernels; what was not used for longest is removed first."""
-_DIGEST_BYTES = 32
-_OF_OTHERS = 0o077  # permissions
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_WITHOUT_EFFECT = {"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS"}  # on the code that is made
-
-
-class CodeCache:
-    """The cache of one kernel, as numba's dispatchers call it."""
-
-    def __init__(self, kernel: str, sources: str, wait: Callable[[], bool]) -> None:
-        """`wait` returns when nobody else compiles the kernel: True where somebody may have."""
-        self._kernel = kernel
-        self._sources = sources
-        self._wait = wait
-
-    def load_overload(self, signature: Any, target: Any) -> Any:
-        """Return the kernel compiled for a signature; None if its code is not kept."""
-        target.refresh()
-        key = self._key(signature, target.codegen())
-        content = _read(self._kernel, key)
-        if content is None and self._wait():
-            content = _read(self._kernel, key)
-        try:
-            result = _numba().core.compiler.CompileResult
-            return None if content is None else result._rebuild(target, *pickle.loads(content))
-        except ImportError:  # of a kernel whose module cannot be imported by its name
-            return None
-
-    def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keep a compiled kernel, where its code has no addresses of this process and a folder takes it."""
-        if not compiled.library.has_dynamic_globals:
-            _write(
-                self._kernel, self._key(signature, compiled.codegen), _numba().core.serialize.dumps(compiled._reduce())
-            )
-
-    def _key(self, signature: Any, codegen: Any) -> bytes:
-        """Return a digest of all that the code depends on; `codegen` knows the processor and its features."""
-        import llvmlite
-
-        versions = (_numba().__version__, llvmlite.__version__, np.__version__)
-        names = sorted(name for name in os.environ if name.startswith("NUMBA_") and name not in _WITHOUT_EFFECT)
-        settings = [(name, os.environ[name]) for name in names]
-        parts = (self._kernel, self._sources, signature, codegen.magic_tuple(), versions, sys.version, settings)
-        return blake3(repr(parts).encode()).digest()
-
-
-def _read(kernel: str, key: bytes) -> bytes | None:
-    """Return what is kept of a kernel under a key; None where there is nothing, or nothing that can be trusted."""
-    try:
-        with _open_folder() as folder, _open_file(_file_name(kernel, key), _READ, folder) as file:
-            _check_private(file, stat.S_IFREG)
-            stored = read_up_to(file, 0, os.fstat(file).st_size)
-    except OSError:
-        return None
-    content = stored[_DIGEST_BYTES:]
-    return content if stored[:_DIGEST_BYTES] == _digest(key, content) else None
-
-
-def _write(kernel: str, key: bytes, content: bytes) -> None:
-    """Keep what belongs to a kernel under a key, in one step; where no folder takes it, nothing is kept."""
-    temporary = f"{kernel}-{uuid.uuid4().hex}"
-    with suppress(OSError), _open_folder(make=True) as folder:
-        try:
-            with _open_file(temporary, _WRITE, folder) as file:
-                write_all(file, _digest(key, content) + content)
-            os.rename(temporary, _file_name(kernel, key), src_dir_fd=folder, dst_dir_fd=folder)
-        except OSError:
-            os.unlink(temporary, dir_fd=folder)
-        _remove_oldest(folder)
-
-
-def _file_name(kernel: str, key: bytes) -> str:
-    return f"{kernel}-{key[:16].hex()}"
-
-
-def _digest(key: bytes, content: bytes) -> bytes:
-    return blake3(key + content).digest(_DIGEST_BYTES)
-
-
-@contextmanager
-def _open_folder(*, make: bool = False) -> Iterator[int]:
-    """Open the folder of this user's code: one of the user's own, below a place that users share too."""
-    configured = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
-    base = Path(configured or os.path.expanduser("~/.cache"))  # noqa: PTH111 - without a home, `Path.home` raises
-    if not base.is_absolute() or not (configured or base.parent.is_dir()):
-        raise FileNotFoundError(base)
-    path = base / f"mergepipe-kernels-{os.geteuid()}"
-    if make:
-        base.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-    with _open_file(path, _FOLDER) as folder:
-        _check_private(folder, stat.S_IFDIR)
-        yield folder
-
-
-@contextmanager
-def _open_file(path: Path | str, flags: int, folder: int | None = None) -> Iterator[int]:
-    descriptor = os.open(path, flags, 0o600, dir_fd=folder)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _check_private(descriptor: int, kind: int) -> None:
-    """Refuse what is of another kind or another user's, or what others may read or write."""
-    status = os.fstat(descriptor)
-    if stat.S_IFMT(status.st_mode) != kind or status.st_uid != os.geteuid() or status.st_mode & _OF_OTHERS:
-        raise PermissionError("code is taken only from files and folders that are the user's alone")
-
-
-def _remove_oldest(folder: int) -> None:
-    """Remove what was not used for longest, what killed writers left too, until the rest is within `CACHE_BYTES`."""
-    entries = [(name, os.lstat(name, dir_fd=folder)) for name in os.listdir(folder)]
-    left_bytes = CACHE_BYTES
-    for name, status in sorted(entries, key=lambda entry: -max(entry[1].st_atime, entry[1].st_mtime)):
-        left_bytes -= status.st_size
-        if left_bytes < 0:
-            os.unlink(name, dir_fd=folder)
+    return export

@@ -6,15 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mergepipe.core.blocks import ALL_TIES, BF16, GRAIN_ELEMENTS, TIE_RUN, RawBlock
+from mergepipe.core.blocks import ALL_TIES, GRAIN_ELEMENTS, TIE_RUN, RawBlock
 from mergepipe.kernels.codec import CODE_F32, IS_DELTA, decode_tile, itemsize_of
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
-from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Doubles, Floats, kernel
+from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Doubles, Floats, exported, kernel
 from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
-from mergepipe.kernels.rounding import TO_NEAREST, encode_by, is_measured, measure
+from mergepipe.kernels.rounding import encode_by, is_measured, measure
 
 KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED, KEEP_MARKED = 0, 1, 2, 3, 4, 5, 6
-SELDOM = (KEEP_BAND, KEEP_NEAR, KEEP_VARIED)
 _COPIED = (KEEP_LARGE, KEEP_MARKED, KEEP_BAND)  # what is kept of these is written to another array
 NEAREST = np.float32(1e-6)
 
@@ -28,7 +27,7 @@ MARK_ELEMENTS, MARK_BYTES = 128, 16  # one bit each
 _LANES = 16
 
 
-@kernel
+@exported("delta")
 def take_delta(model: Floats, base: Floats, n: int, delta: Floats) -> None:
     """`delta[:n] = model - base`, exactly zero where the two are equal (infinities included)."""
     for i in range(n):
@@ -40,7 +39,7 @@ def take_delta(model: Floats, base: Floats, n: int, delta: Floats) -> None:
 def decode_base(block: RawBlock, start: int, n: int, base: Floats) -> None:
     """Decode elements `start ... start + n` of the base."""
     offset = block.base_offset + start * itemsize_of(block.base_code)
-    decode_tile(block.raw, offset, block.base_code, n, base, block.rare)
+    decode_tile(block.raw, offset, block.base_code, n, base)
 
 
 @kernel
@@ -48,9 +47,9 @@ def decode_against(block: RawBlock, place: int, start: int, n: int, base: Floats
     """Write the delta of those elements of the model at `place` to the decoded base; stored deltas are copied."""
     offset, code = block.offsets_E[place], block.codes_E[place]
     if code & IS_DELTA:
-        decode_tile(block.raw, offset + start * itemsize_of(code), code, n, delta, block.rare)
+        decode_tile(block.raw, offset + start * itemsize_of(code), code, n, delta)
     else:
-        decode_tile(block.raw, offset + start * itemsize_of(code), code, n, model, block.rare)
+        decode_tile(block.raw, offset + start * itemsize_of(code), code, n, model)
         take_delta(model, base, n, delta)
 
 
@@ -63,7 +62,7 @@ def encode_result(block: RawBlock, start: int, n: int, values: Floats) -> None:
     if len(block.sums_G2) > 0 and block.out_code > CODE_F32 and is_measured(element):
         _encode_measured(block, start, tile, raw)
     else:
-        encode_by(tile, element, block.rounding_key, raw, block.out_code, block.rare)
+        encode_by(tile, element, block.rounding_key, raw, block.out_code)
 
 
 @kernel
@@ -141,7 +140,7 @@ def keep_band(values: Floats, n: int, first_element: int, lower_3: Bits32, upper
             kept_bits[i] = bits[i] if magnitude >= least and magnitude < beyond else np.uint32(0)
 
 
-@kernel
+@exported("values", "marks")
 def mark_nonzero(values: Floats, n: int, marks: Bytes) -> None:
     """Set one bit for each of `n` values that is not zero. Values past `n`, up to a multiple of 128, are cleared.
 
@@ -159,7 +158,7 @@ def mark_nonzero(values: Floats, n: int, marks: Bytes) -> None:
             group[j] = np.uint8(byte)
 
 
-@kernel
+@exported("kept")
 def keep_marked(values: Floats, n: int, marks: Bytes, kept: Floats) -> None:
     """Copy `n` values, up to a multiple of 128, to another array; those without a bit of `mark_nonzero` are cleared."""
     bits, kept_bits = values.view(np.uint32), kept.view(np.uint32)
@@ -295,7 +294,7 @@ def keep_varied(
 
 @kernel
 def _keep_random(
-    delta: Floats, n: int, key: np.uint64 | int, first_element: int, cut: np.uint64, scale: np.float32, words: Bits32
+    delta: Floats, n: int, key: np.uint64, first_element: int, cut: np.uint64, scale: np.float32, words: Bits32
 ) -> None:
     """Clear the deltas whose random word is not below `cut`; scale the others."""
     first_group = first_element // GROUP_ELEMENTS
@@ -369,16 +368,15 @@ class Rule(NamedTuple):
     delta_scale: np.float32
 
 
-@kernel
-def merge_block(block: RawBlock, rule: Rule, sparse: bool | None, random: bool | None, seldom: bool | None) -> None:
+@exported("block.out", "block.sums_G2")
+def merge_block(block: RawBlock, rule: Rule) -> None:
     """Merge consecutive elements of one tensor.
 
     Without `consensus`: `anchor_scale * M_0 + sum_e coefficients_E[e] * K(delta_e)`, where `K` keeps what `rule` says.
     With it: `anchor_scale * M_0 + delta_scale * D`, where `D` is the sum of the kept deltas times their coefficients
     that share the sign of `sum_e votes_E[e] * K(delta_e)`, divided by the sum of those coefficients (at least
     `least_divisor`) if `normalize`. Where elements are marked, the first one's index is a multiple of 128; the result
-    must not overlap what is merged. What a rule does not use is not compiled: with `sparse` None it keeps all elements
-    and has no consensus, with `random` None it draws none, with `seldom` None it keeps in none of the ways of `SELDOM`.
+    must not overlap what is merged.
     """
     n_present = len(block.present_E)
     base = np.empty(_TILE, np.float32)
@@ -399,28 +397,26 @@ def merge_block(block: RawBlock, rule: Rule, sparse: bool | None, random: bool |
         for place in range(n_present):
             e, delta = block.present_E[place], deltas_EN[place if needs_all_deltas else 0]
             decode_against(block, place, start, m, base, model, decoded if keep in _COPIED else delta)
-            if sparse is not None:
-                if keep == KEEP_LARGE:
-                    _keep_large(decoded, m, element, rule.lower_E3[e], delta)
-                    _scale(delta, m, rule.scales_E[e])
-                elif keep == KEEP_MARKED:
-                    keep_marked(decoded, m, rule.marks_MB[min(e, len(rule.marks_MB) - 1), element // 8 :], delta)
-                    _scale(delta, m, rule.scales_E[e])
-            if random is not None and keep == KEEP_RANDOM:
+            if keep == KEEP_LARGE:
+                _keep_large(decoded, m, element, rule.lower_E3[e], delta)
+                _scale(delta, m, rule.scales_E[e])
+            elif keep == KEEP_MARKED:
+                keep_marked(decoded, m, rule.marks_MB[min(e, len(rule.marks_MB) - 1), element // 8 :], delta)
+                _scale(delta, m, rule.scales_E[e])
+            elif keep == KEEP_RANDOM:
                 _keep_random(delta, m, rule.keys_E[e], element, rule.limits_E[e], rule.scales_E[e], words)
-            if seldom is not None:
-                if keep == KEEP_BAND:
-                    keep_band(decoded, m, element, rule.lower_E3[e], rule.upper_E3[e], delta)
-                    _scale(delta, m, rule.scales_E[e])
-                elif keep == KEEP_NEAR:
-                    _keep_near(delta, m, rule.scales_E[e])
+            elif keep == KEEP_BAND:
+                keep_band(decoded, m, element, rule.lower_E3[e], rule.upper_E3[e], delta)
+                _scale(delta, m, rule.scales_E[e])
+            elif keep == KEEP_NEAR:
+                _keep_near(delta, m, rule.scales_E[e])
             if keep != KEEP_VARIED:
                 _add_scaled(delta, m, rule.votes_E[e], total)
-        if seldom is not None and keep == KEEP_VARIED and n_present > 0:
+        if keep == KEEP_VARIED and n_present > 0:
             keep_varied(deltas_EN, n_present, n_experts, m, element, rule.lower_E3[0], model, moments_2N)
             for place in range(n_present):
                 _add_scaled(deltas_EN[place], m, rule.votes_E[block.present_E[place]], total)
-        if sparse is not None and consensus:
+        if consensus:
             for i in range(m):
                 numerator[i] = np.float32(0.0)
                 divisor[i] = np.float32(0.0)
@@ -434,19 +430,7 @@ def merge_block(block: RawBlock, rule: Rule, sparse: bool | None, random: bool |
         encode_result(block, start, m, total)
 
 
-def merge_nothing() -> None:
-    """Merge no elements of BF16 or F32 by a rule that keeps large deltas: it compiles what such rules run."""
-    nothing, places_E, no_words = np.empty(0, np.uint8), np.empty(0, np.int64), np.empty(0, np.uint64)
-    ones, cuts, scale, code = np.ones(1, np.float32), np.zeros((1, 3), np.uint32), np.float32(1.0), BF16.kernel_code
-    sums_G2 = np.empty((0, 2), np.float64)
-    out = (nothing, 0, code, TO_NEAREST, sums_G2, 0)
-    block = RawBlock(nothing, 0, code, places_E, places_E, places_E, places_E, 0, 0, *out, rare=None)
-    marks_MB = np.empty((0, 0), np.uint8)
-    rule = Rule(ones, ones, KEEP_LARGE, cuts, cuts, no_words, no_words, ones, marks_MB, True, True, scale, scale, scale)
-    merge_block(block, rule, True, None, None)
-
-
-@kernel
+@exported("block.out", "block.sums_G2")
 def scale_change(block: RawBlock, factor: float, stretch_elements: int, harmless: float) -> None:
     """Write the base plus the delta of the first expert present times a factor, which each stretch has of its own.
 
@@ -479,7 +463,7 @@ def scale_change(block: RawBlock, factor: float, stretch_elements: int, harmless
             encode_result(block, start, m, base)
 
 
-@kernel
+@exported("block.out", "block.sums_G2")
 def merge_rows(
     block: RawBlock, row_elements: int, coefficients_ER: Floats, anchor_scale_R: Floats, lower_ER: Bits32
 ) -> None:
@@ -507,7 +491,7 @@ def merge_rows(
         start += m
 
 
-@kernel
+@exported("block.out", "block.sums_G2")
 def merge_columns(block: RawBlock, coefficients_EP: Floats, anchor_scale_P: Floats) -> None:
     """Write `anchor_scale * M_0 + sum_e coefficients * delta_e`, with both factors by column.
 
@@ -538,7 +522,7 @@ def merge_columns(block: RawBlock, coefficients_EP: Floats, anchor_scale_P: Floa
 # --- decode whole blocks to float32 arrays and encode them again, for merge rules that are not compiled ---
 
 
-@kernel
+@exported("base_N", "deltas_EN")
 def decode_arrays(block: RawBlock, base_N: Floats, deltas_EN: Floats) -> None:
     """Decode a block: the base into `base_N`, deltas into the rows of the experts present."""
     model = np.empty(_TILE, np.float32)
@@ -550,7 +534,7 @@ def decode_arrays(block: RawBlock, base_N: Floats, deltas_EN: Floats) -> None:
             decode_against(block, place, start, m, base, model, deltas_EN[block.present_E[place], start : start + m])
 
 
-@kernel
+@exported("block.out", "block.sums_G2")
 def encode_array(block: RawBlock, values_N: Floats) -> None:
     """Encode a block's result."""
     for start in range(0, block.n_elements, _TILE):

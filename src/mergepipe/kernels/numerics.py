@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe.kernels.compiled import Bits32, Doubles, kernel
+from mergepipe.kernels.compiled import Bits32, Doubles, exported, kernel
 
 # --- generate random bits with Philox4x32-10, a counter-based generator ---
 # those of element `i` depend on (key, i) only
@@ -19,8 +19,8 @@ GROUP_LANES = 16
 GROUP_ELEMENTS = 4 * GROUP_LANES
 
 
-@kernel
-def fill_random_words(key: np.uint64 | int, first_group: int, n_groups: int, out: Bits32) -> None:
+@exported("out")
+def fill_random_words(key: np.uint64, first_group: int, n_groups: int, out: Bits32) -> None:
     """Write the random words (uint32) of the `64 * n_groups` elements from group `first_group` on to `out`.
 
     `key` is 64 bits; the upper 64 bits of every counter are zero.
@@ -88,7 +88,7 @@ _LOG_FIRST = 1.0 / 21.0
 _LOG_TERMS = (1.0 / 19.0, 1.0 / 17.0, 1.0 / 15.0, 1.0 / 13.0, 1.0 / 11.0, 1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0)
 
 
-@kernel
+@exported("out")
 def exp_tile(values: Doubles, n: int, out: Doubles) -> None:
     """Write the exponentials of `values[:n]` to `out`, another array.
 
@@ -147,7 +147,7 @@ def _raise(p: float, rounded: float) -> float:
     return p * lower * upper
 
 
-@kernel
+@exported("out")
 def log_tile(values: Doubles, n: int, out: Doubles) -> None:
     """Write the logarithms of `values[:n]`, which are normal positive numbers, infinity, NaN, to `out`, another array.
 

@@ -11,7 +11,7 @@ from mergepipe.core.blocks import GRAIN_ELEMENTS as _GRAIN
 from mergepipe.core.blocks import RawBlock
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
 from mergepipe.kernels.codec import decode_tile, itemsize_of
-from mergepipe.kernels.compiled import Bytes, Doubles, Floats, kernel
+from mergepipe.kernels.compiled import Bytes, Doubles, Floats, exported, kernel
 from mergepipe.kernels.merge import decode_against, decode_base
 from mergepipe.kernels.numerics import fold
 from mergepipe.kernels.rounding import encode_by, is_measured, measure
@@ -22,7 +22,7 @@ from mergepipe.kernels.rounding import encode_by, is_measured, measure
 # entry; the sum of a row is that of its atoms in order.
 
 
-@kernel
+@exported()
 def atom_of(element: int, row_elements: int, common: int) -> int:
     """The number of the atom of an element; `common` is the least common multiple of rows and grains."""
     return element // row_elements + element // _GRAIN - element // common
@@ -34,7 +34,7 @@ def atom_stop(element: int, row_elements: int) -> int:
     return min((element // row_elements + 1) * row_elements, (element // _GRAIN + 1) * _GRAIN)
 
 
-@kernel
+@exported()
 def common_multiple(row_elements: int) -> int:
     """The argument `common` of `atom_of`."""
     return row_elements // math.gcd(row_elements, _GRAIN) * _GRAIN
@@ -74,7 +74,7 @@ def fold_product(x: Floats, y: Floats, n: int, products: Doubles) -> float:
     return fold(products, n)
 
 
-@kernel
+@exported("gram_AFF")
 def add_row_grams(block: RawBlock, row_elements: int, gram_AFF: Doubles) -> None:
     """Add the inner products (upper triangle; base 0, expert `e` at `e + 1`) of a block by atom."""
     n_present, common = len(block.present_E), common_multiple(row_elements)
@@ -95,7 +95,7 @@ def add_row_grams(block: RawBlock, row_elements: int, gram_AFF: Doubles) -> None
         start += m
 
 
-@kernel
+@exported("gram_CFFP")
 def add_column_grams(block: RawBlock, n_columns: int, cell_elements: int, gram_CFFP: Doubles) -> None:
     """Add the products of a block by cell (C) and column (P), in element order."""
     n_present = len(block.present_E)
@@ -124,7 +124,7 @@ def add_column_grams(block: RawBlock, n_columns: int, cell_elements: int, gram_C
 TILE_COLUMNS = 512  # a tile of results and sixteen of the right factor fit into the L1 cache
 
 
-@kernel
+@exported("out", "sums_G2")
 def add_low_rank(
     left_RK: Floats,
     right_KC: Floats,

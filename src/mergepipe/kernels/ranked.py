@@ -12,7 +12,7 @@ import numpy as np
 
 from mergepipe.core.blocks import RawBlock
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
-from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, exported, kernel
 from mergepipe.kernels.merge import MARK_ELEMENTS, decode_against, decode_base, mark_nonzero
 from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
 from mergepipe.kernels.products import atom_of, atom_stop, common_multiple
@@ -30,7 +30,7 @@ _DIGIT_BITS = 11
 _STEP_ELEMENTS = 16384  # decoded at once
 
 
-@kernel
+@exported("out_N")
 def decode_deltas(block: RawBlock, place: int, start: int, out_N: Floats) -> None:
     """Write the deltas of the expert at `place` from `start` on to all of `out_N`."""
     base = np.empty(_TILE, np.float32)
@@ -41,9 +41,9 @@ def decode_deltas(block: RawBlock, place: int, start: int, out_N: Floats) -> Non
         decode_against(block, place, start + done, m, base, model, out_N[done : done + m])
 
 
-@kernel
+@exported("values_N")
 def drop_ranked(
-    values_N: Floats, first_element: int, row_elements: int, key: np.uint64 | int, lowest: float, spread: float
+    values_N: Floats, first_element: int, row_elements: int, key: np.uint64, lowest: float, spread: float
 ) -> None:
     """Clear the elements of whole rows that do not survive.
 
@@ -54,9 +54,7 @@ def drop_ranked(
 
 
 @kernel
-def _drop_in_rows(
-    values_N: Floats, first_element: int, row_elements: int, key: np.uint64 | int, last_H: Bits32
-) -> None:
+def _drop_in_rows(values_N: Floats, first_element: int, row_elements: int, key: np.uint64, last_H: Bits32) -> None:
     """Clear like `drop_ranked`, given the last word with which each half rank survives."""
     n = values_N.shape[0]
     bits_N = values_N.view(np.uint32)
@@ -248,34 +246,36 @@ def _sort_by_magnitude(order_N: Bits64) -> None:
         order_N[i] = source_N[i]
 
 
-@kernel
+@exported("sums_AK", "marks")
 def add_survivors(
     block: RawBlock,
     place: int,
     row_elements: int,
-    key: np.uint64 | int,
+    key: np.uint64,
     lowest: float,
     spread: float,
-    sums_A2: Doubles,
+    sums_AK: Doubles,
     marks: Bytes,
 ) -> None:
     """Add by atom the sum of the |delta| of whole rows, and of those that survive `drop_ranked`, which are marked.
 
+    The sums of expert `e` are columns `2 * e` and `2 * e + 1`.
     Nothing is marked without `marks`, those of the whole tensor: then rows are multiples of 128 elements.
     """
     step = row_elements * max(1, _STEP_ELEMENTS // row_elements)
     values_N = np.empty(step + MARK_ELEMENTS, np.float32)
     last_H = _last_words(row_elements, lowest, spread)
+    column = 2 * block.present_E[place]
     for start in range(0, block.n_elements, step):
         m, element = min(step, block.n_elements - start), block.first_element + start
         values = values_N[:m]
         decode_deltas(block, place, start, values)
-        _add_magnitudes(values, element, row_elements, sums_A2[:, 0])
+        _add_magnitudes(values, element, row_elements, sums_AK[:, column])
         if lowest + spread <= 0.0:
             values[:] = np.float32(0.0)
         elif lowest < 1.0:
             _drop_in_rows(values, element, row_elements, key, last_H)
-        _add_magnitudes(values, element, row_elements, sums_A2[:, 1])
+        _add_magnitudes(values, element, row_elements, sums_AK[:, column + 1])
         if marks.shape[0]:
             mark_nonzero(values_N, m, marks[element // 8 :])
 

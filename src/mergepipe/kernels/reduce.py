@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import GRAIN_ELEMENTS, TIE_RUN, RawBlock, itemsize_of_code
 from mergepipe.kernels.codec import IS_DELTA, decode_tile, itemsize_of
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
-from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, compile_in_parallel, kernel
-from mergepipe.kernels.merge import decode_against, decode_base, merge_block, merge_nothing, take_delta, tie_hash
+from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, exported, kernel
+from mergepipe.kernels.merge import decode_against, decode_base, take_delta, tie_hash
 from mergepipe.kernels.numerics import fold
 
 COARSE_SHIFT = 16
@@ -33,7 +33,16 @@ class DeltaStretches(NamedTuple):
     raw: Bytes
     base_code: int
     stretches_S5: Counts
-    rare: bool | None = True
+
+    def check_bounds(self) -> None:
+        """Refuse stretches whose elements are not all in the buffer: compiled code does not look."""
+        for _, n_elements, base_offset, offset, code in self.stretches_S5.tolist():
+            stops = [offset + n_elements * itemsize_of_code(code)]
+            if not code & IS_DELTA:
+                stops.append(base_offset + n_elements * itemsize_of_code(self.base_code))
+            if min(n_elements, base_offset, offset) < 0 or max(stops) > len(self.raw):
+                place = f"{n_elements} elements of code {code} at {offset}, those of the base at {base_offset}"
+                raise ValueError(f"{place}, of a buffer of {len(self.raw)} bytes")
 
     @classmethod
     def by_expert(cls, blocks: Sequence[RawBlock]) -> dict[int, DeltaStretches]:
@@ -44,8 +53,7 @@ class DeltaStretches(NamedTuple):
             for e, offset, code in experts:
                 stretch = block.first_element, block.n_elements, block.base_offset, offset, code
                 stretches.setdefault(e, []).append(stretch)
-        rare = True if any(block.rare for block in blocks) else None
-        return {e: cls(blocks[0].raw, blocks[0].base_code, np.array(of, np.int64), rare) for e, of in stretches.items()}
+        return {e: cls(blocks[0].raw, blocks[0].base_code, np.array(of, np.int64)) for e, of in stretches.items()}
 
     @property
     def n_elements(self) -> int:
@@ -77,15 +85,15 @@ def _decode_stretch(deltas: DeltaStretches, s: int, start: int, n: int, tiles_3N
     base_offset, offset, code = deltas.stretches_S5[s, 2], deltas.stretches_S5[s, 3], deltas.stretches_S5[s, 4]
     offset += start * itemsize_of(code)
     if code & IS_DELTA:
-        decode_tile(deltas.raw, offset, code, n, delta, deltas.rare)
+        decode_tile(deltas.raw, offset, code, n, delta)
     else:
         base_offset += start * itemsize_of(deltas.base_code)
-        decode_tile(deltas.raw, base_offset, deltas.base_code, n, base, deltas.rare)
-        decode_tile(deltas.raw, offset, code, n, model, deltas.rare)
+        decode_tile(deltas.raw, base_offset, deltas.base_code, n, base)
+        decode_tile(deltas.raw, offset, code, n, model)
         take_delta(model, base, n, delta)
 
 
-@kernel
+@exported("counts")
 def count_magnitudes(deltas: DeltaStretches, counts: Counts) -> None:
     """Add to `counts` (int64, COARSE_BINS) the number of deltas by their upper 15 magnitude bits.
 
@@ -102,10 +110,7 @@ def count_magnitudes(deltas: DeltaStretches, counts: Counts) -> None:
                 counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
 
 
-compile_in_parallel(count_magnitudes, merge_block, merge_nothing)  # what is counted first is merged then, mostly
-
-
-@kernel
+@exported()
 def count_nonzero(values_N: Floats) -> int:
     """Count the values that are not zero; undefined ones are not."""
     count = np.int32(0)  # narrow lanes, so that more of them are in a vector
@@ -114,7 +119,7 @@ def count_nonzero(values_N: Floats) -> int:
     return int(count)
 
 
-@kernel
+@exported("scores_N", "counts_W")
 def collect_between(scores_N: Floats, edges_W: Bits32, counts_W: Counts) -> int:
     """Move the scores between the first and second edge, the third and fourth, and so on, to the start of `scores_N`.
 
@@ -154,7 +159,7 @@ def collect_between(scores_N: Floats, edges_W: Bits32, counts_W: Counts) -> int:
     return n_inside
 
 
-@kernel
+@exported("hashes_RN", "counts_R2")
 def collect_ties(deltas: DeltaStretches, ties_R4: Bits32, hashes_RN: Bits32, counts_R2: Counts) -> None:
     """Look at the hashes of the elements of at most 32 magnitudes: bits, key, and a first and last hash of each.
 
@@ -163,10 +168,10 @@ def collect_ties(deltas: DeltaStretches, ties_R4: Bits32, hashes_RN: Bits32, cou
     """
     tiles_3N = np.empty((3, _TILE), np.float32)
     bits = tiles_3N[2].view(np.uint32)
-    magnitudes_UR = np.empty((_TILE // TIE_RUN + 1, TIE_RUN), np.uint32)  # whole runs: zeros are around the tile
-    magnitudes = magnitudes_UR.reshape(-1)
+    most_runs = _TILE // TIE_RUN + 1
+    magnitudes = np.empty(most_runs * TIE_RUN, np.uint32)  # whole runs: zeros are around the tile
     places = np.empty(TIE_RUN + 1, np.int64)
-    hashes_U, wanted_U = np.empty(len(magnitudes_UR), np.uint32), np.empty(len(magnitudes_UR) + 1, np.int64)
+    hashes_U, wanted_U = np.empty(most_runs, np.uint32), np.empty(most_runs + 1, np.int64)
     for s in range(deltas.stretches_S5.shape[0]):
         first_element, n_elements = deltas.stretches_S5[s, 0], deltas.stretches_S5[s, 1]
         for start in range(0, n_elements, _TILE):
@@ -189,15 +194,16 @@ def collect_ties(deltas: DeltaStretches, ties_R4: Bits32, hashes_RN: Bits32, cou
                 n_below = np.int64(0)
                 for w in range(n_wanted):
                     u, n_tied = wanted_U[w], np.uint32(0)
+                    run_magnitudes = magnitudes[u * TIE_RUN : (u + 1) * TIE_RUN]
                     for i in range(TIE_RUN):
-                        n_tied = np.uint32(n_tied + np.uint32(magnitudes_UR[u, i] == tied))
+                        n_tied = np.uint32(n_tied + np.uint32(run_magnitudes[i] == tied))
                     if hashes_U[u] < before:
                         n_below += np.int64(n_tied)
                     elif n_tied:
                         n = np.int64(0)
                         for i in range(TIE_RUN):
                             places[n] = i
-                            n += np.int64(magnitudes_UR[u, i] == tied)
+                            n += np.int64(run_magnitudes[i] == tied)
                         for p in range(n):
                             h = np.uint32(hashes_U[u] + np.uint32(places[p]))
                             if h < first:
@@ -245,7 +251,7 @@ class Watched(NamedTuple):
         return rows if self.bin_R[rows.start : rows.stop].tolist() == list(bins) else None
 
 
-@kernel
+@exported("watched.from_edge_W", "watched.counts_RB", "watched.filled_RC", "watched.totals_R")
 def count_watched(deltas: DeltaStretches, watched: Watched) -> None:
     """Add what is watched of the magnitudes of deltas."""
     edges_W, from_edge_W, bin_R, row_B, counts_RB, filled_RC, totals_R = watched
@@ -291,9 +297,14 @@ def count_watched(deltas: DeltaStretches, watched: Watched) -> None:
                             counts_RB[row, lower] += 1
 
 
-@kernel
-def move_counts(counts_B: NDArray[np.int32], total_B: NDArray[np.signedinteger]) -> None:
+@exported("counts_B", "total_B")
+def move_counts(counts_B: NDArray[np.int32], total_B: Counts) -> None:
     """Add a histogram to another and clear it. Most bins are empty: they are only read."""
+    _move_counts(counts_B, total_B)
+
+
+@kernel
+def _move_counts(counts_B: NDArray[np.int32], total_B: NDArray[np.signedinteger]) -> None:
     for first in range(0, counts_B.shape[0], _MOVED):
         counts = counts_B[first : first + _MOVED]
         filled = np.int64(0)
@@ -305,7 +316,7 @@ def move_counts(counts_B: NDArray[np.int32], total_B: NDArray[np.signedinteger])
                 counts[b] = 0
 
 
-@kernel
+@exported()
 def find_rank(counts_B: Counts, rank: int) -> tuple[int, int]:
     """Find the bin of the `rank`-th largest element (1-based), and how many elements are in the bins above it.
 
@@ -364,7 +375,7 @@ def _fold_signed(delta_bits: Bits32, first: int, signed: Floats, sketch_S: Float
         sketch_S[j] += signed[j]
 
 
-@kernel
+@exported("cells_C")
 def sum_squares(block: RawBlock, cells_C: Doubles) -> None:
     """Add the squares of the base's elements, which start at a cell, to `cells_C` (float64, one entry per cell)."""
     values = np.empty(_TILE, np.float32)
@@ -376,7 +387,7 @@ def sum_squares(block: RawBlock, cells_C: Doubles) -> None:
         cells_C[start // GRAIN_ELEMENTS] += _fold_product(values, values, products)
 
 
-@kernel
+@exported("cells_C2")
 def sum_products(block: RawBlock, place: int, cells_C2: Doubles) -> None:
     """Add delta^2 and base * delta of a block, which starts at a cell, to `cells_C2` (float64)."""
     base = np.empty(_TILE, np.float32)
@@ -439,7 +450,7 @@ def _octave_energies(counts_B: NDArray[np.int32], largest_bits: int, energies_O:
             energies_O[octave] += float(counts_B[b]) * middle * middle
 
 
-@kernel
+@exported("counts_2B", "cells_C2", "sketch_S", "energies_O", "extremes_3", "fine_N")
 def summarize_block(
     block: RawBlock,
     place: int,
@@ -459,7 +470,7 @@ def summarize_block(
         sketch_S: float32 (16,); sums of signed deltas are added.
         energies_O: float64; set by `_octave_energies`.
         extremes_3: int64; set to the float32 bits of the largest magnitude, the number of nonzero deltas, and of those
-            with nonzero lower 16 bits. An array, for a kernel that returns several numbers cannot run without numba.
+            with nonzero lower 16 bits. An array, as returning several numbers of a call takes longer.
         fine_N: uint32 (n + 1,); the magnitudes with nonzero lower 16 bits are written to its start.
     """
     base = np.empty(_TILE, np.float32)
@@ -495,7 +506,7 @@ def summarize_block(
             more_B[(late[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
         counts_B[0] -= _TILE - m
         fine = _append_fine(bits, m, is_fine, hits, fine_N, fine)
-    move_counts(more_B, counts_B)
+    _move_counts(more_B, counts_B)
     _octave_energies(counts_B, largest, energies_O)
     extremes_3[0] = int(largest)
     extremes_3[1] = changed

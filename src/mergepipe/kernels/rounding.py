@@ -24,7 +24,7 @@ from mergepipe.kernels.codec import (
     encode_tile,
     itemsize_of,
 )
-from mergepipe.kernels.compiled import Bits16, Bits32, Bytes, Doubles, Floats, kernel
+from mergepipe.kernels.compiled import Bits16, Bits32, Bytes, Doubles, Floats, exported, kernel
 from mergepipe.kernels.numerics import fold
 
 TO_NEAREST = np.uint64(0)
@@ -170,15 +170,15 @@ def measure(values: Floats, base: Floats, raw: Bytes, code: int, sums_2: Doubles
 
 
 @kernel
-def encode_by(values: Floats, element: int, key: np.uint64, raw: Bytes, code: int, rare: bool | None = True) -> None:
+def encode_by(values: Floats, element: int, key: np.uint64, raw: Bytes, code: int) -> None:
     """Encode a tile to the start of `raw`, rounded stochastically by a key, or to nearest by `TO_NEAREST`."""
     if key == TO_NEAREST:
-        encode_tile(values, len(values), raw, 0, code, rare)
+        encode_tile(values, len(values), raw, 0, code)
     else:
         encode_stochastic(values, element, key, raw, code)
 
 
-@kernel
+@exported("raw")
 def encode_all_by(values: Floats, element: int, key: np.uint64, raw: Bytes, code: int) -> None:
     """Encode any number of elements to the start of `raw`, as `encode_by` does for one tile."""
     for start in range(0, len(values), TILE_ELEMENTS):

@@ -8,7 +8,7 @@ import numpy as np
 
 from mergepipe.core.blocks import RawBlock
 from mergepipe.kernels.codec import TILE_ELEMENTS as _TILE
-from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, exported, kernel
 from mergepipe.kernels.merge import encode_result, keep_band, keep_varied, mark_nonzero, variance_tile
 from mergepipe.kernels.numerics import exp_tile, fold, log_tile
 from mergepipe.kernels.products import atom_of, atom_stop, common_multiple, decode_frame, fold_product
@@ -20,7 +20,7 @@ SMOOTHING = 1e-8  # added to a softmax share before the logarithm
 MOST_KEPT = 16384  # elements of a row whose exponentials are kept
 
 
-@kernel
+@exported("scores_N")
 def variance_scores(block: RawBlock, n_experts: int, scores_N: Floats) -> None:
     """Write the variance of the deltas over `n_experts` experts; absent ones count as zero."""
     n_present, n = len(block.present_E), block.n_elements
@@ -33,7 +33,7 @@ def variance_scores(block: RawBlock, n_experts: int, scores_N: Floats) -> None:
         variance_tile(frame_FN[1:], n_present, n_experts, m, scores_N[start : start + m], moments_2N)
 
 
-@kernel
+@exported("sums_AK", "marks")
 def add_selected_energies(
     block: RawBlock, n_experts: int, cut_3: Bits32, row_elements: int, sums_AK: Doubles, marks: Bytes
 ) -> None:
@@ -60,7 +60,7 @@ def add_selected_energies(
         start += m
 
 
-@kernel
+@exported("sums_AK")
 def add_overlaps(block: RawBlock, epsilon: np.float32, row_elements: int, sums_AK: Doubles) -> None:
     """Add for each expert the number of elements it changes with others (even entries) and alone (odd entries)."""
     n_present, common = len(block.present_E), common_multiple(row_elements)
@@ -99,7 +99,7 @@ def count_changes(deltas_EN: Floats, n_deltas: int, n: int, epsilon: np.float32,
             changes[i] += zero if abs(deltas_EN[e, i]) <= epsilon else one
 
 
-@kernel
+@exported("sums_AK")
 def add_kept_magnitudes(
     block: RawBlock, lower_E3: Bits32, upper_E3: Bits32, row_elements: int, sums_AK: Doubles
 ) -> None:
@@ -130,7 +130,7 @@ def fold_magnitudes(x: Floats, n: int, sums: Doubles) -> float:
     return fold(sums, n)
 
 
-@kernel
+@exported("totals_A2", "sums_A", "is_done_R")
 def add_divergences(
     block: RawBlock, row_elements: int, totals_R2: Doubles, totals_A2: Doubles, sums_A: Doubles, is_done_R: Bytes
 ) -> None:
@@ -213,7 +213,7 @@ def _divergence(p: Doubles, q: Doubles, n: int, total_p: float, total_q: float, 
     return fold(folded, n)
 
 
-@kernel
+@exported("scores_N")
 def importance_scores(block: RawBlock, row_elements: int, weight_R: Floats, scores_N: Floats) -> None:
     """Write `|delta|` times its row's weight; zero without a delta."""
     frame_FN = np.zeros((2, _TILE), np.float32)
@@ -236,7 +236,7 @@ def importance_scores(block: RawBlock, row_elements: int, weight_R: Floats, scor
 # --- merge by how many experts change an element: a single change is scaled, several are averaged ---
 
 
-@kernel
+@exported("block.out", "block.sums_G2")
 def merge_overlapping(block: RawBlock, epsilon: np.float32, own_scales_E: Floats) -> None:
     """Write `M_0 +` the single delta larger than `epsilon` times its expert's scale, or the mean of several.
 
@@ -266,7 +266,7 @@ def merge_overlapping(block: RawBlock, epsilon: np.float32, own_scales_E: Floats
         encode_result(block, start, m, total)
 
 
-@kernel
+@exported("block.out", "block.sums_G2")
 def merge_largest(block: RawBlock, scale: np.float32) -> None:
     """Write `M_0 + scale` times the delta of largest magnitude, the first of equal ones; NaN counts as the largest."""
     n_present, n = len(block.present_E), block.n_elements
@@ -332,7 +332,7 @@ def add_weighted(frame_FN: Floats, row: int, weights: Doubles, n: int, sums_2N: 
             sums_2N[0, i] += weights[i] * np.float64(delta[i])
 
 
-@kernel
+@exported("block.out", "block.sums_G2")
 def merge_weighted(block: RawBlock, weighed: Weighed, normalizes: bool, scale: float) -> None:
     """Write `M_0 + scale` times the weighted sum of the deltas, over the sum of weights if it `normalizes`.
 
@@ -390,7 +390,7 @@ def resolve_tile(
                 resolved[i] = delta[i] if wins else resolved[i]
 
 
-@kernel
+@exported("scores_N")
 def resolved_scores(block: RawBlock, weighed: Weighed, epsilon: np.float32, scores_N: Floats) -> None:
     """Write the magnitudes of the resolved deltas."""
     frame_FN = np.empty((len(block.present_E) + 1, _TILE), np.float32)
@@ -405,7 +405,7 @@ def resolved_scores(block: RawBlock, weighed: Weighed, epsilon: np.float32, scor
             scores[i] = abs(scores[i])
 
 
-@kernel
+@exported("sums_A2")
 def add_resolved(
     block: RawBlock, weighed: Weighed, epsilon: np.float32, cuts_23: Bits32, row_elements: int, sums_A2: Doubles
 ) -> None:
@@ -426,7 +426,7 @@ def add_resolved(
         start += m
 
 
-@kernel
+@exported("block.out", "block.sums_G2")
 def merge_resolved(block: RawBlock, weighed: Weighed, epsilon: np.float32, cuts_23: Bits32, scale: np.float32) -> None:
     """Write `M_0 + scale` times the resolved deltas between two cuts."""
     frame_FN = np.empty((len(block.present_E) + 1, _TILE), np.float32)
@@ -444,7 +444,7 @@ def merge_resolved(block: RawBlock, weighed: Weighed, epsilon: np.float32, cuts_
         encode_result(block, start, m, resolved)
 
 
-@kernel
+@exported("block.out", "block.sums_G2")
 def merge_agreed(block: RawBlock, factor_E: Floats, threshold_E: Floats, least: int, scale: np.float32) -> None:
     """Write `M_0 + scale` times the weighted sum of deltas where at least `least` experts are near enough to it.
 

@@ -91,7 +91,7 @@ class ElementwiseRule:
 
     def __call__(self, block: RawBlock) -> None:
         """Merge one block into `block.out`."""
-        from mergepipe.kernels.merge import SELDOM, Rule, merge_block
+        from mergepipe.kernels.merge import Rule, merge_block
 
         scale = self.anchor_scale
         if self.unread_scale is not None and not len(block.counted_E):
@@ -113,8 +113,7 @@ class ElementwiseRule:
             anchor_scale=np.float32(scale),
             delta_scale=np.float32(self.delta_scale),
         )
-        is_sparse, is_seldom = rule.consensus or rule.keep != Keep.ALL, rule.keep in SELDOM
-        merge_block(block, rule, is_sparse or None, rule.keep == Keep.RANDOM or None, is_seldom or None)
+        merge_block(block, rule)
 
 
 def row_rule(

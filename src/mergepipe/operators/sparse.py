@@ -302,7 +302,7 @@ class Survival:
         for place, e in enumerate(block.present_E):
             add_survivors(
                 block, place, row_elements, self.stream_keys_E[e], float(self.lowest_E[e]), float(self.spread_E[e]),
-                sums_AK[:, 2 * e : 2 * e + 2], marks_MB[e] if len(marks_MB) else _NO_MARKS,
+                sums_AK, marks_MB[e] if len(marks_MB) else _NO_MARKS,
             )  # fmt: skip
 
     def parts(self, block: RawBlock) -> Iterator[RawBlock]:

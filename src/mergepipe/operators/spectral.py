@@ -63,7 +63,8 @@ def add_delta(delta_N: Values) -> BlockFunction:
 
 def _alone(block: RawBlock) -> RawBlock:
     """Return a block without its experts."""
-    return block._replace(present_E=block.present_E[:0])
+    none_E = block.present_E[:0]
+    return block._replace(present_E=none_E, offsets_E=none_E, codes_E=none_E)
 
 
 @np.errstate(over="ignore", invalid="ignore")  # what is not finite is found as it is written

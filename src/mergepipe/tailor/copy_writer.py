@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import BF16, F16, F32, F64, DType, RawBlock, Span, has_rare
+from mergepipe.core.blocks import BF16, F16, F32, F64, DType, RawBlock, Span
 from mergepipe.core.units import size_option
 from mergepipe.errors import LimitError, unsupported
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput
@@ -296,7 +296,6 @@ def _average(segment: AverageRange, room: Bytes, sources: _Sources) -> Bytes:
         room, offsets[0], codes[0], experts_E, experts_E, np.array(offsets[1:], np.int64),
         np.array(codes[1:], np.int64), segment.first_element, segment.n_elements, room, start,
         segment.wanted.kernel_code, np.uint64(segment.rounding_key), np.empty((0, 2)), 0,
-        has_rare((*codes, segment.wanted.kernel_code)),
     )  # fmt: skip
     _averaging(segment.weights)(block)
     return room[start : start + segment.nbytes]

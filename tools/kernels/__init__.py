@@ -1,0 +1,1 @@
+"""Builds the libraries of compiled kernels."""
