@@ -20,7 +20,9 @@ FLOATS = np.zeros(8, np.float32)
 BYTES = np.zeros(32, np.uint8)
 PLACES_E = np.zeros(1, np.int64)
 CODES_E = np.ones(1, np.int64)
-BLOCK = RawBlock(BYTES, 0, 1, PLACES_E, PLACES_E, PLACES_E, CODES_E, 0, 8, BYTES, 0, 1)
+BLOCK = RawBlock(
+    BYTES, 0, 1, PLACES_E, PLACES_E, PLACES_E, CODES_E, 0, 8, BYTES, 0, 1, np.uint64(0), np.empty((0, 2)), 0
+)
 
 
 def read_only(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tools.kernels.building import build
 
-from mergepipe.core.blocks import DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE, RawBlock
+from mergepipe.core.blocks import DELTA_FLAG, GRAIN_ELEMENTS, ITEMSIZE_BY_KERNEL_CODE, RawBlock
 from mergepipe.kernels import library, merge
 from mergepipe.kernels.compiled import EXPORTED, ExportedKernel
 from support.kernel_calls import Call, outcome, recorded_calls
@@ -47,7 +47,7 @@ def rule_of(keep: int, consensus: bool, rng: np.random.Generator) -> merge.Rule:
 
 
 def block_of(code: int, n: int, offset: int, rng: np.random.Generator) -> RawBlock:
-    """A block of any bits: infinities, NaN and subnormal numbers are among them."""
+    """A block of any bits: infinities, NaN and subnormal numbers are among them. Some are rounded stochastically."""
     nbytes = n * ITEMSIZE_BY_KERNEL_CODE[code]
     raw = rng.integers(0, 256, offset + (N_EXPERTS + 1) * nbytes).astype(np.uint8)
     experts_E = np.arange(N_EXPERTS)
@@ -55,7 +55,11 @@ def block_of(code: int, n: int, offset: int, rng: np.random.Generator) -> RawBlo
     codes_E[-1] |= DELTA_FLAG
     offsets_E = offset + (1 + experts_E) * nbytes
     out = np.zeros(offset + nbytes, np.uint8)
-    return RawBlock(raw, offset, code, experts_E, experts_E, offsets_E, codes_E, 128, n, out, offset, code)
+    rounding_key = np.uint64(0 if offset % 2 else 67)
+    sums_G2 = np.zeros((1 + (128 + n) // GRAIN_ELEMENTS, 2))
+    return RawBlock(
+        raw, offset, code, experts_E, experts_E, offsets_E, codes_E, 128, n, out, offset, code, rounding_key, sums_G2, 0
+    )
 
 
 def calls_with_any_numbers() -> list[Call]:
