@@ -237,6 +237,6 @@ def test_rows__are_of_the_verbs_of_the_table() -> None:
     """Verbs that only read what others print need no rows, nor do repeated merges."""
     without_rows = {
         "plan", "repair", "diff", "explain", "show", "lineage", "push", "search", "tailor inspect", "tailor check",
-        "tailor recipe", "without",
+        "tailor recipe", "without", "lora check",
     }  # fmt: skip
     assert {*VALUES} == {*FACTORS["verb"]} == {verb.name for verb in VERBS} - without_rows

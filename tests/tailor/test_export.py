@@ -164,7 +164,7 @@ def test_export__gives_weights_the_models_own_names(tmp_path: Path, kind: str) -
 
 
 def test_export__cuts_a_large_model_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mergepipe.tailor.averaging._SHARD_BYTES", 600)
+    monkeypatch.setattr("mergepipe.tailor.averaging.SHARD_BYTES", 600)
     known = known_states(decoder_shapes(), step=9)
     FORMATS["zero3"](tmp_path / "at-9", known)
     tailor.export(tmp_path / "at-9", tmp_path / "out")

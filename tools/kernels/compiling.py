@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+SOURCES = Path(__file__).resolve().parents[2] / "src"
 OPTIMIZATION = 3
 # The processor that code of a level is tuned for, and what it has beyond the level. LLVM tunes `x86-64-v4` for the
 # first processors with AVX-512, which slowed down where its whole width was used: packing took a fifth longer.
@@ -227,6 +228,8 @@ def _machine(level: str) -> Any:
 def main(arguments: Sequence[str]) -> None:
     """Compile one level into an object file."""
     level, target = arguments
+    # pip's environment for builds takes the folder of an editable installation out of the search path.
+    sys.path.insert(0, str(SOURCES))
     compile_level(level, Path(target))
 
 
