@@ -1,9 +1,9 @@
 """Sparse patches of weights, as trainers send them to inference servers: new values at flat positions, by tensor.
 
-A safetensors file has two vectors for each tensor that changed: `NAME.val`, the values in its dtype, and `NAME.idx`,
+A safetensors file has two vectors for each tensor that changed: "NAME.val", the values in its dtype, and "NAME.idx",
 their positions in order. Positions are numbers of 32 bits (`raw`), or the number of unchanged elements before each
 (`gap_delta`, of 16 bits or 32), as the header's `encoding` says. TRL writes and reads this form; that of its first
-version, `NAME.values` and `NAME.indices`, is read too.
+version, "NAME.values" and "NAME.indices", is read too.
 """
 
 from __future__ import annotations

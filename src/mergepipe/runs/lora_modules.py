@@ -374,7 +374,7 @@ def _cut(rows: Sequence[Rows], start: int, stop: int) -> tuple[Rows, ...]:
 
 
 def experts_by_matrix(modules: Sequence[LoraModule], path: Location, n_experts: int) -> Iterator[LoraModule]:
-    """Yield the modules of single experts stacked by matrix: `layer.mlp.experts.gate_proj`; others as they are."""
+    """Yield the modules of single experts stacked by matrix: "layer.mlp.experts.gate_proj"; others as they are."""
     stacks: dict[tuple[str, str], dict[int, LoraModule]] = defaultdict(dict)
     for module in modules:
         match = _SINGLE.fullmatch(module.name)
