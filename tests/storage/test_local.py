@@ -228,7 +228,7 @@ ALLOWED = {
     "checkpoints/gguf_files.py": ("stat", OWN),
     "jobs/without.py": ("exists", OWN),
     "jobs/evaluate.py": ("os.read read_bytes read_text rglob", "what its own process measures, and what it prints"),
-    "kernels/compiled.py": ("is_dir os.fstat os.listdir os.lstat os.open read_bytes rglob", "kernels and their source"),
+    "kernels/library.py": ("is_file read_bytes read_text", "the library of kernels, their sources, the processor"),
     "planning/plan.py": ("exists is_file is_symlink regular.read_head", OWN),
     "runs/remote_output.py": ("read_bytes", OWN),
     "runs/progress.py": ("is_dir is_file stat", OWN),

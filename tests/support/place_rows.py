@@ -95,7 +95,9 @@ def commands_of(row: Row, work: Work, out: str) -> list[list[str]]:
     subject = subject_of(row, work)
     budget: list[str] = []
     if row["budget"] in ("60%", "norm"):
-        budget = ["--budgets" if verb == "sweep" else "--budget", "60%"]
+        # The factors of an adapter are read whole, or not at all.
+        nbytes = "4kB" if row["kind"] == "adapter" else "60%"
+        budget = ["--budgets" if verb == "sweep" else "--budget", nbytes]
     elif verb == "sweep":
         budget = ["--budgets", "100%"]
     elif row["budget"] == "all":
