@@ -124,7 +124,7 @@ STRICT = Flag("Refuse recipes with notices, plans that read nothing from an expe
 BLOCK_ELEMENTS = Flag(
     "Elements per block, a multiple of 16384.",
     metavar="N",
-    default="262144",
+    default="262144; samples of local files 32768",
     panel=RARE_PANEL,
     check=lambda _, value: block_elements_of(value),
 )

@@ -1106,10 +1106,10 @@ class Sampling:
 
     def __str__(self) -> str:
         least, mean, most = self.least_probability, self.mean_probability, self.most_probability
-        units = f"units of {self.unit_elements} elements, drawn with probability {mean:.3g} ({least:.3g} to {most:.3g})"
-        factor = f", times {1 / most:.3g} to {1 / least:.3g}" if least > 0 else ""
+        units = f"units of {self.unit_elements} elements, drawn with probability {least:.3g} to {most:.3g}"
         by = f", by the importance in {self.importance}" if self.importance else ""
-        return f"{units}{by}, seed {self.seed}; merged deltas are divided by that{factor}"
+        factor = f" by {1 / most:.3g} to {1 / least:.3g}" if least > 0 else ""
+        return f"{units} ({mean:.3g} over all tensors){by}, seed {self.seed}; merged deltas are multiplied{factor}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ COMMANDS: dict[str, list[str]] = {
     "shown": ["show", "out\u202e"],
     "analyze": ["analyze", "base", FOLDER],
     "pack": ["pack", "base", FOLDER, "--out", "packed"],
-    "sweep": ["sweep", "recipe.yml", "--budgets", "50%", *ALLOWED, "--html", "sweep.html"],
+    "sweep": ["sweep", "recipe.yml", "--budgets", "95%", *ALLOWED, "--html", "sweep.html"],
     "missing": ["merge", NASTY.replace("\n", ""), "x"],
     "option": ["merge", "recipe.yml", "x", "--threads", NASTY],
 }

@@ -97,6 +97,15 @@ def test_without__makes_a_snapshot_and_what_was_made_from_it_again_parents_first
     assert mergepipe.replay(root / "again" / "second", root / "replayed").sid == report.remade[1].new_sid
 
 
+def test_without__calls_its_output_after_the_copy_that_was_named(models: Models) -> None:
+    root = models.root
+    for name in ("first", "copy"):  # one sid, two folders
+        models.merge(name, linear(base=1, math=1, code=2))
+    for name in ("first", "copy"):
+        report = mergepipe.without("math", root / name, root / "again", dry_run=True)
+        assert [item.out.name for item in report.remade] == [name]
+
+
 def test_without__of_a_descendant_makes_its_parents_that_hold_the_model_too(models: Models) -> None:
     root = models.root
     models.merge("first", linear(base=1, math=1, code=2))

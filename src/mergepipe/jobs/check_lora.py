@@ -134,7 +134,7 @@ def _applied(
         partial = open_adapter(store, adapter, weights, _ALL, names)
         if not partial.tensors:
             raise
-        return apply_adapter(weights, partial), (str(error),)
+        return apply_adapter(weights, partial), tuple(map(str, error.problems))
 
 
 def _checked_adapter(store: Store, weights: Checkpoint, applied: Checkpoint) -> Iterator[CheckedTensor]:

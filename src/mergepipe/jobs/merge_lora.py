@@ -219,15 +219,15 @@ def _read_recipe(
     """
     source = read_yaml(Location.local(path).absolute(), store)
     root = source.root if isinstance(source.root, dict) else {}
-    for key in root:
-        if key not in _RECIPE_KEYS:
-            message = f"has no effect for an adapter: {', '.join(_RECIPE_KEYS)} have"
-            raise RecipeError.of("recipe.unknown-name", source.where(key), message)
     if root.get("output") != "adapter":
         message = "the recipe makes a model, not an adapter"
         raise RecipeError.of(
             "recipe.value", source.where("output"), message, "write `output: adapter`, or use `mergepipe merge`"
         )
+    for key in root:
+        if key not in _RECIPE_KEYS:
+            message = f"has no effect for an adapter: {', '.join(_RECIPE_KEYS)} have"
+            raise RecipeError.of("recipe.unknown-name", source.where(key), message)
     models, method = root.get("models"), root.get("merge_method")
     if not isinstance(models, list) or not isinstance(method, str):
         raise RecipeError.of("recipe.incomplete", source.where(), "`merge_method` and a list of `models` are needed")

@@ -102,7 +102,11 @@ def _held(
     holding = {row.sid: row for row in reversed(containing(rows, expert.name, expert.content_id))}
     requested = set()
     for snapshot in snapshots:
-        sid = read_manifest_value(Stores(), find_snapshot(snapshot, home)).sid
+        place = find_snapshot(snapshot, home)
+        sid = read_manifest_value(Stores(), place).sid
+        named = next((row for row in rows if row.sid == sid and Location.local(row.path) == place.absolute()), None)
+        if named is not None and sid in holding:
+            holding[sid] = named  # of several copies the one that was named: outputs are called after it
         if sid not in holding:
             hint = f"`mergepipe ls --with {expert.name}` lists those that do"
             raise NotFoundError.of("snapshot.not-found", snapshot, f"holds nothing of '{expert.name}'", hint)

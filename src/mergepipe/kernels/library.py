@@ -79,15 +79,15 @@ def loaded_library() -> ctypes.CDLL:
     path = next((path for path in map(library_path, levels) if path.is_file()), None)
     if path is None:
         message = f"no library for {machine()} on {sys.platform} is in this installation ({LIBRARIES})"
-        raise _unsupported(message)
+        raise _unsupported(message, "install a wheel for this platform, or build it from the source: `pip install .`")
     library = ctypes.CDLL(str(path))
     if built_of(library) != sources_digest():
-        raise _unsupported(f"the sources of kernels have changed since {path} was built")
+        message = f"the sources of kernels have changed since {path} was built"
+        raise _unsupported(message, "build it again: `make kernels` in the clone, or `pip install -e .`")
     return library
 
 
-def _unsupported(message: str) -> MergePipeError:
-    hint = "install a wheel for this platform, or build it from the source: `pip install .`, `pip install -e .`"
+def _unsupported(message: str, hint: str) -> MergePipeError:
     return UnsupportedError.of("platform.unsupported", "compiled kernels", message, hint)
 
 

@@ -43,8 +43,8 @@ def plan(
 ) -> None:
     """Plan what a merge of RECIPE will read under a budget.
 
-    Prints the share of each expert that is read. Uses statistics of experts that were analyzed, and the
-    indices of packed experts.
+    Prints the share of each expert that is read. Policies other than `sample` use statistics of experts that were
+    analyzed, or the indices of packed experts.
     """
     path = None if out is None else output_place(out).local_path
     decided = mergepipe.plan(recipe, budget, everything=everything, options=options)

@@ -126,7 +126,7 @@ def apply_lora(
 )
 def check_lora(
     base: Annotated[str, Argument("BASE", "The base model: a directory, or an address in a bucket or on the Hub.")],
-    adapter: Annotated[str, Argument("ADAPTER", "A LoRA adapter of BASE, as PEFT or MLX saves it.")],
+    adapter: Annotated[str, Argument("ADAPTER", "A LoRA adapter of BASE, in any form that `lora convert` reads.")],
     model: Annotated[str | None, Argument("MODEL", "The model that is said to be BASE with ADAPTER.")] = None,
     *,
     options: CheckLoraOptions,
