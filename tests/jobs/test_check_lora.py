@@ -114,6 +114,19 @@ def test_check_lora__cannot_tell_what_rounding_takes_as_a_whole(tmp_path: Path) 
     assert row(report, Q0).rounded_share == 1.0
 
 
+@pytest.mark.parametrize("size", [0.5, 0.005, 0.001])
+def test_check_lora__knows_from_its_record_that_a_model_was_rounded_stochastically(tmp_path: Path, size: float) -> None:
+    case_of(tmp_path, "bfloat16", size)
+    out = tmp_path / "out"
+    mergepipe.apply_lora(tmp_path / "base", [tmp_path / "adapter"], out, rounding="stochastic", catalog=False)
+    report = mergepipe.check_lora(tmp_path / "base", tmp_path / "adapter", out)
+    assert (report.is_applied, set(verdicts(report).values())) == (True, {"applied"})
+    twice = tmp_path / "twice"
+    mergepipe.apply_lora(out, [tmp_path / "adapter"], twice, rounding="stochastic", catalog=False)
+    report = mergepipe.check_lora(tmp_path / "base", tmp_path / "adapter", twice)
+    assert (report.is_applied, set(verdicts(report).values())) == (False, {"at another scale"})
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0.5, 0.02, 0.005])
 @pytest.mark.parametrize("factor", [2.0, 0.5, -1.0, 0.25])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,17 @@ def test_pack__to_sparse_refuses_what_a_patch_cannot_hold(tmp_path: Path) -> Non
     assert not (tmp_path / "packed" / "larger").exists()
 
 
+def test_unpack__of_a_sparse_patch_refuses_a_base_with_other_values(tmp_path: Path) -> None:
+    base, expert = write_family(tmp_path)
+    mergepipe.pack(base, [expert], tmp_path / "packed", form="sparse")
+    patch = tmp_path / "packed" / "expert"
+    with pytest.raises(MismatchError, match=r"it was made on .*base, and .*expert holds other values"):
+        mergepipe.unpack(patch, tmp_path / "out", base=expert)
+    assert not (tmp_path / "out").exists()
+    shutil.move(base, tmp_path / "copy")
+    mergepipe.unpack(patch, tmp_path / "out", base=tmp_path / "copy")
+
+
 def test_unpack__of_a_sparse_patch_refuses_another_base_and_a_damaged_file(tmp_path: Path) -> None:
     base, expert = write_family(tmp_path)
     mergepipe.pack(base, [expert], tmp_path / "packed", form="sparse")
@@ -134,7 +146,7 @@ def test_unpack__of_a_sparse_patch_refuses_another_base_and_a_damaged_file(tmp_p
         mergepipe.unpack(patch, tmp_path / "out")
     other, _ = write_family(tmp_path / "other", dtype=np.float16)
     with pytest.raises(MismatchError, match="is BF16, in the base F16"):
-        mergepipe.unpack(patch, tmp_path / "out", base=other)
+        mergepipe.unpack(patch / "patch.safetensors", tmp_path / "out", base=other)
     stored = load_file(patch / "patch.safetensors")
     for name, positions, words in (
         ("outside", np.array([1 << 30], np.uint32), "are outside its 120000 elements"),

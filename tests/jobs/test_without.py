@@ -97,6 +97,26 @@ def test_without__makes_a_snapshot_and_what_was_made_from_it_again_parents_first
     assert mergepipe.replay(root / "again" / "second", root / "replayed").sid == report.remade[1].new_sid
 
 
+def test_without__lists_a_snapshot_whose_input_was_replaced_since(models: Models) -> None:
+    root = models.root
+    models.merge("first", linear(base=1, math=1, code=2))
+    shutil.rmtree(root / "code")
+    shutil.copytree(root / "chat", root / "code")
+    report = mergepipe.without("math", root / "first", root / "again")
+    assert report.remade == ()
+    assert "was written to since the snapshot was made" in report.not_remade[0].reason
+    assert not (root / "again").exists()
+
+
+def test_without__takes_an_input_that_was_copied_over_itself(models: Models) -> None:
+    root = models.root
+    models.merge("first", linear(base=1, math=1, code=2))
+    shutil.move(root / "code", root / "kept")
+    shutil.copytree(root / "kept", root / "code", copy_function=shutil.copyfile)
+    report = mergepipe.without("math", root / "first", root / "again")
+    assert [item.path.name for item in report.remade] == ["first"]
+
+
 def test_without__calls_its_output_after_the_copy_that_was_named(models: Models) -> None:
     root = models.root
     for name in ("first", "copy"):  # one sid, two folders

@@ -119,3 +119,17 @@ def test_usable_levels__of_a_processor_without_features_is_the_baseline(monkeypa
     best = library.usable_levels()
     monkeypatch.setattr(library, "_features", set)
     assert library.usable_levels() == best[-1:]
+
+
+def test_loaded_library__that_is_another_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "LIBRARIES", tmp_path)
+    for content in (
+        b"",
+        Path(import_module("numpy._core._multiarray_umath").__file__ or "").read_bytes(),
+    ):  # nothing, and a library without our symbols
+        for level in library.usable_levels():
+            library.library_path(level).write_bytes(content)
+        with pytest.raises(
+            UnsupportedError, match=r"is not the library of this package: .*; install the package again"
+        ):
+            library.loaded_library.__wrapped__()

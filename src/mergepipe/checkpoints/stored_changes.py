@@ -155,7 +155,8 @@ class Agreement:
 class Comparison:
     """What one matrix is compared with: `change` times `factor`, which is known within `slack`.
 
-    With `other`, the delta of another matrix stands for that of the change.
+    With `other`, the delta of another matrix stands for that of the change. `is_stochastic` says that results were
+    rounded to either neighbour, not to the nearest one.
     """
 
     change: Change
@@ -165,6 +166,7 @@ class Comparison:
     factor: float = 1.0
     slack: float = 0.0
     other: Read | None = None
+    is_stochastic: bool = False
 
 
 def grid_of(stored: Readable, before: Readable, files: Files) -> DType | None:
@@ -189,7 +191,8 @@ def measure(files: Files, compared: Comparison) -> Agreement:
     at most: u |base| where the base is wider and was rounded first; 2 v |change|, v the larger one of u and that of
     the factors, for the product and its scale; R 2^-24 max |change|, for R sums in float32, the largest change
     standing for sums of absolute products; and 3 (u + 2^-24) |result| for a sum, a norm and a quotient where there are
-    norms. Rounding is monotone: what is stored lies between the two ends of that interval, each rounded.
+    norms. Rounding is monotone: what is stored lies between the two ends of that interval, each rounded. Stochastic
+    rounding moves a result by less than a step of the dtype, at most 2 u |result|.
 
     Memory: some arrays of `CHUNK_ELEMENTS`.
     """
@@ -227,10 +230,15 @@ def _add(agreement: Agreement, compared: Comparison, start: int, before: Values,
         error_N += unit * np.abs(before)
     if compared.change.has_norms:
         error_N += 3 * (unit + 2.0**-24) * np.abs(result_N)
+    if compared.is_stochastic:
+        error_N += 2 * unit * np.abs(result_N)
     low = rounded((result_N - error_N).astype(np.float32), grid)
     high = rounded((result_N + error_N).astype(np.float32), grid)
     base = rounded(before, grid)
-    expected = rounded(result_N.astype(np.float32), grid)
+    # Where results are rounded stochastically, the exact one is what is expected on average.
+    expected = result_N.astype(np.float32)
+    if not compared.is_stochastic:
+        expected = rounded(expected, grid)
 
     is_finite = np.isfinite(stored)
     is_outside = ~((stored >= low) & (stored <= high))
@@ -245,7 +253,8 @@ def _add(agreement: Agreement, compared: Comparison, start: int, before: Values,
     agreement.n_told += int(np.count_nonzero(is_told))
     agreement.n_told_applied += int(np.count_nonzero(is_told & ~is_outside))
     agreement.n_moving += int(np.count_nonzero(is_moving))
-    agreement.n_rounded_away += int(np.count_nonzero(is_moving & (expected == base)))
+    kept_N = stored if compared.is_stochastic else expected
+    agreement.n_rounded_away += int(np.count_nonzero(is_moving & (kept_N == base)))
 
     difference_N = np.where(is_finite, stored.astype(np.float64) - base, 0.0)
     agreement.stored_square += float(difference_N @ difference_N)

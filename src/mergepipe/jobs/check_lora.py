@@ -43,13 +43,16 @@ from mergepipe.checkpoints.stored_changes import (
 )
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.core.flags import public_call
+from mergepipe.core.rounding import RoundingMode
 from mergepipe.core.strict_json import shown
 from mergepipe.core.units import format_percent, plural
-from mergepipe.errors import MismatchError, UnsupportedError, mismatched
+from mergepipe.errors import MergePipeError, MismatchError, UnsupportedError, mismatched
 from mergepipe.jobs.merge_lora import renaming
+from mergepipe.jobs.snapshots import read_manifest_value
 from mergepipe.options import CheckLoraOptions, threads_of
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.recipes.references import locate_reference
+from mergepipe.recipes.yaml_source import parse_documents
 from mergepipe.reports import ByteProgress, CheckedTensor, CheckLoraReport, ProgressCallback, Verdict
 from mergepipe.runs.adapters import located_adapters
 from mergepipe.runs.inputs import open_model, open_path
@@ -115,8 +118,9 @@ def check_lora(
         in_model = _names_in_model(store, weights, applied, merged)
         paths = files_of((*weights.tensors.values(), *applied.tensors.values(), *merged.tensors.values()))
         is_stabilised = read_adapter(store, adapter_path).config.is_rank_stabilised
+        is_stochastic = _is_rounded_stochastically(store, merged)
         with open_files(store, paths, (applied, merged)) as files:
-            check = _Check(files, weights, applied, merged, in_model, n_threads, is_stabilised)
+            check = _Check(files, weights, applied, merged, in_model, n_threads, is_stabilised, is_stochastic)
             check.run(ByteProgress(on_progress, "check", opened.tensor_bytes + merged.tensor_bytes))
         check_unchanged(store, (applied, merged))
         report = check.report(report, left_over)
@@ -186,6 +190,16 @@ def _opened_model(store: Store, model: str | Path, weights: Checkpoint) -> Check
     return merged
 
 
+def _is_rounded_stochastically(store: Store, model: Checkpoint) -> bool:
+    """Whether the record of a snapshot says so; of a model that has none nothing is known."""
+    try:
+        manifest = read_manifest_value(store, model.root)
+        roots = [document.root for document in parse_documents(model.root / "recipe", manifest.recipe)]
+    except MergePipeError:
+        return False
+    return any(isinstance(root, dict) and root.get("rounding") == RoundingMode.STOCHASTIC for root in roots)
+
+
 def _with_tied_heads(
     store: Store, weights: Checkpoint, applied: Checkpoint, merged: Checkpoint
 ) -> tuple[Checkpoint, Checkpoint]:
@@ -242,6 +256,7 @@ class _Check:
     _in_model: Mapping[str, str]
     _n_threads: int
     _is_stabilised: bool
+    _is_stochastic: bool
     adapted: list[CheckedTensor] = field(default_factory=list)
     others: list[CheckedTensor] = field(default_factory=list)
     n_unchanged: int = 0
@@ -306,7 +321,7 @@ class _Check:
         spans = matrices_of(change.after) if change.is_change else (Span(0, change.after.n_elements),)
         matrices = []
         for span in spans:
-            compared = Comparison(change, stored, grid or stored.stored_dtype, span)
+            compared = Comparison(change, stored, grid or stored.stored_dtype, span, is_stochastic=self._is_stochastic)
             agreement = measure(self._files, compared)
             if agreement.n_outside and grid not in (None, stored.dtype):  # its first values alone are on that grid
                 compared = replace(compared, grid=stored.dtype)
@@ -344,8 +359,11 @@ class _Check:
             detail = f"{plural(agreement.n_outside, 'element')} of {agreement.n} differ"
             return replace(made, verdict=verdict, detail=detail if agreement.n_outside else "")
         if agreement.n_outside == 0:
-            if agreement.n_told:
+            is_applied_on_average = agreement.is_multiple and abs(agreement.scale - 1) <= agreement.scale_error
+            if agreement.n_told or (compared.is_stochastic and is_applied_on_average):
                 return replace(made, verdict=Verdict.APPLIED, found_scale=1.0)
+            if compared.is_stochastic and agreement.is_multiple:
+                return self._judged_by_scale(made)
             what = "equal to the base" if change.is_saved else "its delta is zero"
             lost = f"every change is less than half a step of {compared.grid.name}"
             return replace(made, verdict=Verdict.UNKNOWN, detail=lost if agreement.n_moving else what)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, files_of
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import check_unchanged, open_files, read_elements
@@ -26,8 +27,9 @@ from mergepipe.checkpoints.sparse_patches import (
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.strict_json import shown
 from mergepipe.core.units import format_percent, plural
-from mergepipe.errors import RecipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError
 from mergepipe.jobs.merge import merge
+from mergepipe.jobs.snapshots import content_id_at, read_manifest_value
 from mergepipe.options import AdapterOptions, MergeOptions, PackOptions, UnpackOptions
 from mergepipe.recipes.model_location import locate_model
 from mergepipe.reports import ByteProgress, PackedExpert, PackReport, ProgressCallback, UnpackReport
@@ -101,8 +103,9 @@ def _packed(
         with AdapterWriter(path, _possible(expert), store.ledger, largest) as writer:
             counts = _write(writer, base, expert, files, progress)
             weights = writer.finish(_metadata(counts))
+        content_ids = (content_id(base, files), content_id(expert, files))
         check_unchanged(store, checkpoints)
-        output.publish(weights, _facts(store, place, base, expert, counts), {})
+        output.publish(weights, _facts(store, place, base, expert, counts, content_ids), {})
     return PackedExpert(
         expert=location,
         store=place.local_path if place.is_local else place,
@@ -183,17 +186,19 @@ def _metadata(counts: Counts) -> dict[str, str]:
     }
 
 
-def _facts(store: Stores, place: Location, base: Checkpoint, expert: Checkpoint, counts: Counts) -> AdapterFacts:
+def _facts(
+    store: Stores, place: Location, base: Checkpoint, expert: Checkpoint, counts: Counts, content_ids: tuple[str, str]
+) -> AdapterFacts:
     """Return what is recorded of a patch."""
     bytes_by_file = tensor_bytes_by_file(store.ledger.usage())
     records = []
-    for role, model in ((BASE_ROLE, base), (EXPERT_ROLE, expert)):
+    for role, model, identity in zip((BASE_ROLE, EXPERT_ROLE), (base, expert), content_ids, strict=True):
         records.append(
             InputRecord(
                 role=role,
                 model=relative_name(str(model.path), place),
                 path=str(model.path),
-                content_id=model.content_id,
+                content_id=identity,
                 read_bytes=tensor_bytes_read(model, bytes_by_file),
                 files=model.file_ids,
                 hub_id=hub_id_of(model.path, store),
@@ -220,12 +225,31 @@ def unpack_sparse(
     if options.base is None:
         message = f"{path} holds the values that differ, and no base"
         raise RecipeError.of("option.missing", "--base", message, "name the model that it was made on")
+    _check_base(path, options.base)
     recipe = apply_recipe(str(options.base), [str(path)], (), None)
     merge(recipe, out, options=MergeOptions(threads=options.threads, catalog=False), on_progress=on_progress)
     store = Stores()
     base = locate_model(store, options.base)
     tensor_bytes = open_checkpoint(store, base).tensor_bytes
     return UnpackReport(path, base, Path(out), tensor_bytes, time.perf_counter() - started)
+
+
+def _check_base(path: Location, base: str | Path) -> None:
+    """Refuse another base than the one that a patch was made on, where its record and the base's samples tell.
+
+    Raises:
+        MismatchError: `base.mismatch`.
+    """
+    try:
+        inputs = read_manifest_value(Stores(), path).inputs
+    except MergePipeError:
+        return  # a patch that another program sent
+    recorded = next((record for record in inputs if record.role == BASE_ROLE), None)
+    base_id = content_id_at(base)
+    if recorded is None or None in (recorded.content_id, base_id) or recorded.content_id == base_id:
+        return
+    message = f"it was made on {recorded.model}, and {base} holds other values"
+    raise MismatchError.of("base.mismatch", path, message, "name the base that the patch was made on")
 
 
 def is_sparse(store: Stores, path: Location) -> bool:

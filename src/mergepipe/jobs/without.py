@@ -12,7 +12,8 @@ from mergepipe.catalog.snapshots import SnapshotRow, containing, is_named
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.display import yaml_document
 from mergepipe.core.flags import public_call, several
-from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, unsupported
+from mergepipe.core.units import first_names
+from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem, RecipeError, unsupported
 from mergepipe.jobs.merge_run import MergeRun, intermediate_writer
 from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.jobs.replay import open_recorded, shard_bytes_of
@@ -23,10 +24,10 @@ from mergepipe.planning.plan import READS_ALL, Plan
 from mergepipe.recipes.yaml_source import Value, parse_documents
 from mergepipe.reports import NotRemade, ProgressCallback, RemadeSnapshot, WithoutReport
 from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import with_parameters
+from mergepipe.runs.inputs import Inputs, with_parameters
 from mergepipe.runs.merge_settings import merge_settings
 from mergepipe.runs.model_card import BaseModelIds
-from mergepipe.runs.stored_plan import plan_of
+from mergepipe.runs.stored_plan import changed_files, plan_of
 from mergepipe.runs.work import output_of
 from mergepipe.snapshots.manifest import BASE_ROLE, MANIFEST_NAME, InputRecord, Manifest
 from mergepipe.snapshots.staging import check_target
@@ -170,6 +171,7 @@ class _Work:
         try:
             job = self._job(store, row, expert)
             inputs = open_recorded(replace(job.manifest, plan=None), store)
+            _check_inputs(job, inputs)
             plan = plan_of(job.manifest, "the manifest's plan")
             if plan is not None and plan.adjustments:
                 raise _cannot("--min-density", "its budget lowered densities, and how far it might is not recorded")
@@ -233,6 +235,24 @@ class _Work:
                 inputs = with_parameters(inputs, plan)
             report = MergeRun(inputs, plan, settings, store, link).publish()
         self.jobs[number] = replace(job, report=replace(job.report, new_sid=report.sid))
+
+
+def _check_inputs(job: _Job, inputs: Inputs) -> None:
+    """Refuse inputs that were written to since: by their versions, unless their content ids are the recorded ones.
+
+    Raises:
+        ConflictError: `input.changed`.
+    """
+    changed = []
+    for record, (_, _, checkpoint) in zip(job.manifest.inputs, inputs.leaves(), strict=True):
+        files = changed_files(record.files, checkpoint.file_ids, by_version=True)
+        if files and record.model not in job.inputs_made:
+            is_same = record.content_id is not None and content_id_at(record.path) == record.content_id
+            if not is_same:
+                message = f"was written to since the snapshot was made ({first_names(files)})"
+                changed.append(Problem("input.changed", record.path, message, "restore the input unchanged"))
+    if changed:
+        raise ConflictError(*changed)
 
 
 def _request(plan: Plan) -> PlanRequest:

@@ -80,8 +80,12 @@ def loaded_library() -> ctypes.CDLL:
     if path is None:
         message = f"no library for {machine()} on {sys.platform} is in this installation ({LIBRARIES})"
         raise _unsupported(message, "install a wheel for this platform, or build it from the source: `pip install .`")
-    library = ctypes.CDLL(str(path))
-    if built_of(library) != sources_digest():
+    try:
+        library = ctypes.CDLL(str(path))
+        digest = built_of(library)
+    except (OSError, ValueError, AttributeError) as error:  # it cannot be loaded, or is another library
+        raise _unsupported(f"{path} is not the library of this package: {error}", "install the package again") from None
+    if digest != sources_digest():
         message = f"the sources of kernels have changed since {path} was built"
         raise _unsupported(message, "build it again: `make kernels` in the clone, or `pip install -e .`")
     return library
