@@ -93,13 +93,13 @@ class Figure:
 
 
 FIGURES = (
-    Figure("tokens of src", house_figures.n_tokens, 506_700, 425_000),
+    Figure("tokens of src", house_figures.n_tokens, 507_000, 425_000),
     Figure("statements that assign several values at once", house_figures.n_pair_assignments, 640, 150),
     Figure("conditional expressions per 10,000 tokens", house_figures.conditionals_per_10k_tokens, 35.6, 22),
     Figure("comprehensions per 10,000 tokens", house_figures.comprehensions_per_10k_tokens, 57.3, 38),
     Figure("comprehensions with another inside", house_figures.n_nested_comprehensions, 48, 25),
     Figure("section rulers", house_figures.n_rulers, 244, 120),
-    Figure("distinct names", house_figures.n_names, 10_200, 9_100),
+    Figure("distinct names", house_figures.n_names, 10_220, 9_100),
     Figure("nodes of a function, 99th percentile", house_figures.nodes_of_a_function_p99, 488, 420),
     Figure("modules in import circles", lambda: len(house_figures.modules_in_circles()), 0, 0),
     Figure("percent of the lines that jobs.merge reaches", house_figures.reach_of_merge_percent, 77.2, 60),

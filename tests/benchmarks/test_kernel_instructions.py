@@ -23,7 +23,7 @@ COUNTED_WITH = ("0.68.1", "0.50.0")  # numba; llvmlite, which carries LLVM
 INSTRUCTIONS = {
     "decode_tile": 355, "encode_tile": 406, "_fill_random_words": 134, "_encode_bf16": 72, "take_delta": 60,
     "_keep_large": 196, "keep_band": 209, "_keep_random": 164,
-    "_add_scaled": 53, "_add_agreeing": 26, "_normalize_agreeing": 70, "variance_tile": 269, "collect_between": 136,
+    "_add_scaled": 53, "_add_agreeing": 26, "_normalize_agreeing": 70, "variance_tile": 276, "collect_between": 136,
     "merge_overlapping": 1701, "exp_tile": 224, "log_tile": 201, "_divergence": 366, "_drop_in_row": 700,
     "count_nonzero": 34, "collect_ties": 518, "count_watched": 585, "_split_steps": 555,
     "_encode_pieces": 976, "_decode_tiles": 602,

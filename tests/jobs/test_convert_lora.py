@@ -296,6 +296,22 @@ def test_convert_lora__stacks_single_experts_for_transformers_5_and_splits_them_
             np.testing.assert_allclose(values, expected[key], rtol=1e-5, atol=1e-5, err_msg=key)
 
 
+@pytest.mark.parametrize("form", ["kohya", "comfyui", "diffusers", "gguf"])
+def test_convert_lora__refuses_a_scale_that_a_file_cannot_hold(tmp_path: Path, form: str) -> None:
+    write_plain(tmp_path / "adapter", embedding=False, lora_alpha=1e300)
+    base = write_base(tmp_path / "base") if form == "gguf" else None
+    with pytest.raises(UnsupportedError, match="numbers beyond float32"):
+        mergepipe.convert_lora(tmp_path / "adapter", tmp_path / "out", form=form, base=base)
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_lora__writes_a_large_alpha_so_that_it_can_be_read(tmp_path: Path) -> None:
+    write_plain(tmp_path / "adapter", embedding=False, lora_alpha=1e38)
+    mergepipe.convert_lora(tmp_path / "adapter", tmp_path / "once", form="vllm")
+    mergepipe.convert_lora(tmp_path / "once", tmp_path / "twice", form="peft")
+    assert of_folder(tmp_path / "twice")[0]["lora_alpha"] == 1e38
+
+
 def test_convert_lora__reads_the_order_of_experts_of_unsloth(tmp_path: Path) -> None:
     adapter, deltas = write_experts(tmp_path / "a")
     config, tensors = of_folder(adapter)

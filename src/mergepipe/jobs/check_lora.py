@@ -153,7 +153,7 @@ def _checked_adapter(store: Store, weights: Checkpoint, applied: Checkpoint) -> 
         change = change_of(weights.tensors[name], tensor)
         if not damaged.isdisjoint(tensor.stored):
             yield _checked(name, Verdict.NOT_FINITE, change)
-        elif changes_nothing(store, tensor):
+        elif change.scale == 0 or changes_nothing(store, tensor):
             yield _checked(name, Verdict.NOTHING, change)
         else:
             yield _checked(name, Verdict.FITS, change)

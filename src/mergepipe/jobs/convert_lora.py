@@ -33,7 +33,7 @@ from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.blocks import DTYPES, F32
 from mergepipe.core.flags import public_call
 from mergepipe.core.units import one_of, plural
-from mergepipe.errors import RecipeError
+from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
 from mergepipe.jobs.merge_lora import renaming
 from mergepipe.options import ConvertLoraOptions
 from mergepipe.recipes.model_location import locate_model
@@ -66,6 +66,7 @@ from mergepipe.storage.stores import Stores
 _READ_FORMS = {MLX: "mlx", KOHYA: "kohya", DIFFUSERS: "diffusers", LLAMA_CPP: "gguf"}
 _WITHOUT_FACTORS = {"LOKR": "a LoKr, whose delta is no product of thin factors", "IA3": "an (IA)^3, which has no delta"}
 _OF_MODULES = ("peft", "vllm", "sglang")
+_LARGEST = float(np.finfo(np.float32).max)
 _LAYOUTS = {"stacked": Experts.STACKED, "single": Experts.SINGLE}
 
 
@@ -165,6 +166,13 @@ def _modules(
         prefixes = module_prefixes(base_config, base.tensors)
         modules = [replace(module, name=_in_model(module.name, prefixes)) for module in modules]
     return modules
+
+
+def _beyond_float32(module: str, scale: float) -> MergePipeError:
+    message = f"with its scale of {scale:.3g} it has numbers beyond float32"
+    return UnsupportedError.of(
+        "adapter.unsupported", module, message, "convert it to peft, which holds the scale apart"
+    )
 
 
 def _in_model(name: str, prefixes: Mapping[str, str]) -> str:
@@ -318,6 +326,8 @@ class _Conversion:
             name = names[module.name]
             rank = self.ranks[module.name]
             scale = self.scales[module.name]
+            if self.form.config is None and abs(scale * rank) > _LARGEST:
+                raise _beyond_float32(module.name, scale)
             yield from self._factors(name, module, files)
             if self._has_alpha:
                 alpha = alpha_of(scale, rank)
@@ -340,6 +350,8 @@ class _Conversion:
         up_dtype = parts[0].up_dtype if len({part.up_dtype for part in parts}) == 1 else F32
         down_dtype = parts[0].down_dtype if len({part.down_dtype for part in parts}) == 1 else F32
         exact_EMR = np.stack([part.up_MR for part in parts])
+        if np.max(np.abs(exact_EMR), initial=0.0) > _LARGEST:
+            raise _beyond_float32(module.name, scale)
         up_EMR, up_name = encoded(exact_EMR, up_dtype)
         down_ERN, down_name = encoded(np.stack([part.down_RN for part in parts]), down_dtype)
         if any(part.is_folded for part in parts):

@@ -288,8 +288,8 @@ def _most_common(values: Sequence[float]) -> float:
 
 
 def _number(value: float) -> float:
-    """Return a number as configurations write it: whole ones without a point."""
-    return int(value) if float(value).is_integer() else value
+    """Return a number as configurations write it: whole ones that float64 counts exactly without a point."""
+    return int(value) if float(value).is_integer() and abs(value) <= 1 << 53 else value
 
 
 def _text(value: object) -> str | None:
@@ -355,6 +355,8 @@ def names_of_modules(form: LoraForm, modules: Sequence[LoraModule]) -> dict[str,
 
 def alpha_of(scale: float, rank: int) -> NDArray[np.float32] | None:
     """Return alpha as a scalar of float32; None where that is not exact."""
+    if abs(scale * rank) > float(np.finfo(np.float32).max):
+        return None
     alpha = np.float32(scale * rank)
     is_exact = float(alpha) / rank == scale
     return np.asarray(alpha) if is_exact else None
