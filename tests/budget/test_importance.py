@@ -76,7 +76,7 @@ def test_importance__tensors_without_any_are_read_after_all_others(
     sampling = plan.sampling
     assert sampling is not None
     assert 0.2 < sampling.least_probability <= 1
-    assert "times 1 to" in str(sampling)
+    assert "multiplied by 1 to" in str(sampling)
     assert "e+" not in str(sampling)
     explanation = mergepipe.explain(plan, tensor="layers.0.wide", home=setting.home)
     assert {use.use for use in explanation.tensors[0].uses} == {"omitted"}

@@ -25,9 +25,12 @@ from support.vector_code import (
     vector_loops,
 )
 
-pytestmark = pytest.mark.skipif(
-    not get_host_cpu_features().get("avx2", False), reason="loops are counted for AVX2 and wider vectors"
-)
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(
+        not get_host_cpu_features().get("avx2", False), reason="loops are counted for AVX2 and wider vectors"
+    ),
+]
 
 
 @pytest.mark.parametrize(("kernel", "arguments", "loops"), LOOPS, ids=lambda value: getattr(value, "__name__", ""))

@@ -75,6 +75,7 @@ push merged s3://bucket/merged
 verify merged --deep 5%
 repair merged
 replay merged again
+without family/expert-1 merged -o remade --dry-run
 diff merged planned --json
 gc --dry-run
 catalog stats
