@@ -180,8 +180,6 @@ def open_adapter(
     if patch is not None:
         return opened_patch(patch, base, base_names(patch.names, base.tensors, path))
     adapter = read_adapter(store, path, TokenizerFiles(base, store).document(CONFIG_NAME)).renamed(names)
-    if adapter.config.kind in (KOHYA, DIFFUSERS):
-        return _matched_by_spelling(adapter, base, allow_unapplied)
     return matched_adapter(store, adapter, base, allow_unapplied)
 
 
@@ -268,6 +266,8 @@ def matched_adapter(
     store: Store, adapter: StoredAdapter, base: Checkpoint, allow_unapplied: Sequence[str] = ()
 ) -> Checkpoint:
     """Match what an adapter stores with the tensors of `base`; see `open_adapter`."""
+    if adapter.config.kind in (KOHYA, DIFFUSERS):
+        return _matched_by_spelling(adapter, base, allow_unapplied)
     path = adapter.path
     has_head = any(map(is_head, base.tensors))
     if adapter.config.keeps_tied and not has_head:  # its head says the same as its embedding

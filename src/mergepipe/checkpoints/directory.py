@@ -111,9 +111,6 @@ def _hub_blobs(root: Location) -> Location | None:
     return None
 
 
-# --- a model's configuration as loaders parse it: one judgement for what is merged and for what is verified ---
-
-
 # --- choose the file of a directory that holds the weights, from the names alone ---
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
-from mergepipe.checkpoints.open_files import decoded, whole_cost_bytes
+from mergepipe.checkpoints.open_files import decoded, encoded_into, whole_cost_bytes
 from mergepipe.core.blocks import F32, DType, Span, element_count
 from mergepipe.storage import ranges as ranges
 from mergepipe.storage.ledger import Purpose
@@ -276,7 +276,7 @@ class _OpenedRows:
                 mean_W, dtype = self._mean(origin, purpose), self._tensor.dtype
                 for element, n, first in chosen:
                     repeated_N = np.resize(np.roll(mean_W, -(element % mean_W.size)), n)
-                    _encode(repeated_N, dtype, out[first * dtype.itemsize :])
+                    encoded_into(repeated_N, dtype.kernel_code, out[first * dtype.itemsize :])
 
     def _fill(self, index: int, runs: _Runs, out: NDArray[np.uint8], purpose: Purpose) -> None:
         """Fill `runs` of one source into `out`, in the tensor's dtype."""
@@ -290,7 +290,7 @@ class _OpenedRows:
         for _, n, first in runs:
             of_run = raw[first * source.dtype.itemsize : (first + n) * source.dtype.itemsize]
             values_N = decoded(of_run, source.dtype.kernel_code)
-            _encode(values_N, dtype, out[first * dtype.itemsize :])
+            encoded_into(values_N, dtype.kernel_code, out[first * dtype.itemsize :])
 
     def _read(self, index: int, runs: _Runs, raw: NDArray[np.uint8], purpose: Purpose) -> None:
         """Read `runs` of one source into `raw`, in the source's dtype."""
@@ -373,9 +373,3 @@ def _requests(start_N: NDArray[np.int64], stop_N: NDArray[np.int64]) -> Iterator
     for first, stop in zip(*(bounds_N.tolist() for bounds_N in _joined_pages(start_N, stop_N)), strict=True):
         for at in range(first, stop, REQUEST_BYTES):
             yield Span(at, min(at + REQUEST_BYTES, stop))
-
-
-def _encode(values_N: NDArray[np.float32], dtype: DType, raw: NDArray[np.uint8]) -> None:
-    from mergepipe.kernels.codec import encode_all
-
-    encode_all(values_N, raw, dtype.kernel_code)

@@ -371,7 +371,8 @@ class GGUFTarget:
 
         Memory: 4 million elements, in float32, and the vocabulary.
         """
-        gguf, entries = gguf_library(self.name), read_header(store, Location.local(model)).entries
+        gguf = gguf_library(self.name)
+        entries = read_header(store, Location.local(model)).entries
         with tempfile.TemporaryDirectory(prefix="mergepipe-gguf-") as folder:
             ids = {key: value for key, value in self.config.items() if key.endswith("_token_id")}
             stated = {key: value for key, value in ids.items() if type(value) is int and value >= 0}

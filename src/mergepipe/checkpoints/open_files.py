@@ -145,6 +145,19 @@ def decoded_into(raw: NDArray[np.uint8], code: int, out: NDArray[np.float32]) ->
     return out
 
 
+def encoded(values: NDArray[np.float32], code: int) -> NDArray[np.uint8]:
+    """Return numbers (float32, any shape) as stored bytes (uint8) of the dtype with kernel code `code`, to nearest."""
+    return encoded_into(values.reshape(-1), code, np.empty(values.size * ITEMSIZE_BY_KERNEL_CODE[code], np.uint8))
+
+
+def encoded_into(values: NDArray[np.float32], code: int, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Encode numbers (float32) to the start of `out` (uint8)."""
+    from mergepipe.kernels.codec import encode_all  # loads the library: nothing that only opens waits for it
+
+    encode_all(np.ascontiguousarray(values), out, code)
+    return out
+
+
 def whole_cost_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes requested to read each of some tensors in full on its own, in whole pages."""
     return sum(tensor.cost_bytes(Span(0, tensor.n_elements)) for tensor in tensors)

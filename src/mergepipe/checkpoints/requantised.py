@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.codes import CodedTensor, ScaledFP8, elements_of
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
-from mergepipe.checkpoints.open_files import decoded, read_elements, read_span, whole_cost_bytes
-from mergepipe.core.blocks import F8_E4M3, F8_E5M2, ITEMSIZE_BY_KERNEL_CODE, DType, Span
+from mergepipe.checkpoints.open_files import decoded, encoded, read_elements, read_span, whole_cost_bytes
+from mergepipe.core.blocks import F8_E4M3, F8_E5M2, DType, Span
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.range_file import RangeFile
@@ -119,7 +119,7 @@ class Requantised(ComputedTensor):
         same_GK = np.ones(largest_GK.shape, np.bool_)
         for rows in _chunks(Span(0, n_rows), scheme.columns):
             raw, merged = self._raw(scheme, rows, files, purpose)
-            unchanged = _encoded(scheme.decode(rows, raw).reshape(-1), self.merged.dtype.kernel_code)
+            unchanged = encoded(scheme.decode(rows, raw), self.merged.dtype.kernel_code)
             bits = f"u{self.merged.dtype.itemsize}"
             same_RC = (merged.view(bits) == unchanged.view(bits)).reshape(-1, scheme.columns)
             group_R = _groups(rows, scheme.block[0])
@@ -138,7 +138,7 @@ class Requantised(ComputedTensor):
             mantissas, exponents = np.frexp(scales)
             scales = np.ldexp(np.float32(1), exponents - (mantissas == np.float32(0.5))).astype(np.float32)
         kept = read_span(self.base.stored[1], Span(0, scales.size), files, purpose)
-        made = _encoded(scales, scheme.scale_kernel)
+        made = encoded(scales, scheme.scale_kernel)
         keeps = same_GK.reshape(-1) | ~(decoded(made, scheme.scale_kernel) > 0)
         made = np.where(keeps[:, None], kept.reshape(len(keeps), -1), made.reshape(len(keeps), -1)).reshape(-1)
         self.shared.setdefault("squares", np.zeros(2))  # codes and scales may look at the weight at the same time
@@ -166,7 +166,7 @@ def _coded(
 
     scales_RC = by_element(scales_GK)
     same_RC = by_element(same_GK)
-    made = _encoded((numbers_RC / scales_RC).reshape(-1), scheme.code_kernel)
+    made = encoded(numbers_RC / scales_RC, scheme.code_kernel)
     errors_RC = decoded(made, scheme.code_kernel).reshape(numbers_RC.shape) * scales_RC - numbers_RC
     errors_RC[same_RC] = 0
     numbers_RC[same_RC] = 0
@@ -181,11 +181,3 @@ def _chunks(rows: Span, columns: int) -> Iterator[Span]:
     """Cut rows into stretches of about a million elements."""
     step = max(1, _CHUNK_ELEMENTS // columns)
     return (Span(first, min(first + step, rows.stop)) for first in range(rows.start, rows.stop, step))
-
-
-def _encoded(values: NDArray[np.float32], code: int) -> NDArray[np.uint8]:
-    from mergepipe.kernels.codec import encode_all  # compiled: nothing that only opens waits for it
-
-    out = np.empty(len(values) * ITEMSIZE_BY_KERNEL_CODE[code], np.uint8)
-    encode_all(np.ascontiguousarray(values), out, code)
-    return out

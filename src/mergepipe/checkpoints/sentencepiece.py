@@ -53,7 +53,9 @@ class _Parser:
 
     def piece(self, start: int, stop: int) -> tuple[str, float, int]:
         """Return text, score and kind of one piece message."""
-        text, score, kind = "", 0.0, _NORMAL
+        text = ""
+        score = 0.0
+        kind = _NORMAL
         for number, value in self.fields(start, stop):
             match number, value:
                 case (_, (first, last)) if number == _TEXT_FIELD:
@@ -71,7 +73,8 @@ class _Parser:
         at = start
         while at < stop:
             key, at = self._varint(at, stop)
-            number, kind = key >> 3, key & 7
+            number = key >> 3
+            kind = key & 7
             if number == 0:
                 raise self.error(f"field 0 at byte {at}")
             if kind == _VARINT:

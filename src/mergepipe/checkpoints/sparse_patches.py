@@ -16,13 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, ComputedTensor, Fetch, TensorEntry
-from mergepipe.checkpoints.directory import (
-    SAFETENSORS_SUFFIXES,
-    WeightFile,
-    list_names,
-    read_weight_file,
-    stat_present,
-)
+from mergepipe.checkpoints.directory import SAFETENSORS_SUFFIXES, WeightFile, list_names, read_weight_file, stat_present
 from mergepipe.checkpoints.open_files import once, read_elements, whole_cost_bytes
 from mergepipe.core.blocks import DType, DTypeKind, Span
 from mergepipe.core.strict_json import shown

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.adapted_tensors import Adapted, AnyDelta, KroneckerDelta, LowRankDelta, SavedTensor
 from mergepipe.checkpoints.codes import CodedTensor
 from mergepipe.checkpoints.contract import Readable, Tensor
-from mergepipe.checkpoints.open_files import decoded
-from mergepipe.core.blocks import F32, F64, BlockGrid, DType, Span
+from mergepipe.checkpoints.open_files import decoded, encoded
+from mergepipe.core.blocks import F32, BlockGrid, DType, Span
+from mergepipe.core.rounding import holds_results
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.range_file import RangeFile
@@ -201,7 +202,8 @@ def measure(files: Files, compared: Comparison) -> Agreement:
     read_after = reader(change.after, files) if change.is_change and change.delta is None else None
     read_delta = None if change.delta is None else reader(change.delta, files)
     if compared.other is not None:
-        read_after, read_delta = None, compared.other
+        read_after = None
+        read_delta = compared.other
     read_stored = reader(compared.stored, files)
     agreement = Agreement()
     for start, span in _stretches(compared.span, change.after):
@@ -311,13 +313,9 @@ def _fitted(read: Read, tensor: Tensor, span: Span) -> Values:
 
 def rounded(values: Values, dtype: DType) -> Values:
     """Return values rounded to a dtype, in float32."""
-    from mergepipe.kernels.codec import encode_all  # compiled: nothing that only opens waits for it
-
-    if dtype in (F32, F64):
+    if holds_results(dtype):
         return values
-    raw = np.empty(len(values) * dtype.itemsize, np.uint8)
-    encode_all(values, raw, dtype.kernel_code)
-    return decoded(raw, dtype.kernel_code)
+    return decoded(encoded(values, dtype.kernel_code), dtype.kernel_code)
 
 
 def _sketch(values_N: Sums, start: int) -> Sums:

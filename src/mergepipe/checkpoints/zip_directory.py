@@ -219,7 +219,8 @@ class _Directory:
             if value == _ALL_ONES_32:
                 if len(wide) < 8:
                     raise self._error(f"member {name!r} is large and has no 64-bit size")
-                value, wide = int.from_bytes(wide[:8], "little"), wide[8:]
+                value = int.from_bytes(wide[:8], "little")
+                wide = wide[8:]
             values.append(value)
         return values[0], values[1], values[2]
 

@@ -89,7 +89,8 @@ def encode_planes(base: RawBytes | None, expert: RawBytes, dtype: DType) -> RawB
 
 def decode_planes(content: RawBytes, base: RawBytes | None, dtype: DType, where: str, out: RawBytes) -> None:
     """Decode the expert's bytes into `out`: the inverse of `encode_planes`."""
-    reader, words = ByteReader(content, where), _words(out, dtype)
+    reader = ByteReader(content, where)
+    words = _words(out, dtype)
     expert = in_layout("plane-out", words)
     folded = scratch("folded", len(expert), _UNSIGNED[dtype.itemsize])
     folded[:] = _unpacked_plane(reader, len(expert), where)

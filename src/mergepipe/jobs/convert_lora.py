@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.adapted_tensors import read_finite
 from mergepipe.checkpoints.adapter_forms import read_adapter
-from mergepipe.checkpoints.adapters import matched_adapter, open_adapter
+from mergepipe.checkpoints.adapters import matched_adapter
 from mergepipe.checkpoints.config_files import Json, parse_config
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.diffusion_names import dotted_name
@@ -46,13 +46,13 @@ from mergepipe.runs.lora_modules import (
     LoraModule,
     all_entries,
     count_of_experts,
-    encoded,
     experts_by_matrix,
     modules_of_base,
     own_modules,
     single_experts,
     stacked_experts,
     with_columns_by_expert,
+    without_loss,
 )
 from mergepipe.runs.model_card import base_id, hub_id_of, stated_base_id
 from mergepipe.snapshots.manifest import ADAPTER_ROLE, CONVERTED_ADAPTER, InputRecord
@@ -147,11 +147,7 @@ def _modules(
         tensors: Mapping[str, Any] = {}
     else:
         adapter = with_columns_by_expert(stored) if options.unsloth_experts else stored
-        if stored.config.kind in (KOHYA, DIFFUSERS):
-            names = dict(map(renaming, options.adapter_names))
-            opened = open_adapter(store, stored.path, base, names=names)
-        else:
-            opened = matched_adapter(store, adapter, base)
+        opened = matched_adapter(store, adapter, base)
         modules = [replace(one, name=dotted_name(one.name)) for one in modules_of_base(opened, base)]
         n_experts = count_of_experts(base)
         tensors = base.tensors
@@ -352,8 +348,8 @@ class _Conversion:
         exact_EMR = np.stack([part.up_MR for part in parts])
         if np.max(np.abs(exact_EMR), initial=0.0) > _LARGEST:
             raise _beyond_float32(module.name, scale)
-        up_EMR, up_name = encoded(exact_EMR, up_dtype)
-        down_ERN, down_name = encoded(np.stack([part.down_RN for part in parts]), down_dtype)
+        up_EMR, up_name = without_loss(exact_EMR, up_dtype)
+        down_ERN, down_name = without_loss(np.stack([part.down_RN for part in parts]), down_dtype)
         if any(part.is_folded for part in parts):
             is_exact = up_name == up_dtype.name
             if up_dtype == F32:
@@ -368,7 +364,7 @@ class _Conversion:
         name: str, tensor: StoredTensor, files: Mapping[Location, RangeFile]
     ) -> tuple[str, NDArray[Any], tuple[int, ...], str]:
         """Return a tensor as it is stored."""
-        values, dtype = encoded(read_finite(tensor, files, Purpose.EXPERT), DTYPES[tensor.dtype.name])
+        values, dtype = without_loss(read_finite(tensor, files, Purpose.EXPERT), DTYPES[tensor.dtype.name])
         return name, values, tensor.shape, dtype
 
     def written(self, base_model: str | None) -> Written:

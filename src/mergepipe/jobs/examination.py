@@ -198,7 +198,7 @@ def _contradictions(config: Mapping[str, object], tensors: Sequence[OutputTensor
 
 
 def damage_of(store: Store, directory: Location, file: Digested) -> Damage | None:
-    """Compare a file of a composite with its recorded size and digest; return the damage, None if both agree."""
+    """Compare a file with its recorded size and digest; return the damage, None if both agree."""
     try:
         size, digest = file_digest(store, directory / file.name, file.size_bytes)
     except MergePipeError as error:

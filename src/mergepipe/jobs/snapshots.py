@@ -32,12 +32,7 @@ from mergepipe.checkpoints.directory import is_packed
 from mergepipe.core.flags import several
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.options import home_of
-from mergepipe.recipes.model_location import (
-    missing_path,
-    no_path_and_no_hub_model,
-    path_exists,
-    resolve_model_name,
-)
+from mergepipe.recipes.model_location import missing_path, no_path_and_no_hub_model, path_exists, resolve_model_name
 from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import BlockUse, Garbage, GcReport, SnapshotReport, TensorUse
 from mergepipe.snapshots.manifest import (

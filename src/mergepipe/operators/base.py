@@ -343,6 +343,3 @@ class Blockwise(AllAlike):
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         return self.function(inputs)
-
-
-# --- what recipes may ask of any rule: weights that follow from norms, a spectral step after it ---

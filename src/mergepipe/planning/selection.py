@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -472,7 +472,7 @@ def tensor_weights(candidates: Candidates, importance_T: NDArray[np.float64] | N
     tensors of which every position is free once units are read before these.
     """
     columns = candidates.columns
-    cost_T = np.bincount(columns.tensor_B, _position_costs(candidates), len(columns.tasks))
+    cost_T = np.bincount(columns.tensor_B, _position_costs(candidates, _unit_costs(candidates)), len(columns.tasks))
     elements_T = np.array([task.base.n_elements for task in columns.tasks], np.int64)
     weight_T = np.ones(len(cost_T))
     if importance_T is not None:
@@ -523,8 +523,9 @@ class PositionOrder:
         drawn_B = np.zeros(columns.n_columns, np.bool_)
         drawn_B[self.order_B[:n_drawn]] = True
         level_EB = np.where(candidates.own_EB & drawn_B, _top_levels(candidates)[:, columns.tensor_B], np.int8(0))
-        block_E = (_block_costs(candidates) * (level_EB > 0)).sum(axis=1)
-        for (e, t), cost_bytes in _unit_costs(candidates).items():
+        units = _unit_costs(candidates)
+        block_E = (_block_costs(candidates, units) * (level_EB > 0)).sum(axis=1)
+        for (e, t), cost_bytes in units.items():
             if (level_EB[e, columns.of_tensor(t)] > 0).any():
                 block_E[e] += cost_bytes
         reached_T = np.maximum(0.0, _scale(self.key_B, n_drawn) - self.begin_T)
@@ -551,8 +552,9 @@ def order_positions(
     tensor_B = candidates.columns.tensor_B
     key_B = number_B / weight_T[tensor_B] + begin_T[tensor_B]
     order_B = np.argsort(key_B, kind="stable")
-    aside_bytes = int((candidates.side_E + candidates.content_E).sum()) + sum(_unit_costs(candidates).values())
-    reached_B = np.cumsum(_position_costs(candidates)[order_B]) + aside_bytes
+    units = _unit_costs(candidates)
+    aside_bytes = int((candidates.side_E + candidates.content_E).sum()) + sum(units.values())
+    reached_B = np.cumsum(_position_costs(candidates, units)[order_B]) + aside_bytes
     return PositionOrder(candidates, order_B, key_B[order_B], reached_B, weight_T, begin_T)
 
 
@@ -565,7 +567,8 @@ def _scale(key_B: NDArray[np.float64], n_drawn: int) -> float:
 
 def _unit_costs(candidates: Candidates) -> dict[Pair, int]:
     """Return the bytes of the tensors whose stored bytes are read all at once, whichever positions are drawn."""
-    columns, own_EB = candidates.columns, candidates.own_EB
+    columns = candidates.columns
+    own_EB = candidates.own_EB
     costs = {}
     for (e, t), reason in candidates.whole.items():
         if reason == REASON_UNIT:
@@ -574,14 +577,14 @@ def _unit_costs(candidates: Candidates) -> dict[Pair, int]:
     return costs
 
 
-def _block_costs(candidates: Candidates) -> NDArray[np.int64]:
+def _block_costs(candidates: Candidates, units: Collection[Pair]) -> NDArray[np.int64]:
     """Return the bytes that each block adds to those of the units."""
     cost_EB = candidates.cost_EB * candidates.own_EB
-    for e, t in _unit_costs(candidates):
+    for e, t in units:
         cost_EB[e, candidates.columns.of_tensor(t)] = 0
     return cost_EB
 
 
-def _position_costs(candidates: Candidates) -> NDArray[np.int64]:
+def _position_costs(candidates: Candidates, units: Collection[Pair]) -> NDArray[np.int64]:
     """Return the bytes that each position adds, of all experts."""
-    return np.asarray(_block_costs(candidates).sum(axis=0), np.int64)
+    return np.asarray(_block_costs(candidates, units).sum(axis=0), np.int64)

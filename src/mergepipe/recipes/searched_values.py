@@ -10,9 +10,7 @@ from functools import reduce
 from typing import Any
 
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import (
-    RecipeError,
-)
+from mergepipe.errors import RecipeError
 from mergepipe.recipes.yaml_source import KeyPath, Value, YamlSource, key_path_text
 
 SEARCH_KEY = "search"

@@ -24,14 +24,7 @@ from mergepipe.checkpoints.embedding_rows import (
     of_sources,
     paired_embeddings,
 )
-from mergepipe.checkpoints.gathered_rows import (
-    ZERO,
-    GatheredRows,
-    RowMap,
-    RowRange,
-    common_dtype,
-    mean_origin,
-)
+from mergepipe.checkpoints.gathered_rows import ZERO, GatheredRows, RowMap, RowRange, common_dtype, mean_origin
 from mergepipe.checkpoints.pursued_rows import PursuedRows
 from mergepipe.checkpoints.vocabulary import AddedToken, TokenizerFiles, Vocabulary, read_vocabulary
 from mergepipe.core.blocks import DTypeKind

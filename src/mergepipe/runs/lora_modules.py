@@ -5,7 +5,6 @@ Legend: M rows, N columns, R rank, E experts.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,7 +145,7 @@ def _common(dtypes: Sequence[DType]) -> DType:
     return first if all(dtype == first for dtype in dtypes) and first in _KEPT_DTYPES else F32
 
 
-def encoded(values: NDArray[np.floating], dtype: DType) -> tuple[NDArray[np.generic], str]:
+def without_loss(values: NDArray[np.floating], dtype: DType) -> tuple[NDArray[np.generic], str]:
     """Return values as they are stored, and the name of their dtype: `dtype`, or float32 where that loses something."""
     wide = values.astype(np.float64)
     if dtype == F16:
@@ -445,12 +444,3 @@ def all_entries(modules: Sequence[LoraModule], others: Sequence[StoredTensor]) -
             entry for vector in (module.bias, module.magnitude) if vector is not None for entry in vector.stored
         ]
     return [*entries, *(entry for tensor in others for entry in tensor.stored)]
-
-
-def largest_bytes(modules: Sequence[LoraModule]) -> int:
-    """Return the bytes of the factors of some modules in float32."""
-    total = 0
-    for module in modules:
-        elements = sum(module.shape) * module.rank * len(module.experts)
-        total += F32.itemsize * elements
-    return math.ceil(total)

@@ -27,16 +27,7 @@ from mergepipe.tailor.archive_layout import MemberPlan, stale_checksums
 from mergepipe.tailor.archives import new_archive, plan_edited, plan_rewritten
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice, choose_steps, staleness_of
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework, PicklePath, Piece, StoredState, TrainingCheckpoint
-from mergepipe.tailor.copy_plan import (
-    CopyRange,
-    FilePlan,
-    Literal,
-    Patch,
-    Segment,
-    joined,
-    patch_states,
-    patched_file,
-)
+from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Patch, Segment, joined, patch_states, patched_file
 from mergepipe.tailor.formats import format_named
 from mergepipe.tailor.formats.contract import STEP_FORMS, Node, root_of
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata, unpack_piece

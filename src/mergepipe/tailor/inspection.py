@@ -33,12 +33,7 @@ from mergepipe.tailor.checkpoint import (
 )
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_writer import values_of
-from mergepipe.tailor.formats import (
-    TRAINING_FORMATS,
-    open_source_checkpoint,
-    open_training_checkpoint,
-    refuse_unlisted,
-)
+from mergepipe.tailor.formats import TRAINING_FORMATS, open_source_checkpoint, open_training_checkpoint, refuse_unlisted
 from mergepipe.tailor.formats.contract import step_of_name
 from mergepipe.tailor.formats.partial import MANIFEST_NAME
 from mergepipe.tailor.saving.save_log import read_log

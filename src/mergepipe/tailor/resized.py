@@ -8,17 +8,10 @@ from types import MappingProxyType
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.assignment import Assignment, choose_steps, staleness_of
-from mergepipe.tailor.composition_plan import (
-    CompositionPlan,
-    SkeletonChanges,
-    follow_layers,
-    take_state,
-)
+from mergepipe.tailor.composition_plan import CompositionPlan, SkeletonChanges, follow_layers, take_state
 from mergepipe.tailor.copy_plan import FilePlan
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
-from mergepipe.tailor.formats.deepspeed import (
-    ZERO_FORMAT,
-)
+from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT
 from mergepipe.tailor.resized_dcp import dcp_files
 from mergepipe.tailor.resized_model import ResizedModel, no_other_layers

@@ -8,9 +8,7 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.inert_pickle import PickledTensor
 from mergepipe.tailor.archives import plan_rewritten
 from mergepipe.tailor.checkpoint import WEIGHT
-from mergepipe.tailor.composition_plan import (
-    NewTensors,
-)
+from mergepipe.tailor.composition_plan import NewTensors
 from mergepipe.tailor.copy_plan import FilePlan
 from mergepipe.tailor.formats.contract import Node
 from mergepipe.tailor.formats.hf_trainer import OPTIMIZER_NAME, numbered_parameters, read_config

@@ -14,9 +14,7 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import plan_rewritten
 from mergepipe.tailor.assignment import StepChoice
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, TrainingCheckpoint
-from mergepipe.tailor.composition_plan import (
-    NewTensors,
-)
+from mergepipe.tailor.composition_plan import NewTensors
 from mergepipe.tailor.copy_plan import FilePlan, Literal, Segment
 from mergepipe.tailor.formats.contract import Node, root_of
 from mergepipe.tailor.formats.deepspeed import (
